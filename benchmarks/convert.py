@@ -44,8 +44,8 @@ from bf16_to_fp16 import certify, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.shards import Write
 from bf16_to_fp16.checkpoint.writer import write_fp16
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.run.stock import load
 
 
 def apart(function: Callable[..., Any], *given: object) -> Any:

@@ -50,21 +50,21 @@ from support.judge import judge
 from torch import Tensor
 
 from bf16_to_fp16 import UserError, audit, convert
-from bf16_to_fp16.auditing.attack import attack
-from bf16_to_fp16.auditing.fidelity import output_on
-from bf16_to_fp16.auditing.soft_side import LEAST, LENGTH, TIMES, divergences, mean_bf16_divergence
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Experts
-from bf16_to_fp16.observe.meter import RangeObserver
+from bf16_to_fp16.measuring.attack import attack
+from bf16_to_fp16.measuring.batch import run_batch
+from bf16_to_fp16.measuring.fidelity import output_on
+from bf16_to_fp16.measuring.meter import RangeObserver
+from bf16_to_fp16.measuring.probe import whole_rows
+from bf16_to_fp16.measuring.soft_side import LEAST, LENGTH, TIMES, divergences, mean_bf16_divergence
+from bf16_to_fp16.measuring.stock import load, load_config, vocabulary_of
 from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.centred import centrable, tables_of
 from bf16_to_fp16.rescaling.edits import MOST_FOR_A_PROOF
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.batch import run_batch
-from bf16_to_fp16.run.probe import whole_rows
-from bf16_to_fp16.run.stock import load, load_config, vocabulary_of
 
 TEXTS, SEED = 24, 7  # of the judge
 NOISE = 1e-10  # divergences of two fp32 runs

@@ -33,9 +33,9 @@ from bf16_to_fp16 import ActivationPenalty, convert, make_fp16_safe
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.objectives import split_sentences
 from bf16_to_fp16.finetuning.recipe import Data
+from bf16_to_fp16.measuring.stock import load, load_config
+from bf16_to_fp16.measuring.texts import texts
 from bf16_to_fp16.quiet import quiet
-from bf16_to_fp16.run.stock import load, load_config
-from bf16_to_fp16.run.texts import texts
 
 SOURCE = DEMOS["T5"]
 WARMUP, EVERY, SHOWN = 20, 40, 16  # steps, steps between evaluations, rows for which text is generated

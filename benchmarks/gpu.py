@@ -50,19 +50,19 @@ from optimizer import seconds, transient_megabytes
 from results import print_header, print_row
 from support.contract import FREE, layout_of
 
-from bf16_to_fp16.auditing.attack import attack
-from bf16_to_fp16.auditing.regimes import REGIMES, audit_folder
 from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH, SPLITS, UNIT, Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.errors import UserError, first_line
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.recipe import read_recipe
 from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.measuring.attack import attack
+from bf16_to_fp16.measuring.regimes import REGIMES, audit_folder
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import FP16_STEP
-from bf16_to_fp16.run.stock import load
 
 
 @dataclass(frozen=True)

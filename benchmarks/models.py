@@ -18,10 +18,10 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.recipe import Data
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.stock import load
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "bf16_to_fp16" / "demo_data"

@@ -35,13 +35,13 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.t5.modeling_t5 import T5LayerFF
 
 from bf16_to_fp16 import convert
-from bf16_to_fp16.auditing.fidelity import compared, fidelity, output_on
-from bf16_to_fp16.auditing.regimes import audit_model
 from bf16_to_fp16.finetuning.corpus import TrainingBatch
-from bf16_to_fp16.run.batch import Batch, run_batch
-from bf16_to_fp16.run.probe import audit_batches
-from bf16_to_fp16.run.products import FastProducts
-from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.measuring.batch import Batch, run_batch
+from bf16_to_fp16.measuring.fidelity import compared, fidelity, output_on
+from bf16_to_fp16.measuring.probe import audit_batches
+from bf16_to_fp16.measuring.products import FastProducts
+from bf16_to_fp16.measuring.regimes import audit_model
+from bf16_to_fp16.measuring.stock import load, load_config
 from bf16_to_fp16.wording import counted
 
 TEXTS = str(DEMO / "held_out.txt")

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import T5Config, T5ForConditionalGeneration
 
 from bf16_to_fp16 import ActivationPenalty
-from bf16_to_fp16.observe.tap import Tap
-from bf16_to_fp16.run.stock import set_attention
+from bf16_to_fp16.measuring.stock import set_attention
+from bf16_to_fp16.measuring.tap import Tap
 
 SIZES = {
     "tiny": {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_heads": 8, "vocab_size": 4096},

@@ -32,11 +32,11 @@ from results import print_header, print_row
 from bf16_to_fp16 import convert, convert_adapter
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.corpus import TrainingBatch
+from bf16_to_fp16.measuring.stock import load, load_config
 from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.rescaling.follow import exponents_by_parameter, follow
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.stock import load, load_config
 
 TARGETS = {"default": "auto", "train": "train", "norm-safe": "norm-safe"}
 HELD = 0.1  # nats by which the held-out loss may differ from the source's at the same rate

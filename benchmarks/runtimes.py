@@ -32,10 +32,10 @@ from torch import Tensor, nn
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.run import interface, probe
-from bf16_to_fp16.run.agreement import agreed_layout
-from bf16_to_fp16.run.batch import Batch, values_of
-from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.measuring import interface, probe
+from bf16_to_fp16.measuring.agreement import agreed_layout
+from bf16_to_fp16.measuring.batch import Batch, values_of
+from bf16_to_fp16.measuring.stock import load, load_config
 
 FP16 = "float16"
 

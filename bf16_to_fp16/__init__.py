@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from .advise.losses import advise_losses
     from .advise.updates import advise_updates
     from .bounds.findings import Certificate
-    from .commands.adapter import convert_adapter
-    from .commands.audit import audit
-    from .commands.certify import certify
-    from .commands.convert import Conversion, convert
-    from .commands.make_safe import MadeSafe, make_fp16_safe
-    from .commands.pipeline import PipelineConversion, convert_pipeline
-    from .commands.publish import publish
-    from .commands.rescale import rescale
-    from .commands.undo import undo
-    from .commands.verify import verify
+    from .conversion.adapter import convert_adapter
+    from .conversion.audit import audit
+    from .conversion.certify import certify
+    from .conversion.convert import Conversion, convert
+    from .conversion.make_safe import MadeSafe, make_fp16_safe
+    from .conversion.pipeline import PipelineConversion, convert_pipeline
+    from .conversion.publish import publish
+    from .conversion.rescale import rescale
+    from .conversion.undo import undo
+    from .conversion.verify import verify
     from .finetuning.callback import Fp16Callback
     from .finetuning.penalty import ActivationPenalty
     from .finetuning.run import finetune
@@ -45,16 +45,16 @@ _HOMES = {
     "advise.losses": ("advise_losses",),
     "advise.updates": ("advise_updates",),
     "bounds.findings": ("Certificate",),
-    "commands.adapter": ("convert_adapter",),
-    "commands.audit": ("audit",),
-    "commands.certify": ("certify",),
-    "commands.convert": ("Conversion", "convert"),
-    "commands.make_safe": ("MadeSafe", "make_fp16_safe"),
-    "commands.pipeline": ("PipelineConversion", "convert_pipeline"),
-    "commands.publish": ("publish",),
-    "commands.rescale": ("rescale",),
-    "commands.undo": ("undo",),
-    "commands.verify": ("verify",),
+    "conversion.adapter": ("convert_adapter",),
+    "conversion.audit": ("audit",),
+    "conversion.certify": ("certify",),
+    "conversion.convert": ("Conversion", "convert"),
+    "conversion.make_safe": ("MadeSafe", "make_fp16_safe"),
+    "conversion.pipeline": ("PipelineConversion", "convert_pipeline"),
+    "conversion.publish": ("publish",),
+    "conversion.rescale": ("rescale",),
+    "conversion.undo": ("undo",),
+    "conversion.verify": ("verify",),
     "finetuning.callback": ("Fp16Callback",),
     "finetuning.penalty": ("ActivationPenalty",),
     "finetuning.run": ("finetune",),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .checkpoint.staging import check_out
-from .commands.audit import audit
-from .commands.convert import convert
+from .conversion.audit import audit
+from .conversion.convert import convert
 from .progress import Progress
 from .report import terminal
 from .report.remedies import next_command

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint.reader import open_checkpoint
+from .conversion.file_checks import check_hashes, check_unread
+from .conversion.locating import read_recorded
 from .errors import UserError
 from .report.schema import REPORT
-from .verification.files import check_hashes, check_unread
-from .verification.locating import read_recorded
 
 LOG = logging.getLogger("vllm.bf16_to_fp16")  # below vLLM's own, whose handlers print it
 

@@ -22,9 +22,9 @@ from huggingface_hub import constants
 from support import brief, warm
 from support.hub_server import WRITER, HubServer, as_the_hub
 
-from bf16_to_fp16.auditing.fidelity import compared
-from bf16_to_fp16.run import probe
-from bf16_to_fp16.run.batch import Batch
+from bf16_to_fp16.measuring import probe
+from bf16_to_fp16.measuring.batch import Batch
+from bf16_to_fp16.measuring.fidelity import compared
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.measuring.stock import load, load_config
 
 sys.path.insert(0, "benchmarks")
 

@@ -16,7 +16,7 @@ from support.tiny import KINDS, T5_SHAPE
 from bf16_to_fp16 import convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.run.agreement import agreed_layout
+from bf16_to_fp16.measuring.agreement import agreed_layout
 
 NAMED = ("scale_decoder_outputs", "tie_word_embeddings")
 """Keys of which docs/certificate.md says what 4.57 makes of them beside a head of its own."""

@@ -22,9 +22,9 @@ from support.program import refused
 from bf16_to_fp16 import __main__ as program
 from bf16_to_fp16 import cli, convert
 from bf16_to_fp16.environment import SCHEMA
-from bf16_to_fp16.run.batch import run_batch
-from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.measuring.batch import run_batch
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.stock import load
 
 DEMOS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
 ROOT = Path(__file__).parent.parent

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..devices import on_device
 from ..families.layout import TensorReader
-from ..run.onednn import times_rows
 from .arithmetic import COMPUTED, full_precision
 from .factored import IN_CACHE, Tall
+from .onednn import times_rows
 
 EXACT_UP_TO = 128  # rows of a matrix whose eigenvalues are all computed; beyond it Cholesky is faster
 TILE = 512  # rows and columns of a Gram matrix that are summed at a time, so that the sum stays in the cache

@@ -66,7 +66,7 @@ def audit_command(
     """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
     shared.check_given(source, data, config, subfolder, check=partial(runnable, config))
     shared.checked_target(html, "--html")
-    from ..commands.audit import audit
+    from ..conversion.audit import audit
     from ..report import terminal
     from ..report.schema import Report, read
 
@@ -110,7 +110,7 @@ def certify_command(
 ) -> int:
     """Bound every value in SOURCE for any input, from the weights alone."""
     shared.check_given(source, None, config, subfolder, check=partial(provable, config))
-    from ..commands.certify import certify
+    from ..conversion.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
 
@@ -180,7 +180,7 @@ def verify_command(
     if place is not None:
         shared.check_written(place, options["subfolder"], data)
     shared.check_given(original, check=partial(runnable, None))
-    from ..commands.verify import verify
+    from ..conversion.verify import verify
     from ..report import terminal
     from ..report.answers import Verification
     from ..report.schema import read

@@ -28,7 +28,7 @@ from .shared import SAFE, UNSAFE
 
 if TYPE_CHECKING:
     from ..checkpoint.pipeline import Pipeline
-    from ..commands.convert import Conversion
+    from ..conversion.convert import Conversion
 
 OTHER_OPTIONS = (  # the options of ``convert`` that are not fields of ``Options``
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
@@ -119,7 +119,7 @@ def convert_command(
         read_recipe_for(recipe, source, out, options.target, options.subfolder)
     if folder and out.suffix == ".safetensors":
         raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single")
-    from ..commands.convert import convert_by, convert_to_file
+    from ..conversion.convert import convert_by, convert_to_file
 
     run = convert_by if folder or dry_run else convert_to_file
     if recipe is not None:
@@ -152,7 +152,7 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     back = context.command.name == "undo"
     config_for(adapter, base, back=back)
     shared.check_given(str(base))
-    from ..commands.adapter import convert_adapter
+    from ..conversion.adapter import convert_adapter
 
     result = convert_adapter(adapter, out, base, back=back, force=force)
     shared.write_result(json_file, result.to_json())
@@ -173,7 +173,7 @@ def convert_whole(
     *,
     json_file: str | None,
 ) -> int:
-    from ..commands.pipeline import convert_pipeline_by
+    from ..conversion.pipeline import convert_pipeline_by
     from ..report import terminal
 
     result = convert_pipeline_by(options, pipeline, place, copy=copy, progress=shared.make_progress())
@@ -251,7 +251,7 @@ def undo_command(
         written_folder(folder)
     folder = folder if subfolder is None else subfolder_of(folder, subfolder)
     if plan is None and is_pipeline(folder):
-        from ..commands.pipeline import check_no_pipeline
+        from ..conversion.pipeline import check_no_pipeline
 
         check_no_pipeline(folder)
     if folder.is_dir():
@@ -261,7 +261,7 @@ def undo_command(
     else:
         recorded_plan(plan, None)
     shared.check_given(str(folder))
-    from ..commands.undo import undo
+    from ..conversion.undo import undo
     from ..report import terminal
 
     # Before anything is written.

@@ -41,7 +41,7 @@ def publish_command(
     check_name(repo_id)
     if not is_pipeline(written_folder(folder)):  # ``publish`` itself refuses a pipeline
         recorded(folder)
-    from ..commands.publish import Upload, publish
+    from ..conversion.publish import Upload, publish
     from ..report import terminal
 
     def confirm(upload: Upload) -> bool:

@@ -118,7 +118,7 @@ def check_given(
 
 def check_text(data: str | None) -> None:
     if data is not None:
-        from ..run.texts import local_files
+        from ..measuring.texts import local_files
 
         local_files(data)
 

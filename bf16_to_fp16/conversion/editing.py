@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..auditing.fidelity import (
+from ..checkpoint.reader import Checkpoint
+from ..errors import UserError
+from ..families.layout import Layout, TensorReader, TensorSource
+from ..families.types import LOGITS, Attention, columns_of
+from ..measuring import probe
+from ..measuring.batch import Batch
+from ..measuring.fidelity import (
     Difference,
     Outputs,
     Reference,
@@ -23,10 +29,8 @@ from ..auditing.fidelity import (
     outputs_on,
     reference_of,
 )
-from ..checkpoint.reader import Checkpoint
-from ..errors import UserError
-from ..families.layout import Layout, TensorReader, TensorSource
-from ..families.types import LOGITS, Attention, columns_of
+from ..measuring.lanes import Change, Lane, Walk
+from ..measuring.tokenizer import has_tokenizer
 from ..numerics import FP16_MAX, NOISE, PROOF_LIMIT
 from ..progress import Progress
 from ..ranges import ModuleRange
@@ -37,10 +41,6 @@ from ..rescaling.exponents import OfChannels
 from ..rescaling.plan import Plan
 from ..rescaling.planner import CHANNEL_RANGE
 from ..rescaling.weights import source_weights
-from ..run import probe
-from ..run.batch import Batch
-from ..run.lanes import Change, Lane, Walk
-from ..run.tokenizer import has_tokenizer
 from ..wording import counted
 
 MOST_ON_TEXT = 1.5  # times bf16's divergence; the verdict counts the conversion's own inputs only

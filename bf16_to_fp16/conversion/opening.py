@@ -11,9 +11,9 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import REPORT, saved_again
 from ..checkpoint.side_modules import encoder_config
 from ..families.layout import Layout
+from ..measuring.agreement import agreed_layout
+from ..measuring.sentence_vectors import runs_behind
 from ..progress import Progress
-from ..run.agreement import agreed_layout
-from ..run.sentence_vectors import runs_behind
 from ..wording import counted
 
 

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from ..auditing.every_output import EveryOutput, run_recording, smallest_batches
-from ..auditing.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
 from ..bounds.arithmetic import Arithmetic, full_precision
 from ..bounds.certificate import bound
 from ..bounds.findings import SourceBounds
@@ -28,12 +26,18 @@ from ..families.layout import Layout, TensorReader
 from ..families.other_class import headless, read_as
 from ..families.resolve import check_norms, resolve
 from ..families.types import LOGITS
+from ..measuring.batch import Batch
+from ..measuring.every_output import EveryOutput, run_recording, smallest_batches
+from ..measuring.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
+from ..measuring.lanes import Change, Walk, results_of
+from ..measuring.meter import RangeObserver, Scratch
+from ..measuring.probe import checkpoint_batches
+from ..measuring.stock import load_config
 from ..numerics import PROOF_MARGIN_BITS
-from ..observe.meter import RangeObserver, Scratch
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..report.build import Decided
-from ..rescaling.apply import through_fp16
+from ..rescaling.apply import eps_attribute, through_fp16
 from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits, without_edits
@@ -42,10 +46,6 @@ from ..rescaling.plan import Drift, Plan
 from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..results import Fidelity
-from ..run.batch import Batch
-from ..run.lanes import Change, Walk, results_of
-from ..run.probe import checkpoint_batches
-from ..run.stock import eps_attribute, load_config
 from ..targets import AUTO, SQUARING, TIERS, WHERE
 from ..wording import listed
 from .editing import (

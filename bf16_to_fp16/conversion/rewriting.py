@@ -12,11 +12,11 @@ from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.layout import Layout
 from ..json_text import write_json
+from ..measuring.tokenizer import has_tokenizer
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..report.build import Decided, Rewritten
 from ..rescaling.apply import edited_config, writes
-from ..run.tokenizer import has_tokenizer
 from .options import Options
 from .planning import Opened
 

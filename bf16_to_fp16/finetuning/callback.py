@@ -14,8 +14,8 @@ import torch
 from transformers import TrainerCallback
 
 from ..checkpoint.staging import check_out, scratch
-from ..commands.convert import Conversion, convert
-from ..commands.make_safe import MadeSafe, make_fp16_safe
+from ..conversion.convert import Conversion, convert
+from ..conversion.make_safe import MadeSafe, make_fp16_safe
 from ..errors import UserError
 from ..numerics import FP16_MAX
 from ..progress import Progress

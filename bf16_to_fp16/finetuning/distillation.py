@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from ..run.batch import IGNORED_LABEL, Batch, values_of
-from ..run.interface import gives_probabilities, is_causal, takes_decoder_ids
+from ..measuring.batch import IGNORED_LABEL, Batch, values_of
+from ..measuring.interface import gives_probabilities, is_causal, takes_decoder_ids
 from .corpus import TrainingBatch
 
 

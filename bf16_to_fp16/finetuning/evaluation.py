@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..auditing.fidelity import compared
-from ..run.batch import Batch, stack
-from ..run.probe import batches, random_rows
+from ..measuring.batch import Batch, stack
+from ..measuring.fidelity import compared
+from ..measuring.probe import batches, random_rows
 from .corpus import Corpus, TrainingBatch
 from .distillation import Teacher, arguments, counted_positions, task_loss
 from .mixed_precision import MixedPrecision

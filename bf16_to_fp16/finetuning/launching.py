@@ -30,8 +30,8 @@ from ..checkpoint.staging import replacing
 from ..environment import how_to_install
 from ..errors import INTERRUPTED, UserError
 from ..families.known import stock_class
+from ..measuring.stock import load_config
 from ..quiet import quiet
-from ..run.stock import load_config
 from ..system import available_memory
 from ..wording import counted
 from . import memory

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..errors import UserError
+from ..measuring.meter import is_norm
+from ..measuring.tap import Tap, paths
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
-from ..observe.meter import is_norm
-from ..observe.tap import Tap, paths
 
 SHARPNESS = 4.0  # exponent of the smooth maximum: a token one bit below the largest is pulled 2⁻⁴ as hard
 MOST_EXCESS_BITS = 16.0  # largest excess that one step of dual ascent counts; also what a non-finite value counts

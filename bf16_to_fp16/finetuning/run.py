@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ..auditing.attack import GROUP, attacked
 from ..cards import computes_in_bf16
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import carry_over, tokenizer_beside
@@ -30,7 +29,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, staged
 from ..checkpoint.writer import write_fp16
-from ..commands.convert import Conversion, convert_by
+from ..conversion.convert import Conversion, convert_by
 from ..conversion.opening import say_where_saved_again
 from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
 from ..conversion.planning import Opened, decide
@@ -40,7 +39,12 @@ from ..errors import UserError
 from ..families.known import class_of, spare_padding, stock_class
 from ..families.resolve import resolve
 from ..json_text import write_json
-from ..observe.observer import SiteObserver
+from ..measuring.agreement import agreed_layout
+from ..measuring.attack import GROUP, attacked
+from ..measuring.observer import SiteObserver
+from ..measuring.probe import batches as probe_batches
+from ..measuring.probe import checkpoint_batches
+from ..measuring.stock import attentions_of, load, load_config
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.build import other_sha256
@@ -50,10 +54,6 @@ from ..rescaling.outputs import moved, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import MARGIN_BITS
 from ..results import AttackEntry
-from ..run.agreement import agreed_layout
-from ..run.probe import batches as probe_batches
-from ..run.probe import checkpoint_batches
-from ..run.stock import attentions_of, load, load_config
 from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out

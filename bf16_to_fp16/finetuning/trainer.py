@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import resolve
+from ..measuring.batch import Batch, values_of
+from ..measuring.padding import spared
+from ..measuring.probe import batches as probe_batches
+from ..measuring.probe import random_rows
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
-from ..run.batch import Batch, values_of
-from ..run.padding import spared
-from ..run.probe import batches as probe_batches
-from ..run.probe import random_rows
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch

@@ -11,9 +11,6 @@ from typing import Any, Literal
 
 import torch
 
-from ..auditing.fidelity import Outputs, Reference
-from ..auditing.regimes import RegimeResult, verdict
-from ..auditing.soft_side import LEAST, TIMES, SoftSide
 from ..bounds.findings import Certificate, SourceBounds
 from ..bounds.kinds import SiteKind, traits
 from ..checkpoint.contents import INDEX, read_config
@@ -30,6 +27,9 @@ from ..families.places import places
 from ..families.spread import carrying, spread_out
 from ..families.types import RESIDUAL, Attention, FeedForward, ObservationPoint, Side
 from ..families.walk import walk
+from ..measuring.fidelity import Outputs, Reference
+from ..measuring.regimes import RegimeResult, verdict
+from ..measuring.soft_side import LEAST, TIMES, SoftSide
 from ..numerics import NOISE
 from ..ranges import ModuleRange
 from ..rescaling.apply import edited_config
@@ -111,8 +111,8 @@ def build(
     others: Sequence[Mapping[str, Any]] = (),
     max_kl: float | None = None,
 ) -> schema.Report:
-    """Return the report of a conversion. command: repeats it. inputs: from ``run.batch.describe_batches``. others:
-    records of the output's files besides weights. max_kl: the accepted distance from the source, if over bf16's."""
+    """Return the report of a conversion. command: repeats it. inputs: from ``describe_batches``. others: records
+    of the output's files besides weights. max_kl: the accepted distance from the source, if over bf16's."""
     layout, planned, ranges, written = decided.layout, decided.planned, decided.of_source, rewritten.written
     plan, certificate, regimes, fidelity = measured.plan, measured.certificate, measured.regimes, measured.fidelity
     over, close = passed_limits(planned, regimes, plan, certificate)

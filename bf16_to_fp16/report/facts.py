@@ -10,9 +10,9 @@ from ..bounds.kinds import SiteKind
 from ..checkpoint.contents import MODULES
 from ..families.known import named
 from ..families.types import MOST_MEAN
+from ..measuring.batch import IMAGE
 from ..rescaling.outputs import LAST, on_request
 from ..results import AttackedSite, RegimeEntry, SiteEntry
-from ..run.batch import IMAGE
 from ..targets import MARGIN_BITS, TIERS, WHERE
 from ..wording import (
     about,

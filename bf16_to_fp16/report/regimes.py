@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..auditing.regimes import RegimeResult, verdict
 from ..bounds.arithmetic import growth
 from ..families.layout import Layout
 from ..families.types import RESIDUAL
+from ..measuring.regimes import RegimeResult, verdict
 from ..numerics import OVERFLOWED
 from ..ranges import Squares
 from ..results import AttackEntry

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ..families.experts import experts_apart
 from ..families.known import of_model_type
 from ..families.layout import Layout, TensorReader, TensorSource
 from ..families.resolve import unscaled
-from ..run.experts import experts_apart
 
 
 def source_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:

@@ -15,15 +15,15 @@ from support.adversary import adverse_inputs, observe, scaled
 from support.contract import FREE, broken, certified
 
 from bf16_to_fp16 import certify, convert
-from bf16_to_fp16.auditing.regimes import ATTENTIONS, LOSS_SCALE, audit_model
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.findings import is_inside
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import FAMILIES, of_model_type
 from bf16_to_fp16.families.types import Attention, DropoutKind, Experts
-from bf16_to_fp16.run.batch import GENERATE, PADDED, RANDOM, REPEATED
-from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.stock import attentions_of
+from bf16_to_fp16.measuring.batch import GENERATE, PADDED, RANDOM, REPEATED
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.regimes import ATTENTIONS, LOSS_SCALE, audit_model
+from bf16_to_fp16.measuring.stock import attentions_of
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
 
@@ -54,7 +54,7 @@ def test_no_adversarial_input_passes_a_bound_in_fp32_or_fp16(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(exhaustive.of_today(tiny.FIRST, 3), tiny.SEARCHED))
 def test_no_model_input_passes_a_bound_and_every_audited_site_has_one(kind: str) -> None:
-    """The other kinds run the same modules; that each is certified is ``run.test_agreement``'s to show."""
+    """The other kinds run the same modules; that each is certified is ``measuring.test_agreement``'s to show."""
     model = tiny.build(kind, 5, factor=1.0, **tiny.few_layers(kind))
     half = copy.deepcopy(model).half()
     layout, certificate = certified(half)
@@ -137,7 +137,7 @@ def test_the_norm_safe_bound_covers_the_length_of_the_stream(kind: str) -> None:
 
     for path in layout.norms:
         model.get_submodule(path).register_forward_pre_hook(look(path))
-    from bf16_to_fp16.run.batch import run_batch
+    from bf16_to_fp16.measuring.batch import run_batch
 
     with torch.no_grad():
         for batch in batches(model.config, None, None):

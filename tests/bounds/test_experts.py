@@ -15,9 +15,9 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Experts
-from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.stock import run_everywhere
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.stock import run_everywhere
 
 
 def one_neuron_each(louder: int, noise: float = 0.0) -> tuple[Any, Layout, Experts, Tensor]:

@@ -12,8 +12,8 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.attention import Capped, Turned, capped_span, turned_score_bounds
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.numerics import FP16_MAX
-from bf16_to_fp16.observe.observer import SiteObserver
 
 SIZES = {"t5-encoder": 48000.0, "gated": 48000.0, "umt5": 48000.0, "pegasus": 60000.0}
 SHORT = Arithmetic(512)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.types import Projector
-from bf16_to_fp16.run.batch import run_batch
-from bf16_to_fp16.run.probe import images
+from bf16_to_fp16.measuring.batch import run_batch
+from bf16_to_fp16.measuring.probe import images
 
 KINDS = ["qwen2_5_vl", "qwen3_vl", "mistral3"]
 

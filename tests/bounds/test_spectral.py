@@ -19,14 +19,14 @@ from bf16_to_fp16.bounds.factored import Factored, Tall
 from bf16_to_fp16.bounds.spectral import CARRIED, Spectra, gram, largest_eigenvalue, without_weights
 from bf16_to_fp16.bounds.tiers import bounded
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.conversion.comparison import near
+from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.weights import source_weights
 from bf16_to_fp16.results import BoundEntry
-from bf16_to_fp16.run.stock import load
-from bf16_to_fp16.verification.comparing import near
 
 
 def tall(weights: dict[str, Tensor], factor: float = 1.0) -> Tall:

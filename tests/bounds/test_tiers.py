@@ -14,21 +14,21 @@ from support.adversary import adverse_inputs, observe
 from support.contract import FREE, broken, certified, layout_of
 from support.fp16_sums import fp16_runtime, one_by_one
 
-from bf16_to_fp16.auditing.regimes import RegimeResult
 from bf16_to_fp16.bounds.arithmetic import MOST_POSITIONS, UNIT, Arithmetic, growth
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.convert import Conversion, convert
 from bf16_to_fp16.conversion import planning
+from bf16_to_fp16.conversion.convert import Conversion, convert
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.planning import Opened, decide
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import RESIDUAL
+from bf16_to_fp16.measuring.regimes import RegimeResult
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import NORM_FLOOR
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.ranges import NormRange
 from bf16_to_fp16.report.regimes import tiers_of
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN, sinks, swells
-from bf16_to_fp16.run.stock import load
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
 LENGTH = Arithmetic(64)

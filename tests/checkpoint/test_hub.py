@@ -24,7 +24,7 @@ from bf16_to_fp16.checkpoint import fetching
 from bf16_to_fp16.checkpoint import hub as hub_module
 from bf16_to_fp16.checkpoint.places import local_source
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.verification import locating
+from bf16_to_fp16.conversion import locating
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -16,9 +16,9 @@ from bf16_to_fp16.checkpoint.headers import TensorInfo
 from bf16_to_fp16.checkpoint.naming import WAN
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.single_file import inferred_config
-from bf16_to_fp16.commands.verify import verify
+from bf16_to_fp16.conversion.verify import verify
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.measuring.stock import load
 
 SHAPE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "num_layers": 2}
 

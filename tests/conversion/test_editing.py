@@ -14,7 +14,6 @@ from support import tiny
 from support.contract import layout_of
 
 from bf16_to_fp16 import convert
-from bf16_to_fp16.auditing.fidelity import add_outputs, compared, fidelity, reference_of
 from bf16_to_fp16.checkpoint.folder import sha256_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.editing import (
@@ -34,12 +33,13 @@ from bf16_to_fp16.conversion.editing import (
 )
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import LOGITS
+from bf16_to_fp16.measuring.fidelity import add_outputs, compared, fidelity, reference_of
+from bf16_to_fp16.measuring.lanes import Walk
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.exponents import OfChannels
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.run.lanes import Walk
-from bf16_to_fp16.run.probe import batches
-from bf16_to_fp16.run.stock import load_config
 
 BF16 = 0.128  # so that a proof may cost 0.001
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from bf16_to_fp16.auditing.fidelity import compared
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.planning import Opened, decide
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.measuring.fidelity import compared
+from bf16_to_fp16.measuring.probe import checkpoint_batches
 from bf16_to_fp16.numerics import headroom_bits
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.run.probe import checkpoint_batches
 from bf16_to_fp16.targets import MARGIN_BITS
 
 DEMOS = Path(str(files("bf16_to_fp16") / "demo_data"))

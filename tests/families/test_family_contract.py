@@ -19,10 +19,9 @@ from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.known import FAMILIES, may_be_absent
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import LOGITS, Attention, Kind, carried_by
-from bf16_to_fp16.rescaling.apply import apply, scale
+from bf16_to_fp16.rescaling.apply import apply, eps_attribute, scale
 from bf16_to_fp16.rescaling.exponents import exponents_of
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.stock import eps_attribute
 
 each_kind = pytest.mark.parametrize("kind", tiny.KINDS)
 each_part = pytest.mark.parametrize("kind", exhaustive.beyond(tiny.SEARCHED, tiny.KINDS))

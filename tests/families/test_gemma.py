@@ -18,11 +18,11 @@ from bf16_to_fp16.bounds.attention import MASK_ROUNDING
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import check_norms, resolve
 from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.measuring.agreement import agreed_layout
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.apply import scale
 from bf16_to_fp16.rescaling.rounding_loss import offset_loss_table
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.agreement import agreed_layout
-from bf16_to_fp16.run.stock import load
 
 
 @pytest.mark.parametrize("r", [-1, -4, -7])

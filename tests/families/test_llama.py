@@ -21,8 +21,8 @@ from bf16_to_fp16.families.llama import rotary_factor
 from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention, Kind
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.stock import load
 
 
 def test_pairs_of_queries_too_large_for_fp16_are_balanced_with_their_keys(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from bf16_to_fp16 import UserError, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Experts
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.run.stock import load
 
 KINDS = ("mixtral", "qwen3_moe-mixed", "olmoe", "glm4_moe-shared")
 

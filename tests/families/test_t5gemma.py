@@ -15,13 +15,13 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.attention import ScoreBounds, score_bounds
 from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.verify import different_config
+from bf16_to_fp16.conversion.verify import different_config
 from bf16_to_fp16.families.configs import changes, looked_up, with_value, without_value
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.rescaling.apply import edited_config
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.agreement import agreed_layout
 
 
 def test_keys_with_dots_are_of_configs_inside_a_config() -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.walk import norms_inside, walk
-from bf16_to_fp16.observe.tap import Tap
+from bf16_to_fp16.measuring.stock import run_everywhere
+from bf16_to_fp16.measuring.tap import Tap
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.stock import run_everywhere
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))

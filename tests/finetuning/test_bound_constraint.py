@@ -26,7 +26,7 @@ from support.learner import (
 )
 
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.commands.convert import Conversion, convert_by
+from bf16_to_fp16.conversion.convert import Conversion, convert_by
 from bf16_to_fp16.conversion.options import Destination, Options
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.finetuning.bound_constraint import MARGIN_BITS, TOLERANCE_BITS, BoundConstraint
@@ -34,8 +34,8 @@ from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import convert_or_finetune, options_of
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.run.stock import load
 
 pytestmark = pytest.mark.usefixtures("first_batch")
 PEGASUS = Path("bf16_to_fp16/demo_data/pegasus-bytes")

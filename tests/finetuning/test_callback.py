@@ -11,7 +11,7 @@ import transformers
 from support.learner import TEXT, tiny_model
 
 from bf16_to_fp16 import ActivationPenalty, AdamW, Fp16Callback, UserError, make_fp16_safe
-from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.measuring.stock import load
 
 pytestmark = pytest.mark.usefixtures("first_batch")
 ROWS = 12

@@ -17,7 +17,7 @@ from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_pos
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
 from bf16_to_fp16.finetuning.run import finetune
 from bf16_to_fp16.finetuning.trainer import freeze_unreached
-from bf16_to_fp16.run.batch import IGNORED_LABEL
+from bf16_to_fp16.measuring.batch import IGNORED_LABEL
 
 TEXTS = ["a short one", "b", "a text that is much longer than the most tokens that are taken"]
 SKIP = IGNORED_LABEL

@@ -16,17 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.commands.convert import convert
-from bf16_to_fp16.commands.undo import undo
-from bf16_to_fp16.commands.verify import verify
+from bf16_to_fp16.conversion.convert import convert
+from bf16_to_fp16.conversion.undo import undo
+from bf16_to_fp16.conversion.verify import verify
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import converted_alone, finetune, make_accelerator, train
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
+from bf16_to_fp16.measuring.stock import load, load_config
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.run.stock import load, load_config
 
 pytestmark = pytest.mark.usefixtures("first_batch")
 

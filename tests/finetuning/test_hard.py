@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import arguments, counted_positions, task_loss
 from bf16_to_fp16.finetuning.recipe import Optimizer, Penalty, Recipe, read_recipe
 from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.measuring.stock import load, load_config
 from bf16_to_fp16.numerics import FP16_MAX
-from bf16_to_fp16.run.stock import load, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
 HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"

@@ -35,8 +35,8 @@ from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe, shipped_na
 from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
-from bf16_to_fp16.run.stock import load
-from bf16_to_fp16.run.texts import texts
+from bf16_to_fp16.measuring.stock import load
+from bf16_to_fp16.measuring.texts import texts
 
 ACCELERATE = ROOT / "bf16_to_fp16" / "launch" / "accelerate"
 DEEPSPEED = ROOT / "bf16_to_fp16" / "launch" / "deepspeed"

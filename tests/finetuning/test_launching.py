@@ -23,7 +23,7 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning import memory
 from bf16_to_fp16.finetuning.launching import FILES, KINDS, accelerate_config, deepspeed_config
 from bf16_to_fp16.finetuning.recipe import parse_recipe
-from bf16_to_fp16.run.stock import load, load_config
+from bf16_to_fp16.measuring.stock import load, load_config
 
 Shipped = Callable[..., dict[str, Any]]
 

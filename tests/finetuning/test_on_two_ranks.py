@@ -16,9 +16,9 @@ from bf16_to_fp16.finetuning.corpus import TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.penalty import ActivationPenalty
 from bf16_to_fp16.finetuning.processes import weights_in_parts
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.products import FastProducts
 from bf16_to_fp16.numerics import FP16_MAX
-from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.run.products import FastProducts
 
 
 class Both(nn.Module):

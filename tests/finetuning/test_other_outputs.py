@@ -19,9 +19,9 @@ from bf16_to_fp16.finetuning.evaluation import Evaluator
 from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
 from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.measuring.batch import Batch
+from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.batch import Batch
-from bf16_to_fp16.run.stock import load_config
 
 pytestmark = pytest.mark.usefixtures("first_batch")
 KINDS = ("t5-classifier", "t5-token-classifier", "t5-spans", "t5-states")

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import bf16_to_fp16
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.penalty import SHARPNESS, ActivationPenalty
+from bf16_to_fp16.measuring.batch import run_batch
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
-from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.run.batch import run_batch
-from bf16_to_fp16.run.probe import batches
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
 

@@ -17,15 +17,17 @@ from support import tiny
 from support.folders import rewritten
 
 from bf16_to_fp16 import UserError, audit, certify, convert, convert_pipeline, undo, verify
-from bf16_to_fp16.auditing.regimes import RegimeResult
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.publish import prepare
+from bf16_to_fp16.conversion.publish import prepare
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Attention
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome
 from bf16_to_fp16.json_text import finite
+from bf16_to_fp16.measuring.batch import describe_batches
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.regimes import RegimeResult
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by, signals_of
@@ -45,8 +47,6 @@ from bf16_to_fp16.results import (
     SunkSignal,
     dump,
 )
-from bf16_to_fp16.run.batch import describe_batches
-from bf16_to_fp16.run.probe import batches
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "bf16_to_fp16"

@@ -14,8 +14,9 @@ from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.conversion.editing import needed_edits
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.types import LOGITS, Experts, Kind
+from bf16_to_fp16.measuring.meter import observe_ranges
+from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.numerics import FP16_MAX, PROOF_MARGIN_BITS
-from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.centred import centrable
 from bf16_to_fp16.rescaling.edits import (
@@ -32,7 +33,6 @@ from bf16_to_fp16.rescaling.edits import (
 from bf16_to_fp16.rescaling.exponents import exponents_of
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 from bf16_to_fp16.rescaling.weights import ModelTensors
-from bf16_to_fp16.run.probe import batches
 
 LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
 SCORES = ("scores", "masked scores")

@@ -18,17 +18,17 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.commands.make_safe import set_eps
+from bf16_to_fp16.conversion.make_safe import set_eps
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.types import Kind, before
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, composed
 from bf16_to_fp16.rescaling.planner import NEARNESS, _PlanSearch, make_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
-from bf16_to_fp16.run.stock import load
 
 DEMO = Path(str(files("bf16_to_fp16") / "demo_data"))
 T5, GEMMA = DEMO / "t5-gated-bytes", DEMO / "gemma3-bytes"

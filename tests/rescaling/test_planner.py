@@ -26,8 +26,10 @@ from bf16_to_fp16.families.types import (
     multiplied_by,
     output_of,
 )
+from bf16_to_fp16.measuring.batch import PADDED, RANDOM, REPEATED, Batch
+from bf16_to_fp16.measuring.meter import observe_ranges
+from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.numerics import FP16_MAX
-from bf16_to_fp16.observe.meter import observe_ranges
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.outputs import on_request
@@ -48,8 +50,6 @@ from bf16_to_fp16.rescaling.planner import (
 )
 from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, LossTable, loss_table
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
-from bf16_to_fp16.run.batch import PADDED, RANDOM, REPEATED, Batch
-from bf16_to_fp16.run.probe import batches
 
 
 def shown_to(model: Any) -> list[Batch]:

@@ -16,8 +16,8 @@ from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.spread import spread_out
 from bf16_to_fp16.families.types import RESIDUAL, Attention, Experts, feed_forwards_of
 from bf16_to_fp16.families.walk import walk
-from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.run.stock import run_everywhere, vocabulary_of
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.stock import run_everywhere, vocabulary_of
 
 DECODER, ENCODER = 7, 9  # positions of the two sides
 

@@ -6,7 +6,7 @@ import torch
 from support import tiny
 
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.observe.observer import SiteObserver
+from bf16_to_fp16.measuring.observer import SiteObserver
 
 CENTRED = ("pegasus", "mbart", "bigbird_pegasus")  # kinds with LayerNorms
 

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from bf16_to_fp16.auditing import soft_side
 from bf16_to_fp16.finetuning.evaluation import Evaluator
+from bf16_to_fp16.measuring import batch, probe, soft_side
 from bf16_to_fp16.report import figures
-from bf16_to_fp16.run import batch, probe
 
 PICTURES = ("pictures", "bracket_pictures")
 WHOLE_PROBE = probe._probe

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from bf16_to_fp16.run.batch import run_batch
-from bf16_to_fp16.run.probe import batches, images
-from bf16_to_fp16.run.stock import load
+from bf16_to_fp16.measuring.batch import run_batch
+from bf16_to_fp16.measuring.probe import batches, images
+from bf16_to_fp16.measuring.stock import load
 
 
 def compared(source: Path, out: Path, dtype: torch.dtype = torch.float32) -> float:

@@ -31,7 +31,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.recipe import read_recipe
-from bf16_to_fp16.run.texts import texts
+from bf16_to_fp16.measuring.texts import texts
 
 SECONDS = 60.0  # the longest that one command may take, on a machine that has other work
 

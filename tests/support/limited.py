@@ -12,15 +12,15 @@ from typing import Any
 import torch
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.commands.convert import convert
+from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.conversion.planning import observe_source
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.measuring import probe
+from bf16_to_fp16.measuring.batch import REPEATED, Batch
+from bf16_to_fp16.measuring.probe import checkpoint_batches
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.run import probe
-from bf16_to_fp16.run.batch import REPEATED, Batch
-from bf16_to_fp16.run.probe import checkpoint_batches
-from bf16_to_fp16.run.stock import load
 
 ROOM = 140 * 2**20  # for a block or two, and what is imported late; the whole model does not load in 200
 M_MMAP_THRESHOLD = -3

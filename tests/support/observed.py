@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bf16_to_fp16.observe.observer import SiteObserver
-from bf16_to_fp16.observe.sites import Site
-from bf16_to_fp16.run.batch import PADDED, Batch, run_batch
-from bf16_to_fp16.run.probe import batches
+from bf16_to_fp16.measuring.batch import PADDED, Batch, run_batch
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.sites import Site
 
 from . import tiny
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout, ResolvedTensor
 from bf16_to_fp16.families.types import LOGITS, Attention, Axis, Experts, Kind, carried_by
-from bf16_to_fp16.observe.points import watched
+from bf16_to_fp16.measuring.points import watched
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse
 

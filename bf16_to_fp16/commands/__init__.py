@@ -1,1 +1,0 @@
-"""The commands, from their options to their reports."""

@@ -1,0 +1,143 @@
+"""The command ``audit``: run a checkpoint in its regimes, measure every site, and search for the worst input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..bounds.activations import check_bounded
+from ..bounds.arithmetic import Arithmetic
+from ..bounds.tiers import bounded
+from ..checkpoint.contents import is_converted
+from ..checkpoint.places import shown_in_a_command
+from ..checkpoint.reader import Checkpoint
+from ..devices import Device
+from ..environment import SCHEMA
+from ..errors import UserError
+from ..families.known import is_known, padding_entry
+from ..families.layout import Layout
+from ..families.older import differences
+from ..measuring.any_model import audit_any, batches_of, open_any
+from ..measuring.attack import attacked
+from ..measuring.batch import describe_batches
+from ..measuring.probe import checkpoint_batches
+from ..measuring.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
+from ..measuring.stock import attentions_of
+from ..progress import Progress, progress_of
+from ..quiet import quiet
+from ..report.regimes import largest_seen, tiers_of, with_model_class
+from ..report.remedies import NO_FAMILY, next_command, over_limits, overflowing, unsafe_sites
+from ..report.schema import Environment, Inputs, Report, Source
+from ..results import RegimeEntry, dump
+from .opening import classified, opened_with_notes
+
+BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether they hold is reported
+
+
+@quiet()
+def audit(
+    source: str | Path,
+    *,
+    regimes: Sequence[str] = REGIMES,
+    data: str | None = None,
+    train_mode: bool = False,
+    attention: Sequence[str] = ATTENTIONS,
+    attack_steps: int | None = None,
+    subfolder: str | None = None,
+    seed: int = 0,
+    sweep: bool = False,
+    device: str | torch.device = "auto",
+    config: str | Path | None = None,
+    progress: Progress | bool | None = None,
+) -> dict[str, Any]:
+    """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report.
+
+    Its many parameters are the command's options. data: text to run on besides the built-in probe. train_mode: with
+    dropout and the backward pass under a loss scale. attention: of ``ATTENTIONS``. attack_steps: gradient steps towards
+    each site's worst input. sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps. config: the
+    config.json of one file of weights, else inferred. Raises ``UserError`` for input that cannot be used.
+    """
+    progress = progress_of(progress)
+    if attack_steps is not None and attack_steps < 1:
+        raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
+    check_names(regimes, attention)
+    on = Device(device, progress)
+    checkpoint = opened_with_notes(source, subfolder, config, progress)
+    regimes = tuple(regime for regime in REGIMES if regime in regimes)
+    how: dict[str, Any] = {"regimes": regimes, "train_mode": train_mode, "seed": seed}
+    run: Callable[..., Mapping[str, RegimeResult]]
+    layout, converted, known, proven = None, False, dict[str, Any](), dict[str, Any]()
+    if is_known(checkpoint.config):
+        layout = classified(checkpoint, progress)
+        attention = attentions_of(layout.stock.names[0], tuple(attention), progress)
+        converted, known = is_converted(checkpoint.folder), {"target": None, "padding": padding_entry(layout.config)}
+        if converted or attack_steps is not None:
+            check_bounded(layout, checkpoint.source)  # before anything is run
+        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep)
+        family = layout.family.name
+        run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)
+    else:
+        if attack_steps is not None:
+            raise UserError(
+                f"{checkpoint.name}: the attack needs bounds, and {checkpoint.config.get('model_type')} is of no family"
+                " that has them; leave --attack out"
+            )
+        model = open_any(checkpoint.folder, attention, progress)
+        inputs = batches_of(model, data, seed, sweep=sweep)
+        family, attention = model.name, model.attention
+        known = {"blind_padding": any(batch.blind for batch in inputs)}
+        run = partial(audit_any, model, inputs)
+    with progress.step(f"Auditing {', '.join(regimes)}") as advance:
+        results = on.run("audit", lambda place: run(device=place, advance=advance, **how))
+    if layout is not None and (converted or attack_steps is not None):
+        known |= {"target": BOUNDED_FOR, "older": differences(layout, checkpoint.config) if converted else []}
+        proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
+    entries: dict[str, RegimeEntry] = dict(results)
+    attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
+    safe = not attacked_sites and verdict(results) == "safe"
+    then = next_command(shown_in_a_command(source), entries, converted, subfolder, family=family)
+    report = Report(
+        schema=SCHEMA,
+        verdict="safe" if safe else "unsafe",
+        proof="certified" if proven and proven["certificate"].holds else "observed",
+        family=family,
+        **known,
+        source=Source.of(checkpoint),
+        train_mode=train_mode,
+        attention=list(attention),
+        inputs=Inputs.model_validate(describe_batches(inputs, seed=seed, data=data)),
+        regimes=entries,
+        unsafe=[*unsafe_sites(entries, family, converted=converted, convertible=layout is not None), *attacked_sites],
+        next="" if safe else NO_FAMILY if layout is None else then,
+        **proven,
+        environment=Environment.model_validate(on.environment()),
+    )
+    return dump(report if layout is None else with_model_class(report, layout))
+
+
+def proof(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    results: Mapping[str, RegimeResult],
+    attack_steps: int | None,
+    seed: int,
+    converted: bool,
+    device: Device,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Return the report's ``certificate`` and ``uncertified``, and ``attack`` and ``tiers`` where they apply."""
+    proven, adversary = dict[str, Any](), None
+    certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
+    if attack_steps is not None:
+        adversary = attacked(checkpoint.folder, layout, attack_steps, seed, device, progress)
+        proven["attack"] = adversary
+    broken = adversary is not None and adversary.worst_headroom_bits < 0
+    if converted:
+        proven["tiers"] = tiers_of(layout, tiers, {} if broken else results)
+    proven["certificate"] = certificate.entry(largest_seen(results, adversary))
+    proven["uncertified"] = over_limits(proven["certificate"], converted=converted)
+    return proven

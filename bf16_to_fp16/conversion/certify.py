@@ -1,0 +1,74 @@
+"""The command ``certify``: bound every site of a checkpoint from its weights, and report it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
+from ..bounds.tiers import bounded
+from ..checkpoint.contents import is_converted
+from ..checkpoint.places import shown_in_a_command
+from ..devices import Device
+from ..environment import SCHEMA
+from ..families.known import padding_entry
+from ..progress import Progress, progress_of
+from ..quiet import quiet
+from ..report.remedies import next_command, over_limits
+from ..report.schema import Environment, Report, Source, recorded_target
+from ..report.tiers import judged_tiers
+from ..results import dump
+from ..targets import WHERE
+from .opening import classified, opened_with_notes
+
+if TYPE_CHECKING:
+    import torch
+
+
+@quiet()
+def certify(
+    source: str | Path,
+    *,
+    max_length: int = MAX_LENGTH,
+    target: str = "half",
+    subfolder: str | None = None,
+    device: str | torch.device = "auto",
+    config: str | Path | None = None,
+    progress: Progress | bool | None = None,
+) -> dict[str, Any]:
+    """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights rounded to
+    fp16, and return the report.
+
+    Nothing is run: stock code builds the model on the meta device, to show that it is the one bounded. max_length:
+    positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the stream in fp16),
+    ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout and the derivative of GELU's cube). device: for large
+    products. config: the config.json of one file of weights, else inferred. Raises UserError for unusable input.
+    """
+    progress = progress_of(progress)
+    arithmetic = Arithmetic(max_length)  # refuses an impossible length
+    on = Device(device, progress)
+    checkpoint = opened_with_notes(source, subfolder, config, progress)
+    layout = classified(checkpoint, progress, max_length)
+    certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress)
+    if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
+        progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
+    described, converted = certificate.entry(), is_converted(checkpoint.folder)
+    then = next_command(shown_in_a_command(source), {}, converted, subfolder, target)
+    unproven = over_limits(described, converted=converted)
+    report = Report(
+        schema=SCHEMA,
+        verdict="safe" if certificate.holds else "unsafe",
+        proof="certified" if certificate.holds else "observed",
+        family=layout.family.name,
+        source=Source.of(checkpoint).model_copy(update={"dropped": layout.outside}),
+        target=target,
+        padding=padding_entry(layout.config),
+        tiers=judged_tiers(tiers),
+        certificate=described,
+        uncertified=unproven,
+        next="" if certificate.holds else then,
+        environment=Environment.model_validate(on.environment()),
+    )
+    if layout.only_class is not None:
+        report = report.model_copy(update={"model_class": layout.only_class})
+    return dump(report)

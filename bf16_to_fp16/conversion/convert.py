@@ -1,0 +1,274 @@
+"""The command ``convert``: from a bf16 checkpoint to a rescaled, certified and audited fp16 checkpoint. The steps:
+open, bound, observe, plan, write, bound and measure the written files; only then does ``out`` appear."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.contents import WEIGHTS, is_converted
+from ..checkpoint.disk import check_free_space
+from ..checkpoint.files import read_json
+from ..checkpoint.folder import converted_already, records, sha256_of
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
+from ..checkpoint.naming import SPIECE_FILE
+from ..checkpoint.packed import summary_of
+from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place, tokenizer_inside
+from ..checkpoint.places import own_name, shown_in_a_command
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.staging import scratch, staged
+from ..environment import SCHEMA
+from ..errors import UserError
+from ..json_text import as_json, write_json
+from ..measuring.batch import describe_batches
+from ..measuring.every_output import output_errors
+from ..progress import Progress, progress_of
+from ..quiet import quiet
+from ..report import build as reports
+from ..report.card import write_card
+from ..report.page import write_page
+from ..report.remedies import (
+    IN_PYTORCH,
+    INEXACT,
+    LET_EPS_GO,
+    LET_STREAM_GO,
+    SHRINK_BY_LESS,
+    WITHOUT_AUDIT,
+    WITHOUT_EITHER,
+    WITHOUT_EXACT,
+    finetuning_of,
+    tower_alone,
+)
+from ..report.schema import CARD, PAGE, REPORT, Report, read
+from ..report.stored import read_plan_and_target
+from ..rescaling.apply import writes
+from ..rescaling.edits import listed_edits
+from ..rescaling.outputs import output_factors
+from ..rescaling.plan import Plan, describe_plan
+from ..rescaling.planner import Planned
+from ..results import dump
+from ..targets import AUTO, TIERS
+from .evidence import fidelity_to_original, measure
+from .options import FIXED, Destination, Options, Provenance
+from .planning import decide, open_source, replayed
+from .rewriting import rewrite
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The result of ``convert``. docs/report.md has the report's keys. nbytes: the weights that a dry run would write.
+    ``next``: the report's next command with paths as given, so that it runs."""
+
+    report: Mapping[str, Any]
+    out: Path | None
+    planned: Planned | None
+    plan: Plan
+    nbytes: int | None = None
+    notes: tuple[str, ...] = ()
+    next: str = ""
+
+    @property
+    def safe(self) -> bool:
+        return self.report.get("verdict") == "safe"
+
+    def __repr__(self) -> str:
+        verdict, proof = self.report.get("verdict", "planned"), self.report.get("proof", "nothing written")
+        return f"<Conversion: {verdict}, {proof}, out={str(self.out)!r}>"
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    *,
+    dry_run: bool = False,
+    force: bool = False,
+    endpoint: str | None = None,
+    progress: Progress | bool | None = None,
+    **options: Any,
+) -> Conversion:
+    """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
+    and measured.
+
+    ``options`` are the fields of ``Options``. dry_run: plan only, write nothing. force: replace an existing ``out``.
+    endpoint: the Hub's address. Raises UserError for input that cannot be used; ``out`` then does not exist.
+    """
+    asked = Options(**options)
+    place = Destination(Path(out), force=force, dry_run=dry_run)
+    run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file
+    return run(asked, source, place, endpoint=endpoint, progress=progress)
+
+
+@quiet()
+def convert_by(
+    options: Options,
+    source: str | Path,
+    place: Destination,
+    *,
+    provenance: Provenance | None = None,
+    endpoint: str | None = None,
+    progress: Progress | bool | None = None,
+) -> Conversion:
+    progress = progress_of(progress)
+    options.check()
+    place.check(source)
+    asked = None if options.target == AUTO else options.target
+    stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
+    opened = open_source(source, options, place, endpoint, progress)
+    check_unconverted(opened.checkpoint)
+    if not place.dry_run:  # fails before anything is computed
+        nbytes = sum(2 * math.prod(tensor.shape) for tensor in opened.layout.tensors.values())
+        how = {"of": str(place.out.parent), "otherwise": "choose an output path on another"}
+        times = 1 if options.layout == FOLDER_LAYOUT else 2  # one file is packed from a folder
+        check_free_space(str(place.out), times * nbytes, place.out.absolute().parent, **how)
+    decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
+    opened = opened.with_edits_of(decided)
+    if options.exact and opened.edits is not None:
+        raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
+    if not options.run_model and listed_edits(decided.layout, decided.plan):
+        raise UserError("the plan has edits, of which only a run shows the price; leave out --no-audit, or plan anew")
+    if place.dry_run:
+        plan = Plan.model_validate(describe_plan(decided.plan))
+        edits = list(listed_edits(decided.layout, decided.plan, decided.predicted).values())
+        more: dict[str, Any] = {"inexact": edits} if edits else {}
+        more["outputs"] = output_errors(output_factors(decided.layout, decided.plan), (), (), ())
+        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=decided.signals, **more)
+        nbytes = sum(
+            math.prod(write.shape) * write.dtype.itemsize
+            for write in writes(opened.checkpoint, decided.layout, decided.plan)
+        )
+        return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes)
+    run_on, seed = opened.inputs, options.seed
+    inputs = describe_batches(run_on, seed=seed, data=options.data) if options.run_model else None
+    with staged(place.out, force=place.force) as work:
+        moved = provenance is not None and provenance.lineage.finetune.start is not None
+        rewritten = rewrite(opened, decided, work, options, progress, moved=moved)
+        measured = measure(opened, decided, work, options, progress)
+        if provenance is not None:
+            unproven = [site.name for site in measured.certificate.sites if not site.holds]
+            if unproven:
+                measured = replace(measured, attack=provenance.search(work, unproven, opened.device))
+        report = reports.build(
+            opened.checkpoint,
+            decided,
+            rewritten,
+            measured,
+            command=provenance.command if provenance else options.command(source, place.out),
+            inputs=inputs,
+            others=records(work, {file.name for file in rewritten.written.files}),
+            max_kl=options.max_kl,
+        )
+        if provenance is not None:
+            with progress.step("Comparing fp16 with the original"):
+                kept = fidelity_to_original(provenance.original, measured.half, opened.inputs)
+            report = provenance.judge(reports.descended(report, provenance.lineage, kept))
+        elif not report.safe:
+            report = report.model_copy(
+                update={"next": next_of(options, report, shown_in_a_command(source), place.out.name)}
+            )
+        opened.checkpoint.check_unchanged()
+        report = write_report(work, report)
+    then = next_of(options, report, str(source), str(place.out)) if report.next else ""
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, notes=decided.notes, next=then)
+
+
+def next_of(options: Options, report: Report, source: str, out: str) -> str:
+    broken = report.broken_regimes
+    if report.short:
+        return IN_PYTORCH
+    if alone := tower_alone(report.family, report.regimes):
+        return alone
+    if options.exact and options.plan is None:
+        return WITHOUT_EXACT if options.run_model else WITHOUT_EITHER
+    held = "" if options.run_model or options.plan is not None else f"{WITHOUT_AUDIT}; "
+    held += f"{LET_STREAM_GO}; " if options.stream is not None and options.plan is None else ""
+    held += f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
+    if options.plan is None and options.margin_bits > 0 and any(entry.remedy == INEXACT for entry in report.unsafe):
+        held += f"{SHRINK_BY_LESS}; "
+    target = options.target if options.plan is None else report.target
+    return held + finetuning_of(
+        source,
+        f"{out}-finetuned",
+        [name for name in report.regimes if name not in broken] if broken else (),
+        certify=not report.regimes,
+        target=None if target in (AUTO, TIERS[0].target) else target,
+        subfolder=options.subfolder,
+    )
+
+
+@quiet()
+def convert_to_file(
+    options: Options,
+    source: str | Path,
+    place: Destination,
+    *,
+    endpoint: str | None = None,
+    progress: Progress | bool | None = None,
+) -> Conversion:
+    """Convert to one file in the layout of ``options``. A folder is made beside it first, so weights need room twice.
+    The folder's config has the reading tool's eps, so that stock code measures what that tool computes."""
+    progress = progress_of(progress)
+    options.check()
+    check_out_file(place.out, Path(source), force=place.force)
+    layout = LAYOUTS[options.layout]
+    with scratch(place.out) as work:
+        folder, file = work / place.out.name, work / "packed"
+        done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
+        report, drift = read(Report, done.report), done.plan.drift
+        summary = {
+            "layout": options.layout,
+            **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
+            "source": {key: done.report["source"].get(key) for key in ("path", "revision", "sha256")},
+            "max_length": options.max_length,
+            "residual_exponent": done.plan.residual_exponent,
+            "eps": done.plan.eps,
+            "drift_of_eps": None if drift is None else drift.measured_kl,
+        }
+        config = read_json(folder / "config.json", "config")
+        back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
+        with progress.step(f"Packing it for --layout {options.layout}"):
+            tokenizer = tokenizer_inside(Path(source), folder, layout.naming)
+            pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), tokenizer)
+            written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
+            put_file_in_place(file, place.out, force=place.force)
+        left = tokenizer is None and Path(source).is_file() and (folder / SPIECE_FILE).is_file()
+    notes = (*done.notes, *eps_notes(report, layout))
+    notes += (f"the tokenizer inside {own_name(source)} is left out: {layout.naming.title} has no place for it",) * left
+    then = next_of(options, report, str(source), str(place.out)) if report.next else ""
+    return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
+
+
+def check_unconverted(checkpoint: Checkpoint) -> None:
+    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.home) else checkpoint.weight_files[0]
+    if file is None and is_converted(checkpoint.home):
+        raise converted_already(checkpoint.home)
+    if file is not None and summary_of(file) is not None:
+        raise converted_already(file, "its metadata")
+
+
+def eps_notes(report: Report, layout: FileLayout) -> tuple[str, ...]:
+    assert report.plan is not None  # of a conversion
+    eps, drift, close = report.plan.eps, report.plan.drift, report.fidelity
+    if layout.eps is None:
+        return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
+    if drift is None or close is None or close.kl_bf16 is None:
+        return ()
+    return (
+        f"{layout.readers} have {layout.eps:g} for eps whatever the file says: that costs a relative squared error of"
+        f" {drift.measured_kl:.1e}, beside {close.kl_bf16:.1e} for the source in bf16",
+    )
+
+
+def write_report(work: Path, report: Report) -> Report:
+    """Write page, card and report; return the report with both in its list of files."""
+    # Read back as from the file, so that anyone can make page and card again from it.
+    stored = read(Report, json.loads(as_json(dump(report))))
+    write_page(work / PAGE, stored)
+    write_card(work / CARD, stored, read_json(work / "config.json", "config"))
+    # Page and card are made from the report, so only now can it list them.
+    report = reports.listing(report, records(work, {file.name for file in report.output.files}))
+    write_json(work / REPORT, dump(report))
+    return report

@@ -1,0 +1,218 @@
+"""The certificate, audit and fidelity of a written checkpoint, measured from its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..bounds.arithmetic import Arithmetic
+from ..bounds.tiers import bounded
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..devices import Device
+from ..errors import UserError
+from ..families.layout import Layout
+from ..families.resolve import resolve
+from ..measuring import probe
+from ..measuring import soft_side as soft
+from ..measuring.agreement import agreed_layout
+from ..measuring.batch import Batch
+from ..measuring.every_output import EveryOutput, output_errors, smallest_batches
+from ..measuring.fidelity import (
+    Outputs,
+    Reference,
+    add_differences,
+    add_outputs,
+    compared,
+    fidelity,
+    mean_divergence,
+    outputs_on,
+    reference_of,
+)
+from ..measuring.lanes import Change, Walk, results_of
+from ..measuring.regimes import ATTENTIONS, REGIMES, Audited, RegimeResult, audit_folder, run_regimes
+from ..measuring.stock import attentions_of, load_config
+from ..measuring.tokenizer import has_tokenizer, load_tokenizer, tokenised
+from ..progress import Advance, Progress
+from ..report.build import Decided, Measured
+from ..rescaling.edits import edits_of, listed_edits
+from ..rescaling.outputs import output_factors
+from ..rescaling.plan import Drift, Plan, inverse
+from ..results import Fidelity, InexactEntry, OutputEntry
+from .editing import TEXT, change_by, some_of
+from .options import Options
+from .planning import Opened, drifted_outputs
+
+
+def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
+    device, written = opened.device, open_checkpoint(work)
+    layout, arithmetic = agreed_layout(written), Arithmetic(options.max_length)
+    # The source's eigenvalues serve where the written weights are proved to be near enough.
+    spectra = opened.spectra.for_others()
+    certificate, tiers = bounded(
+        written, layout, decided.target, arithmetic, device, progress, " of the output", spectra
+    )
+    if options.run_model:
+        attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
+        inputs, train = opened.inputs, decided.target == "train"
+        in_fp32 = in_fp32_too(inputs, decided.layout, decided.plan)
+        ran = audited(written, inputs, in_fp32, device, progress, train=train, seed=options.seed)
+    else:
+        inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
+        with progress.step("Running a few short rows of the output") as advance:
+            ran = outputs_of(Walk(written), inputs, inputs, {}, advance)
+    with progress.step("Comparing fp16 and bf16 with the fp32 source"):
+        reference = decided.reference or reference_of(opened.checkpoint, inputs)
+        closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran, inputs, in_fp32)
+        edits = measured_edits(written, decided, in_fp32)
+    found = searched(opened.checkpoint, written, decided.layout, plan, progress) if options.run_model else None
+    return Measured(
+        certificate,
+        plan,
+        tiers,
+        ran.regimes,
+        closeness,
+        ran.half,
+        device.environment(),
+        edits=edits,
+        soft=found,
+        outputs=outputs_beside(decided.layout, decided.plan, reference, ran),
+    )
+
+
+def outputs_beside(layout: Layout, plan: Plan, reference: Reference, ran: Audited) -> dict[str, OutputEntry]:
+    beside = (reference.every_fp32, reference.every_bf16) if ran.every else ((), ())
+    return output_errors(output_factors(layout, plan), *beside, ran.every)
+
+
+def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -> list[InexactEntry]:
+    layout, exponents = decided.layout, edits_of(decided.layout, decided.plan).exponents
+    edits = listed_edits(layout, decided.plan, decided.predicted)
+    if not edits:
+        return []
+
+    def undone(names: Iterable[str]) -> Change:
+        back = Plan(family=decided.plan.family, exponents={name: exponents[name] for name in names})
+        return change_by(written, layout, inverse(back))
+
+    some, walk = some_of(inputs, len(edits)), Walk(written)
+    without = add_outputs(walk, some, torch.float32, change=undone(exponents))
+    walk.run()
+    how: dict[str, Any] = {"probabilities": layout.gives_probabilities, "scale": torch.ones(())}
+    source, walk = results_of(without), Walk(written)
+    alone = [undone(exponents.keys() - {signal}) for signal in edits]
+    lanes = [add_differences(walk, some, source, change=change, **how) for change in alone]
+    walk.run()
+    costs = [mean_divergence(results_of(each)) for each in lanes]
+    pairs = zip(edits.values(), costs, strict=True)
+    return [edit.model_copy(update={"measured": cost}) for edit, cost in pairs]
+
+
+def searched(
+    source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, progress: Progress
+) -> soft.SoftSide | None:
+    if not edits_of(layout, plan).exponents:
+        return None
+    config, text, tokenizer = load_config(source.folder), None, None
+    if has_tokenizer(source.folder):
+        with suppress(UserError):  # of a tokenizer that nothing else needs
+            tokenizer = load_tokenizer(source.folder)
+            lines = tokenised(config, source.folder, str(TEXT), seed=0, examples=8, length=soft.LENGTH)
+            longest = lines[-1]
+            text = longest.input_ids[longest.attention_mask.bool().all(1)]
+    with progress.step("Looking for rare input that the edits harm"):
+        found = soft.soft_side(source, written, layout, plan, config, text)
+    if tokenizer is None:
+        return found
+    named = [
+        each.model_copy(update={"tokens": [*map(str, tokenizer.convert_ids_to_tokens(each.ids))]})
+        for each in found.found
+    ]
+    return replace(found, found=named)
+
+
+def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
+    """Return the inputs that a written checkpoint also runs in fp32: all for a drift or edits, else the smallest."""
+    if plan.drift is not None or edits_of(layout, plan).exponents:
+        return inputs
+    return smallest_batches(compared(inputs))
+
+
+def outputs_of(
+    walk: Walk,
+    inputs: list[Batch],
+    in_fp32: list[Batch],
+    regimes: dict[str, RegimeResult],
+    advance: Advance | None = None,
+) -> Audited:
+    every: list[EveryOutput] = []
+    half = add_outputs(walk, inputs, torch.float16, half=True)
+    fp32 = add_outputs(walk, in_fp32, torch.float32, every)
+    walk.run(advance)
+    return Audited(regimes, results_of(half), results_of(fp32), every)
+
+
+def compare(
+    source: Checkpoint,
+    layout: Layout,
+    plan: Plan,
+    reference: Reference,
+    ran: Audited,
+    inputs: Sequence[Batch],
+    in_fp32: Sequence[Batch],
+) -> tuple[Fidelity, Plan]:
+    """Return a written checkpoint's fidelity to its source, and its plan with the drift's predicted and measured cost.
+    inputs, in_fp32: the batches that it ran in fp16 and in fp32."""
+
+    def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:
+        return fidelity(expected, bf16, outputs, probabilities=layout.gives_probabilities)
+
+    beside = outputs_on(in_fp32, inputs, reference.fp32)
+    function = distance(beside, ran.fp32)
+    relative = fidelity(beside, None, ran.fp32, probabilities=False).kl_fp16
+    closeness = distance(reference.fp32, ran.half, reference.bf16)
+    closeness = closeness.model_copy(update={"kl_fp32": function.kl_fp16, "squared_error_fp32": relative})
+    if plan.drift is None:
+        return closeness, plan
+    predicted = distance(reference.fp32, drifted_outputs(source, layout, plan, list(inputs)))
+    drift = Drift(
+        relative_error=plan.drift.relative_error,
+        predicted_kl=predicted.kl_fp16,
+        predicted_max_logit_error=predicted.max_logit_error_fp16,
+        measured_kl=function.kl_fp16,
+        measured_max_logit_error=function.max_logit_error_fp16,
+    )
+    return closeness, plan.model_copy(update={"drift": drift})
+
+
+def audited(
+    checkpoint: Checkpoint,
+    inputs: list[Batch],
+    in_fp32: list[Batch],
+    device: Device,
+    progress: Progress,
+    *,
+    train: bool,
+    seed: int,
+) -> Audited:
+    with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
+        if not train:
+            return device.run(
+                "audit", lambda place: run_regimes(checkpoint, inputs, device=place, fp32=in_fp32, advance=advance)
+            )
+        how: dict[str, Any] = {"inputs": inputs, "seed": seed, "advance": advance, "train_mode": True}
+        regimes = device.run("audit", lambda place: audit_folder(checkpoint.folder, device=place, **how))
+        if not in_fp32:
+            return Audited(regimes, [], [])
+        return outputs_of(Walk(checkpoint), inputs, in_fp32, regimes)
+
+
+def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> Fidelity:
+    reference = reference_of(original, inputs)
+    probabilities = resolve(original).gives_probabilities
+    close = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
+    return close

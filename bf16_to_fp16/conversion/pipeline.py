@@ -1,0 +1,194 @@
+"""Convert whole diffusion pipelines: every supported text encoder is converted, and the other files are linked or
+copied. Each converted sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
+
+from __future__ import annotations
+
+import glob
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..checkpoint.disk import check_free_space
+from ..checkpoint.fetching import fetched, hub_files
+from ..checkpoint.files import read_json
+from ..checkpoint.folder import records
+from ..checkpoint.formats import SAFETENSORS_DTYPES
+from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
+from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, is_pipeline, open_pipeline
+from ..checkpoint.places import contained, own_name
+from ..checkpoint.staging import staged
+from ..environment import SCHEMA
+from ..errors import UserError
+from ..families.known import is_known
+from ..json_text import write_json
+from ..progress import Progress, progress_of
+from ..quiet import quiet
+from ..report import answers, schema
+from ..results import dump
+from ..wording import counted, listed
+from .convert import Conversion, convert_by, next_of
+from .options import Destination, Options
+from .pipeline_classes import alone, check_kept, options_of
+
+
+@dataclass(frozen=True)
+class PipelineConversion:
+    """The result of ``convert_pipeline``. After a dry run the report is empty and ``out`` None."""
+
+    report: Mapping[str, Any]
+    out: Path | None
+    encoders: Mapping[str, Conversion]
+
+    @property
+    def safe(self) -> bool:
+        return all(done.safe for done in self.encoders.values())
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}: {done.report.get('verdict', 'planned')}" for name, done in self.encoders.items())
+        return f"<PipelineConversion: {said}, out={str(self.out)!r}>"
+
+
+def convert_pipeline(
+    source: str | Path,
+    out: str | Path,
+    *,
+    copy: bool = False,
+    dry_run: bool = False,
+    force: bool = False,
+    endpoint: str | None = None,
+    progress: Progress | bool | None = None,
+    **options: Any,
+) -> PipelineConversion:
+    """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and link the other files into
+    ``out``.
+
+    Other parameters are fields of ``Options``. copy: copy large files instead of linking them. force: replace an
+    existing ``out``. Raises UserError where an encoder cannot be converted; ``out`` then does not exist.
+    """
+    pipeline = open_pipeline(source, is_known, endpoint)
+    if pipeline is None:
+        raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
+    place = Destination(Path(out), force=force, dry_run=dry_run)
+    return convert_pipeline_by(Options(**options), pipeline, place, copy=copy, endpoint=endpoint, progress=progress)
+
+
+@quiet()
+def convert_pipeline_by(
+    options: Options,
+    pipeline: Pipeline,
+    place: Destination,
+    *,
+    copy: bool = False,
+    endpoint: str | None = None,
+    progress: Progress | bool | None = None,
+) -> PipelineConversion:
+    progress = progress_of(progress)
+    options.check()
+    if options.plan is not None and len(pipeline.encoders) > 1:
+        raise UserError(f"--plan is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
+    if options.as_class is not None:
+        raise UserError(
+            "--as is for one model, and model_index.json says which class loads each; give --subfolder"
+            f" {listed(pipeline.encoders, 'or')} as well"
+        )
+    local, given = pipeline.revision is None, options
+    asked = {name: options_of(given, pipeline, name) for name in pipeline.encoders}
+    place.check(pipeline.folder)
+    if place.dry_run:
+        planned = {n: converted(asked[n], pipeline, n, place, endpoint, progress) for n in pipeline.encoders}
+        return PipelineConversion({}, None, planned)
+    with staged(place.out, force=place.force) as work:
+        if not local:
+            fetch_others(pipeline, endpoint, progress)
+        with progress.step(f"Bringing {counted(len(pipeline.others), 'file')} besides the encoders") as advance:
+            links = bring(pipeline.folder, pipeline.others, work, link=not copy, advance=advance)
+        encoders: list[answers.PipelineEntry] = []
+        done: dict[str, Conversion] = {}
+        for name in pipeline.encoders:
+            progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
+            done[name] = converted(asked[name], pipeline, name, Destination(work / name), endpoint, progress)
+            said = done[name].report
+            encoders.append(answers.PipelineEntry(subfolder=name, verdict=said["verdict"], proof=said["proof"]))
+        # Links are recorded without SHA-256: replacing ``out`` removes only the link, not the source's file.
+        known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
+        files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
+        shown = own_name(pipeline.source) if local else pipeline.source
+        report = answers.PipelineReport(
+            schema=SCHEMA,
+            verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
+            source=schema.Source(path=shown, revision=pipeline.revision),
+            pipeline=pipeline.kind,
+            encoders=encoders,
+            left_out=list(pipeline.left_out),
+            command=options.command(pipeline.source, place.out) + (" --copy" if copy else ""),
+            environment=schema.read(schema.Report, next(iter(done.values())).report).environment,
+            output=schema.Output(files=[schema.FileEntry.model_validate(entry) for entry in files]),
+            linked=len(links),
+            copied=len(pipeline.others) - len(links),
+            nbytes=sum((work / name).stat().st_size for name in pipeline.others),
+            dtype=dtype_of_largest(work, pipeline.others),
+        )
+        write_json(work / PIPELINE, dump(report))
+    moved = {}
+    for name, one in done.items():
+        # The finetune leaves a folder beside the pipeline.
+        report_of, beside = schema.read(schema.Report, one.report), f"{place.out}-{name}"
+        then = next_of(replace(options, subfolder=name), report_of, pipeline.source, beside)
+        if asked[name].stream is not None and options.stream is None and not options.exact and options.run_model:
+            then = f"its stream is held; {alone(pipeline, name)}"
+        moved[name] = replace(one, out=place.out / name, next=then if one.next else "")
+    return PipelineConversion(dump(report), place.out, moved)
+
+
+def converted(
+    options: Options, pipeline: Pipeline, name: str, place: Destination, endpoint: str | None, progress: Progress
+) -> Conversion:
+    done = convert_by(options, pipeline.source, place, endpoint=endpoint, progress=progress)
+    if not place.dry_run:
+        if done.report["source"].get("revision") != pipeline.revision:
+            raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
+        check_kept(pipeline, name, schema.read(schema.Report, done.report))
+    return done
+
+
+def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -> None:
+    from huggingface_hub import constants
+
+    sizes = hub_files(pipeline.source, pipeline.folder, endpoint)
+    nbytes = sum(sizes[name] for name in pipeline.others if not (pipeline.folder / name).exists())
+    check_free_space(pipeline.source, nbytes, Path(constants.HF_HUB_CACHE))
+    with progress.step(f"Fetching {counted(len(pipeline.others), 'file')} besides the encoders"):
+        fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], endpoint, pipeline.revision)
+
+
+def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
+    files = [folder / name for name in names if name.endswith(".safetensors")]
+    if not files:
+        return None
+    try:
+        tensors = read_whole_header(max(files, key=lambda file: file.stat().st_size), any_dtype=True)[0]
+    except UserError:  # a file that is brought along as it is
+        return None
+    return next((str(SAFETENSORS_DTYPES[t.dtype]) for t in tensors.values() if t.dtype in FLOATING_DTYPES), None)
+
+
+def read_pipeline(folder: Path) -> answers.PipelineReport:
+    file = folder / PIPELINE
+    if not file.is_file():
+        raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
+    try:
+        return schema.read(answers.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
+    except ValidationError as error:
+        raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
+
+
+def check_no_pipeline(folder: Path) -> None:
+    if is_pipeline(folder):
+        names = [shlex.quote(str(folder / entry.subfolder)) for entry in read_pipeline(folder).encoders]
+        raise UserError(
+            f"{folder} is a pipeline of several models; give what was converted in it: {listed(names, 'or')}"
+        )

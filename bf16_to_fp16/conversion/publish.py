@@ -1,0 +1,276 @@
+"""Upload a converted folder to the Hub in one commit, after ``verify``. An interrupted run goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.contents import WEIGHTS
+from ..checkpoint.folder import is_weights
+from ..checkpoint.hub import check_name, explained, status_of, token_of, with_retries
+from ..checkpoint.places import written_folder
+from ..devices import Device
+from ..environment import SCHEMA
+from ..errors import UserError
+from ..json_text import as_json
+from ..progress import Progress, progress_of
+from ..quiet import quiet
+from ..report.card import warned
+from ..report.page import render
+from ..report.remedies import CONVERT_AGAIN, next_command
+from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
+from ..results import dump
+from .file_checks import check_hashes
+from .locating import read_recorded
+from .pipeline import check_no_pipeline
+from .verify import Verified, check_contents
+
+MESSAGE = "Upload an fp16 checkpoint rescaled by bf16_to_fp16"
+HUBS_OWN = (".gitattributes",)  # the Hub itself adds them to a repository
+UNSAFE = ("certificate", "audit", "tiers")  # failures here make a checkpoint unsafe; others mean that it is another one
+SMALL = 10_000_000  # bytes; larger files are not searched for the token
+
+
+@dataclass(frozen=True)
+class Upload:
+    report: Report
+    files: dict[str, Path | bytes]
+    card_edited: bool
+
+    def items(self) -> list[FileEntry]:
+        entries = [*self.report.output.files, entry_of(REPORT, self.files[REPORT])]
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def contents(file: Path | bytes) -> bytes:
+    return file if isinstance(file, bytes) else file.read_bytes()
+
+
+def entry_of(name: str, file: Path | bytes) -> FileEntry:
+    data = contents(file)
+    return FileEntry(name=name, nbytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
+    """Check a converted folder as ``verify`` does and return it ready to upload. An edited card is kept, with its hash
+    in the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``; report, page and card then say
+    so."""
+    progress, folder = progress_of(progress), written_folder(folder)
+    check_no_pipeline(folder)
+    report, found = read_recorded(folder), Verified()
+    with progress.step("Hashing the files") as advance:
+        problems = list(check_hashes(folder, report, advance=advance))
+    edited = (folder / CARD).is_file() and any(name == CARD for name, *_ in problems)
+    found.add("files", (problem for problem in problems if not (edited and problem[0] == CARD)))
+    if not found.problems:
+        run = bool(report.regimes)
+        check_contents(folder, report, None, None, found, run_model=run, device=Device("auto"), progress=progress)
+    if other := [problem for problem in found.problems if problem.check not in UNSAFE]:
+        raise UserError(f"{folder} is not what its report says: {other[0].name}: {other[0].reason}; {CONVERT_AGAIN}")
+    if not report.safe or found.problems:
+        broken = [f"{problem.name}: {problem.reason}" for problem in found.problems]
+        check_allowed(folder, report, broken[0] if report.safe else "its report says so", allow_unsafe)
+    try:
+        card = (folder / CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / CARD}: not readable as UTF-8; convert the source again for a new card") from error
+    changed: dict[str, bytes] = {CARD: card.encode()} if edited else {}
+    if report.safe and found.problems:
+        report = now_unsafe(report, found, folder.name)
+        changed[PAGE] = render(report.model_copy(update={"output": Output()})).encode()
+    if not report.safe and (said := warned(card, report)) != card:
+        changed[CARD] = said.encode()
+    files: dict[str, Path | bytes] = {entry.name: folder / entry.name for entry in report.output.files} | changed
+    if changed:
+        entries = [
+            entry_of(entry.name, changed[entry.name]) if entry.name in changed else entry
+            for entry in report.output.files
+        ]
+        output = report.output.model_copy(update={"files": entries} | ({"card_edited": True} if edited else {}))
+        report = report.model_copy(update={"output": output})
+    return Upload(report, files | {REPORT: as_json(dump(report)).encode() if changed else folder / REPORT}, edited)
+
+
+def check_allowed(folder: Path, report: Report, why: str, allowed: bool) -> None:
+    if not allowed:
+        what = "safe in fp16, but short of what was asked" if report.short else "unsafe in fp16"
+        raise UserError(
+            f"{folder} is {what} ({why}) and is not published; finetune it,"
+            " or give --allow-unsafe, and the first line of its card will say so"
+        )
+
+
+def now_unsafe(report: Report, found: Verified, name: str) -> Report:
+    unsafe = [
+        UnsafeEntry(signal=each.name, kind="broke", reason=each.reason, remedy=each.remedy) for each in found.problems
+    ]
+    said: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
+    regimes = found.sections.get("regimes") or report.regimes
+    then = next_command(name, regimes, converted=True, family=report.family)
+    return report.model_copy(update=said | {"regimes": regimes, "next": then})
+
+
+@quiet()
+def publish(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    public: bool = False,
+    create_pr: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    allow_unsafe: bool = False,
+    force: bool = False,
+    dry_run: bool = False,
+    endpoint: str | None = None,
+    token: str | None = None,
+    confirm: Any = None,
+    progress: Progress | bool | None = None,
+) -> dict[str, Any]:
+    """Upload a converted folder to a Hub repository; its many parameters are the command's options.
+
+    public: without it a new repository is private, and an existing public one is refused. force: replace files of other
+    content. dry_run: check, and send nothing. confirm: nothing is sent where it returns False. Raises UserError; no
+    message holds the token.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    progress = progress_of(progress)
+    check_name(repo_id)
+    token = token or get_token() if dry_run else token_of(token, endpoint)
+    upload = prepare(folder, allow_unsafe=allow_unsafe, progress=progress)
+    for item in upload.items() if token else ():
+        if (item.nbytes or 0) <= SMALL and str(token).encode() in contents(upload.files[item.name]):
+            raise UserError(f"{item.name} holds your token; take it out, and make a new token in your settings")
+    done = {
+        "schema": SCHEMA,
+        "verdict": upload.report.verdict,
+        "proof": upload.report.proof,
+        "repo": repo_id,
+        "revision": revision or "main",
+        "create_pr": create_pr,
+        "files": [{"name": i.name, "nbytes": i.nbytes, "sha256": i.sha256} for i in upload.items()],
+        "dry_run": dry_run,
+        **{"uploaded": [], "kept": [], "commit": None, "url": None, "pull_request": None},
+    }
+    if (confirm is not None and not confirm(upload)) or dry_run:
+        return done
+    api = HfApi(endpoint=endpoint, token=token, library_name="bf16_to_fp16")
+    how: dict[str, Any] = {
+        "revision": revision,
+        "message": message or MESSAGE,
+        "public": public,
+        "create_pr": create_pr,
+    }
+    with explained(repo_id, endpoint=api.endpoint, revision=revision, token=token, writing=True), transfers(api):
+        if create_pr:  # a second try could open a second pull request
+            return done | send(api, repo_id, upload, progress, force=force, **how)
+        return done | with_retries(lambda: send(api, repo_id, upload, progress, force=force, **how))
+
+
+def send(
+    api: Any, repo: str, upload: Upload, progress: Progress, *,
+    revision: str | None, message: str, public: bool, create_pr: bool, force: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Commit what the repository lacks and check what arrived. Its many parameters are those of ``publish``."""
+    from huggingface_hub import CommitOperationAdd
+
+    repo = repo if "/" in repo else f"{api.whoami()['name']}/{repo}"
+    if revision in (None, "main") and not create_pr and not api.repo_exists(repo):
+        api.create_repo(repo, private=not public)
+        progress.say(f"Created {repo}, {'public' if public else 'private'}")
+    there = with_retries(lambda: api.repo_info(repo, revision=revision))
+    if there.private is not True and not public:
+        raise UserError(f"{repo} is not private, so nothing was uploaded; give --public, or choose another name")
+    held = listed(api, repo, there.sha)
+    names = [item.name for item in upload.items()]
+    missing = missing_from(held, upload)
+    kept = sorted(name for name in set(held) - set(names) - {*HUBS_OWN} if is_weights(name))
+    done = {"repo": repo, "kept": kept, "private": there.private, "url": f"{api.endpoint}/{repo}"}
+    if not missing:
+        progress.say(f"{repo} has all of it already; nothing to upload")
+        return done | {"commit": there.sha}
+    if not create_pr:
+        check_other_content(repo, held, names, missing, force)
+    additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=upload.files[name]) for name in missing]
+    with progress.step(f"Uploading {len(missing)} files"):
+        commit = api.create_commit(
+            repo,
+            additions,
+            commit_message=message,
+            commit_description=f"Verdict: {upload.report.verdict}. Check it with `bf16-to-fp16 verify`.",
+            revision=revision,
+            create_pr=create_pr,
+            parent_commit=there.sha,
+        )
+    place = commit.pr_revision if create_pr else revision
+    try:
+        wrong = missing_from(listed(api, repo, place), upload)
+    except Exception:  # the client's exception holds the token
+        if commit.pr_url is None:
+            raise
+        raise UserError(f"{commit.pr_url} is open, and could not be looked at again; look at it yourself") from None
+    if wrong:
+        again = "run the same command again" if commit.pr_url is None else f"close {commit.pr_url} and try again"
+        raise UserError(f"{repo} does not hold what was uploaded ({wrong[0]}); {again}")
+    url = commit.pr_url or done["url"]
+    return done | {"uploaded": missing, "commit": commit.oid, "pull_request": commit.pr_url, "url": url}
+
+
+def check_other_content(repo: str, held: dict[str, Any], names: list[str], missing: list[str], force: bool) -> None:
+    """Raise UserError where a repository holds anything but an earlier upload of the same files."""
+    same = set(names) - set(missing)
+    # People edit these, or another run of the same conversion writes them anew.
+    renewed = {CARD, REPORT, PAGE} if REPORT in held else set()
+    if (other := sorted(set(held) - same - renewed - {*HUBS_OWN})) and not force:
+        raise UserError(
+            f"{repo} exists with other content ({', '.join(other[:2])});"
+            " choose another name, propose the change with --create-pr, or replace it with --force"
+        )
+    if WEIGHTS in other and WEIGHTS not in names:
+        raise UserError(
+            f"{repo} has a {WEIGHTS}, which from_pretrained would load instead of the shards; delete it there,"
+            " choose another name, or convert with a --max-shard-size that makes one file"
+        )
+
+
+def listed(api: Any, repo: str, revision: str | None) -> dict[str, Any]:
+    from huggingface_hub.hf_api import RepoFile
+
+    try:
+        entries = with_retries(lambda: list(api.list_repo_tree(repo, revision=revision, recursive=True)))
+    except Exception as error:
+        if status_of(error) == 404:  # an empty repository has no tree
+            return {}
+        raise
+    return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+
+
+def missing_from(held: dict[str, Any], upload: Upload) -> list[str]:
+    def same(item: FileEntry) -> bool:
+        entry = held.get(item.name)
+        if entry is None or entry.size != item.nbytes:
+            return False
+        if entry.lfs is not None:
+            return bool(entry.lfs.sha256 == item.sha256)
+        data = contents(upload.files[item.name])
+        return bool(entry.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest())
+
+    return [item.name for item in upload.items() if not same(item)]
+
+
+@contextmanager
+def transfers(api: Any) -> Iterator[None]:
+    """Upload by LFS to any server but the Hub; the client would assume that it has Xet."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_DISABLE_XET
+    constants.HF_HUB_DISABLE_XET = before or api.endpoint.rstrip("/") != "https://huggingface.co"
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = before

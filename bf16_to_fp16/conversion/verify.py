@@ -1,0 +1,494 @@
+"""The command ``verify``: check a converted checkpoint against its own report. ``convert``'s functions compute it again
+from the files, and ``differences`` compares it section by section; card and page are compared by hash."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..bounds.arithmetic import SPLITS, Arithmetic
+from ..bounds.findings import Certificate
+from ..bounds.tiers import bounded
+from ..checkpoint.contents import MODULES
+from ..checkpoint.folder import TOKENIZER_FILES, carry_over, tokenizer_beside
+from ..checkpoint.formats import bytes_of
+from ..checkpoint.packed import summary_of
+from ..checkpoint.places import local_source, own_name
+from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
+from ..checkpoint.recorded import CONVERTED_KEY
+from ..checkpoint.writer import write_fp16
+from ..devices import Device
+from ..environment import SCHEMA, installed
+from ..errors import UserError
+from ..families.configs import changes, looked_up, without_value
+from ..families.known import padding_entry, stock_class
+from ..families.layout import Layout
+from ..families.other_class import read_as
+from ..families.resolve import resolve
+from ..json_text import write_json
+from ..measuring import probe
+from ..measuring.agreement import agreed_layout
+from ..measuring.batch import SWEEP, Batch, describe_batches
+from ..measuring.regimes import Audited
+from ..measuring.soft_side import LEAST
+from ..measuring.stock import load_config
+from ..progress import Progress, progress_of
+from ..quiet import quiet
+from ..report import answers, schema
+from ..report.build import (
+    Decided,
+    Rewritten,
+    cost_of,
+    harmed,
+    is_exact,
+    moved_by,
+    signals_of,
+    source_of,
+    too_inexact,
+    weight_counts,
+)
+from ..report.facts import missed
+from ..report.regimes import tiers_of
+from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
+from ..report.stored import originals, read_packed
+from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
+from ..rescaling.edits import listed_edits
+from ..rescaling.exponents import check_plan_fits
+from ..rescaling.outputs import output_factors
+from ..rescaling.plan import Plan, mark_of
+from ..results import CertificateEntry, dump
+from ..targets import TARGETS
+from ..wording import listed
+from .comparison import differences
+from .evidence import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
+from .file_checks import (
+    check_foreign,
+    check_hashes,
+    check_tensors,
+    check_tokenizer,
+    check_unread,
+    present_files,
+)
+from .locating import locate, read_recorded
+from .options import check_data
+from .planning import observe_source
+
+CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
+UNNAMED_KEYS = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")  # they name no model
+OBEYED = (  # files that change what stock code computes
+    *(
+        "generation_config.json",
+        MODULES,
+        *TOKENIZER_FILES,
+        "added_tokens.json",
+        "merges.txt",
+        "special_tokens_map.json",
+    ),
+    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
+    "hf_quant_config.json",
+)
+
+
+@dataclass
+class Verified:
+    problems: list[answers.ProblemEntry] = field(default_factory=list)
+    checks: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
+    notes: list[str] = field(default_factory=list)
+    sections: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, check: str, problems: Iterable[tuple[str, ...]]) -> None:
+        found = [
+            answers.ProblemEntry(check=check, name=name, reason=reason, remedy=next(iter(remedy), CONVERT_AGAIN))
+            for name, reason, *remedy in problems
+        ]
+        self.problems += found
+        self.checks[check] = "failed" if found or self.checks[check] == "failed" else "passed"
+
+
+@quiet()
+def verify(
+    source: str | Path,
+    *,
+    original: str | Path | None = None,
+    data: str | None = None,
+    run_model: bool = True,
+    subfolder: str | None = None,
+    endpoint: str | None = None,
+    device: str | torch.device = "auto",
+    progress: Progress | bool | None = None,
+) -> dict[str, Any]:
+    """Check a converted folder, file or Hub repository against its report and return every difference.
+
+    original: the source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit on
+    besides the probe. run_model: False skips the audit. ``verdict`` is "safe" where nothing differs and the report says
+    safe. Raises UserError for anything not converted here.
+    """
+    progress = progress_of(progress)
+    check_data(data, run_model=run_model)
+    if original is not None:
+        local_source(original)  # fails before the files are hashed
+    on, revision, found = Device(device, progress), None, Verified()
+    if Path(source).is_file():
+        place, report = Path(source), packed_report(Path(source))
+    else:
+        place, revision, extra = locate(source, subfolder, endpoint, progress)
+        report = read_recorded(place)
+        if original is not None and report.finetune is not None:
+            raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
+        with progress.step("Hashing the files") as advance:
+            found.add("files", check_hashes(place, report, extra=extra, advance=advance))
+    if not found.problems:
+        opened = None if original is None else open_checkpoint(original, endpoint=endpoint)
+        if opened is not None and (name := report.source.class_in("after")) is not None:
+            opened = read_as(opened, name)
+        check_contents(place, report, opened, data, found, run_model=run_model, device=on, progress=progress)
+    found.add("report", check_verdict(report))
+    return dump(
+        answers.Verification(
+            schema=SCHEMA,
+            verdict="unsafe" if found.problems else "safe",
+            verified=not found.problems,
+            source=schema.Source(path=own_name(source) if revision is None else str(source), revision=revision),
+            report=answers.Claim(verdict=report.verdict, proof=report.proof, family=report.family),
+            checks=found.checks,
+            problems=found.problems,
+            notes=found.notes,
+            files=len(report.output.files) or 1,
+            target=report.target,
+            environment=schema.Environment.model_validate(on.environment()),
+            **{"certificate": None, "tiers": {}, "regimes": {}} | found.sections,
+        )
+    )
+
+
+def packed_report(file: Path) -> schema.Report:
+    inside, said = read_packed(file), summary_of(file) or {}
+    try:
+        known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
+        report = schema.Report.model_validate({"schema": SCHEMA} | known)
+        limits = CertificateEntry(holds=False, headroom_bits=0.0, max_length=int(said["max_length"]), splits=SPLITS)
+        moves = (inside.plan.residual_exponent, inside.plan.eps)
+        if report.target not in TARGETS or limits.max_length < 1 or (said["residual_exponent"], said["eps"]) != moves:
+            raise ValueError
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
+    return report.model_copy(
+        update={
+            **{"family": inside.plan.family, "plan": inside.plan, "source": inside.source},
+            **{"weights": inside.weights, "certificate": limits},
+        }
+    )
+
+
+def check_contents(
+    place: Path,
+    report: schema.Report,
+    original: Checkpoint | None,
+    data: str | None,
+    found: Verified,
+    *,
+    run_model: bool,
+    device: Device,
+    progress: Progress,
+) -> None:
+    checkpoint = open_checkpoint(place)
+    layout = agreed_layout(checkpoint)
+    if place.is_file():
+        inside = read_packed(place)
+        found.add("files", check_tensors(place, checkpoint, inside))
+        if original is not None:
+            found.add("files", check_tokenizer(checkpoint, original, inside))
+    else:
+        found.add("files", check_unread(checkpoint, report))
+        if report.output.card_edited:
+            found.notes.append(f"{schema.CARD} was edited before it was published: its author answers for it")
+        found.add("files", check_foreign(checkpoint, layout, report))
+    found.sections["padding"] = padding_entry(layout.config)
+    found.add("plan", check_plan(checkpoint, layout, report))
+    if any(problem.check == "plan" for problem in found.problems):
+        return  # a plan that does not fit cannot be replayed
+    found.sections["edits"] = len(listed_edits(layout, plan_of(report)))
+    before = None
+    if original is not None:
+        before = replay(original, checkpoint, report, found, progress)
+    certificate, certified = certify_again(checkpoint, layout, report, device, progress)
+    found.sections["certificate"] = certificate.entry(sites=False)
+    found.add("certificate", check_certificate(certificate, report))
+    regimes = {}
+    if run_model:
+        again = run_again(checkpoint, report, data, before, device, progress)
+        regimes = again.ran.regimes
+        found.sections["regimes"] = regimes
+        found.add("audit", check_audit(again, report, data))
+        if not again.same_inputs and report.regimes:
+            found.notes.append("other text was run than the report names: its figures are not compared")
+        if original is not None and before is not None and again.same_inputs and report.regimes:
+            found.add("fidelity", check_fidelity(original, before, checkpoint, report, again, device, progress))
+        if original is not None and before is not None and report.output.files:  # one file records no search
+            found.add("fidelity", check_exceptions(original, before, checkpoint, report, progress))
+    tiers = found.sections["tiers"] = tiers_of(layout, certified, regimes)
+    found.add("tiers", check_tiers(report, tiers, certified, ran=run_model))
+
+
+def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
+    if report.short:
+        yield schema.REPORT, f"says itself that it is safe, but short of what was asked: {missed(report)}", SHORT
+        return
+    if not report.safe:
+        remedy = tower_alone(report.family, report.regimes) or UNSAFE_BY_REPORT
+        yield schema.REPORT, "says itself that the checkpoint is unsafe in fp16", remedy
+        return
+    unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True)]
+    if report.fidelity is not None:
+        unsafe += too_inexact(
+            report.fidelity,
+            exact=is_exact(report.plan, report.weights, report.source, report.inexact),
+            max_kl=report.max_kl,
+            edits=cost_of(report.inexact),
+            proven=report.proven,
+        )
+    unsafe += harmed(report.exceptions, report.max_kl)
+    yield from ((entry.signal, f"the report says safe, and also {entry.reason}") for entry in unsafe)
+
+
+def plan_of(report: schema.Report) -> Plan:
+    assert report.plan is not None  # ``read_recorded`` asks for it
+    return report.plan
+
+
+def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) -> Iterator[tuple[str, str]]:
+    plan, config = plan_of(report), checkpoint.config
+    try:
+        check_plan_fits(layout, plan)
+        originals(layout, plan, report.source)
+    except (UserError, RuntimeError, OverflowError) as error:
+        yield "plan", str(error).partition(";")[0]
+        return
+    if plan.untied_head and layout.tied is not False:
+        yield "config.json", "the plan separates the head, and the checkpoint has it tied"
+    for key in layout.family.eps_keys[:1]:
+        change = report.source.config_changes.get(key)
+        before = layout.eps if change is None else change.get("before", layout.family.eps)
+        if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
+            yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
+    if report.outputs and report.finetune is None:
+        yield from differences(report.moved.model_dump(), moved_by(layout, plan).model_dump(), "moved")
+        factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
+        yield from differences(factors, output_factors(layout, plan), "outputs")
+        recorded = sorted((edit.site, edit.exponent, edit.columns) for edit in report.inexact)
+        planned = sorted((edit.site, edit.exponent, edit.columns) for edit in listed_edits(layout, plan).values())
+        yield from differences(recorded, planned, "inexact")
+    if plan.moves and config.get(CONVERTED_KEY) != mark_of(plan):
+        yield "config.json", f"{CONVERTED_KEY} is not what the conversion wrote for this plan"
+    wanted = {key: sides["after"] for key, sides in report.source.config_changes.items() if "after" in sides}
+    if plan.eps is not None:
+        wanted |= dict.fromkeys(layout.family.eps_keys, plan.eps)
+    for key, value in wanted.items():
+        if (said := looked_up(config, key)) != value:
+            yield "config.json", f"{key} is {said}, and the conversion set {value}"
+    for name, part in ((None, config), *((k, v) for k, v in config.items() if isinstance(v, Mapping))):
+        for key in DTYPE_KEYS:
+            at = f"{name}.{key}" if name else key
+            if part.get(key) not in (None, "float16"):
+                yield "config.json", f"{at} is {part[key]}, which stock code loads the weights in"
+
+
+def replay(
+    original: Checkpoint, checkpoint: Checkpoint, report: schema.Report, found: Verified, progress: Progress
+) -> Layout | None:
+    """Apply the plan to the original and compare bytes, config and carried files with the checkpoint. Return the
+    original's layout, or None where its files are not those that were converted."""
+    hashes = {original.file_name(file): original.sha256(file) for file in original.weight_files}
+    other = [n for n in sorted({*hashes, *report.source.sha256}) if report.source.sha256.get(n) != hashes.get(n)]
+    if other:
+        found.add("replay", ((name, "is not the file that was converted", RIGHT_REVISION) for name in other))
+        return None
+    agreed_layout(original)
+    plan = plan_of(report)
+    layout = resolve(original, untie=plan.untied_head)
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch, progress.step("Replaying the plan"):
+        written = write_fp16(original, writes(original, layout, plan), Path(scratch), hashes=False)
+        write_json(Path(scratch, "config.json"), checkpoint.config)
+        again = open_checkpoint(scratch)
+        found.add("replay", different_tensors(again, checkpoint))
+    counts = dump(weight_counts(layout, plan, written))
+    found.add("replay", differences(report.weights and dump(report.weights), counts, "weights"))
+    rewritten = Rewritten(replace(written, source_sha256=hashes), report.source.carried_over, report.source.left_out)
+    again_of, said = dump(source_of(original, layout, plan, rewritten)), dump(report.source)
+    keys = ["dtype", "dtypes", "made", "dropped", "replaced", *([] if original.home in VIEWS else ["config_changes"])]
+    of_source = differences({k: said.get(k) for k in keys}, {k: again_of.get(k) for k in keys}, "source")
+    found.add("replay", of_source)
+    if original.home not in VIEWS:  # one file of weights has no config
+        found.add("replay", different_config(edited_config(layout, plan), checkpoint.config))
+    if checkpoint.folder not in VIEWS:
+        found.add("replay", different_files(original, checkpoint.folder, report.source.subfolder))
+    return layout
+
+
+def different_tensors(again: Checkpoint, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    for name in sorted({*again.tensors, *checkpoint.tensors}):
+        if name in again.tensors and name in checkpoint.tensors:
+            ours, theirs = again.read(name), checkpoint.read(name)
+            if (ours.dtype, ours.shape, bytes_of(ours)) == (theirs.dtype, theirs.shape, bytes_of(theirs)):
+                continue
+        yield name, "is not what the plan makes of the original"
+
+
+def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    keys = ["architectures"] if stock_class(wanted) != stock_class(config) else []
+    for key in ("architectures", *UNNAMED_KEYS):
+        wanted, config = without_value(wanted, key), without_value(config, key)
+    for key in sorted([*keys, *changes(wanted, config)]):
+        yield f"config.json, {key}", "is not what the conversion makes of the original's config.json"
+
+
+def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
+    """Yield carried files that differ from the original's. One on one side only counts where stock code reads it."""
+    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
+        carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
+        for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
+            ours, theirs = (f.read_bytes() if f.is_file() else None for f in (Path(scratch, name), folder / name))
+            alone = ours is None or theirs is None
+            if ours != theirs and (not alone or name in OBEYED or "/" in name):
+                yield name, "is not what the conversion carries over from the original"
+
+
+def certify_again(
+    checkpoint: Checkpoint, layout: Layout, report: schema.Report, device: Device, progress: Progress
+) -> tuple[Certificate, dict[str, bool]]:
+    recorded, target = report.certificate, report.target or "half"
+    if recorded is None or target not in TARGETS or recorded.max_length < 1:
+        raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
+    # The report may choose the length, which every claim names, but not what is assumed of kernels.
+    return bounded(checkpoint, layout, target, Arithmetic(recorded.max_length), device, progress)
+
+
+def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:
+    assert report.certificate is not None
+    if report.certificate.sites or report.output.files:  # one file records no bounds
+        again = dump(certificate.entry())
+        said = dump(report.certificate)
+        for section in (said, again):
+            section["sites"] = [{k: v for k, v in site.items() if k != "observed"} for site in section["sites"]]
+        yield from differences(said, again, "certificate")
+    if report.proof == "certified" and not certificate.holds:
+        worst = min(certificate.sites, key=lambda site: site.headroom_bits)
+        yield worst.name, f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"
+
+
+@dataclass(frozen=True)
+class Rerun:
+    inputs: list[Batch]
+    in_fp32: list[Batch]
+    ran: Audited
+    same_inputs: bool
+
+
+def run_again(
+    checkpoint: Checkpoint,
+    report: schema.Report,
+    data: str | None,
+    before: Layout | None,
+    device: Device,
+    progress: Progress,
+) -> Rerun:
+    said, config = report.inputs or schema.Inputs(), load_config(checkpoint.folder)
+    seed, sweep = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
+    with torch.random.fork_rng(devices=[]):
+        chosen = probe.usable(said.chosen, config)
+        inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep, chosen=chosen)
+        in_fp32 = [] if before is None else in_fp32_too(inputs, before, plan_of(report))
+        train = report.target == "train"
+        ran = audited(checkpoint, inputs, in_fp32, device, progress, train=train, seed=seed)
+    described = describe_batches(inputs, seed=seed, data=data)
+    return Rerun(inputs, in_fp32, ran, described["sha256"] == said.sha256)
+
+
+def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
+    """Yield the sites that break; without any, yield how the regimes differ from the report's. Between versions of
+    torch or transformers, which name operations differently, only sites in both are compared."""
+    entries = again.ran.regimes
+    broken = unsafe_sites(entries, report.family, converted=True)
+    yield from ((site.signal, site.reason, site.remedy) for site in broken)
+    if broken or not report.regimes:
+        return
+    other = any(report.environment.versions.get(name) != installed(name) for name in ("torch", "transformers"))
+    if not again.same_inputs:
+        if data is None and report.inputs is not None and report.inputs.data is None and not other:
+            yield "inputs", "are not what the recorded seed and ids give"
+        return
+    said, ran = ({name: dump(entry) for name, entry in each.items()} for each in (report.regimes, entries))
+    for name in said.keys() & ran.keys() if other else ():
+        both = {site["name"] for site in said[name]["sites"]} & {site["name"] for site in ran[name]["sites"]}
+        for each in (said, ran):
+            each[name]["sites"] = [site for site in each[name]["sites"] if site["name"] in both]
+    yield from differences(said, ran, "regimes")
+
+
+def check_fidelity(
+    original: Checkpoint,
+    before: Layout,
+    checkpoint: Checkpoint,
+    report: schema.Report,
+    again: Rerun,
+    device: Device,
+    progress: Progress,
+) -> Iterator[tuple[str, str]]:
+    plan, said = plan_of(report), dump(report)
+    ranges, reference = observe_source(original, again.inputs, progress, device)
+    close, drifted = compare(original, before, plan, reference, again.ran, again.inputs, again.in_fp32)
+    decided = Decided(before, plan, report.target or "half", ranges=ranges)
+    now: dict[str, Any] = {
+        "fidelity": dump(close),
+        "outputs": {n: dump(each) for n, each in outputs_beside(before, plan, reference, again.ran).items()},
+    }
+    if not plan.centred_keys:  # else they were observed with centred keys
+        now["signals"] = [dump(entry) for entry in signals_of(before, plan, ranges)]
+    for key, section in now.items():
+        if said.get(key) or key == "fidelity":  # the others are absent after ``--plan``
+            yield from differences(said[key], section, key)
+    if plan.drift is not None and drifted.drift is not None:
+        yield from differences(plan.drift.model_dump(), drifted.drift.model_dump(), "plan.drift")
+    edits = measured_edits(checkpoint, decided, again.in_fp32)
+    recorded, measured = ({edit.site: {"measured": edit.measured} for edit in each} for each in (report.inexact, edits))
+    yield from differences(recorded, measured, "inexact")
+
+
+def check_exceptions(
+    original: Checkpoint, before: Layout, checkpoint: Checkpoint, report: schema.Report, progress: Progress
+) -> Iterator[tuple[str, str]]:
+    """Yield ids that edits harm over twice as much as any listed, separately for single ids and for mixtures."""
+    rare = searched(original, checkpoint, before, plan_of(report), progress)
+    if rare is None:
+        return
+    yield from differences(report.searched and report.searched.ids, rare.searched.ids, "searched.ids")
+    for single in (True, False):
+        said, again = (
+            [each for each in entries if (len(each.ids) == 1) is single] for entries in (report.exceptions, rare.found)
+        )
+        worst = max((each.kl for each in said), default=LEAST / 2)
+        if again and again[0].kl > 2 * worst:
+            ids, kl = listed(list(map(str, again[0].ids))), again[0].kl
+            yield "exceptions", f"ids {ids} are {kl:.1e} from the source, and none listed is"
+
+
+def check_tiers(
+    report: schema.Report, tiers: Mapping[str, schema.TierEntry], certified: Mapping[str, bool], *, ran: bool
+) -> Iterator[tuple[str, str]]:
+    for name, claim in report.tiers.items():
+        now = tiers.get(name)
+        if now is None:
+            yield name, "is no tier of this program"
+        elif claim.holds != (claim.proof is not None):
+            yield name, f"the report says that it holds: {claim.holds}, and by what: {claim.proof}"
+        elif claim.proof == "certified" and now.proof != "certified" and (ran or not certified[name]):
+            yield name, f"the report says that it is certified, and {now.reason or 'it is only observed'}"
+        elif claim.proof == "observed" and ran and not now.holds:
+            yield name, f"the report says that it was observed to hold, and {now.reason}"
+        elif other := sorted({*claim.runtimes} - {*now.runtimes}):
+            yield name, f"the report says that it stands for {other[0]!r}, which it does not"

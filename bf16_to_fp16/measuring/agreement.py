@@ -1,0 +1,361 @@
+"""Check that stock code builds the model that the layout describes. The loader of stock code builds it on the meta
+device and lists missing and unexpected tensors. A config attribute that stock code reads is refused unless no bound
+depends on it or its value follows from the layout's keys."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from functools import cache, partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..checkpoint.formats import shown
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.recorded import CONVERTED_KEY
+from ..checkpoint.side_modules import check_sentence_encoder
+from ..errors import UserError, first_line
+from ..families.configs import config_value, looked_up, with_value
+from ..families.known import FAMILIES, may_be_absent, stock_class
+from ..families.layout import Layout
+from ..families.resolve import resolve
+from ..families.types import Attention, Experts, Family, Quotient, StackEnds
+from ..rescaling.apply import eps_attribute
+from .stock import load_config, run_everywhere, without_values
+
+FREE_KEYS = frozenset(
+    f"""
+    {CONVERTED_KEY} _name_or_path _output_attentions architectures bos_token_id decoder_start_token_id dtype
+    eos_token_id gradient_checkpointing initializer_range name_or_path output_attentions output_cross_attentions
+    output_hidden_states pad_token_id return_dict tie_word_embeddings transformers_version use_cache
+    """.split()
+)
+"""Attributes that any stock config may have and no bound depends on. The loader's report covers tied weights."""
+
+LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
+"""Attributes that name a classifier's outputs; ``check_weights`` compares their number with the weights."""
+
+MOST_POSITIONS = 2.0**31  # the most by which a rotary frequency is multiplied
+_ABSENT = object()
+
+
+def agreed_layout(checkpoint: Checkpoint) -> Layout:
+    """Return the checkpoint's layout. Raises UserError where stock code or sentence-transformers differs from it."""
+    layout = resolve(checkpoint)
+    check_sentence_encoder(checkpoint.folder)
+    check_agreement(checkpoint, layout)
+    return layout
+
+
+def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
+    import transformers
+
+    where, config = f"{checkpoint.folder}/config.json", load_config(checkpoint.folder)
+    check_older(layout, where)
+    refused, asked = refusals(layout, type(config), attributes(config), where), set[str]()
+    with refusing(checkpoint, refused, asked):
+        if getattr(transformers, stock_class(checkpoint.config)).can_generate():
+            try:
+                transformers.GenerationConfig.from_model_config(config)
+            except Exception:
+                asked.update(refused)  # it copies the whole config: any refused attribute may be the cause
+                raise
+        model, info = without_values(checkpoint, noting(deepcopy(config), asked), torch.float32, any_shape=True)
+    check_weights(checkpoint, layout, info)
+    check_modules(layout, model, where)
+    with refusing(checkpoint, refused, asked):
+        scales = run_short(model, layout)
+    if scales != (layout.head_scale != 1.0):
+        raise UserError(
+            f"{where}: stock code {'multiplies' if scales else 'does not multiply'} the decoder's output by"
+            " d^-1/2 before the head, unlike the keys say that the bounds are made from; take it from the original"
+            " checkpoint"
+        )
+
+
+@contextmanager
+def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
+    """Raise UserError where stock code, run inside, reads an attribute of ``refused`` or fails."""
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    for name in sorted(asked & refused.keys()):
+        raise UserError(refused[name]) from failed
+    if failed is not None:
+        raise UserError(
+            f"{checkpoint.folder}: cannot be loaded or run ({first_line(failed)}); use the config.json that belongs to"
+            " these weights"
+        ) from failed
+
+
+def noting(config: Any, asked: set[str], within: str = "") -> Any:
+    """Make a config, and the configs inside it, add the name of each attribute that is read to ``asked``; return it."""
+    kind: Any = type(config)
+
+    def attribute(config: Any, name: str) -> Any:
+        name = kind.attribute_map.get(name, name)
+        asked.add(within + name)
+        return kind.__getattribute__(config, name)
+
+    for name, inner in configs_inside(config).items():
+        noting(inner, asked, f"{within}{name}.")
+    config.__class__ = type(kind.__name__, (kind,), {"__getattribute__": attribute})
+    return config
+
+
+def configs_inside(config: Any) -> dict[str, Any]:
+    from transformers import PreTrainedConfig
+
+    return {name: value for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
+
+
+def attributes(config: Any) -> dict[str, Any]:
+    inside = configs_inside(config)
+    values = {name: value for name, value in vars(config).items() if name not in inside}
+    for name, inner in inside.items():
+        # The class fixes model_type, even where the file leaves it out.
+        own = attributes(inner) | {"model_type": type(inner).model_type}
+        values |= {f"{name}.{key}": value for key, value in own.items()}
+    return values
+
+
+def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any]) -> None:
+    allowed = may_be_absent(layout.family)
+    for name in sorted(set(info["missing_keys"]) - allowed):
+        raise UserError(
+            f"{checkpoint.source}: tensor {name} is missing, and stock code would fill it with random numbers;"
+            " use the whole original checkpoint and its config.json"
+        )
+    for name in sorted(set(info["unexpected_keys"]) - set(layout.dropped)):
+        raise UserError(
+            f"{checkpoint.source}: stock code drops tensor {name}; use the config.json that belongs to these weights"
+        )
+    for name, *shapes in sorted(info["mismatched_keys"]):
+        stored, wanted = (list(shape) for shape in shapes)
+        raise UserError(
+            f"{checkpoint.source}: tensor {name} has shape {stored}, and stock code makes it {wanted};"
+            " use the config.json that belongs to these weights"
+        )
+
+
+def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
+    from transformers.activations import ACT2FN
+
+    names = layout.family.attributes
+
+    def same(path: str, attribute: str, expected: object, *, optional: bool = False) -> None:
+        value = getattr(model.get_submodule(path), attribute, _ABSENT)
+        if value != expected and not (optional and value is _ABSENT):
+            raise UserError(
+                f"{where}: in stock code {path}.{attribute} is {shown(value)}, where the keys that the bounds are made"
+                f" from say {expected!r}; take it from the original checkpoint"
+            )
+
+    for part in layout.topology:
+        if isinstance(part, Attention):
+            heads, own = layout.heads(part), part.attributes or names
+            if own.heads:
+                same(part.at, own.heads, heads)
+            same(part.at, own.head_size, layout.head_size(part))
+            if own.groups:
+                same(part.at, own.groups, heads // layout.kv_heads(part))
+            same(part.at, "scaling", layout.score_scale(part), optional=not part.scaled or part.divides)
+            if part.rotary is not None:
+                module = model.get_submodule(part.rotary.at)
+                for attribute in rotary_scales(module):
+                    if not 0 <= getattr(module, attribute) <= part.rotary.factor:
+                        same(part.rotary.at, attribute, part.rotary.factor)
+        elif isinstance(part, StackEnds) and names.embedding_scale:
+            same(part.embedding if part.scales_itself else part.at, names.embedding_scale, layout.embedding_scale(part))
+    for feed_forward in layout.feed_forwards:
+        activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
+        if type(activation) is not type(expected) or functions(activation) != functions(expected):
+            raise UserError(
+                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, where the keys that the"
+                f" bounds are made from say {feed_forward.activation!r}; take it from the original checkpoint"
+            )
+    first = tuple(part.first_norm for part in layout.topology if isinstance(part, StackEnds) and part.first_norm)
+    for path in (*layout.norms, *first):
+        same(path, eps_attribute(model.get_submodule(path)), layout.eps_of(path))
+    check_rotary(layout, model, where)
+    check_projector(layout, model, where)
+
+
+def check_projector(layout: Layout, model: Any, where: str) -> None:
+    if (part := layout.family.projector) is None:
+        return
+    norm = model.get_submodule(part.norm)
+    eps, token = getattr(norm, eps_attribute(norm)), attrgetter(part.image.token)(model.config)
+    if not 0 < torch.tensor(eps, dtype=torch.float32) < math.inf:
+        raise UserError(
+            f"{where}: in stock code the eps of {part.norm} is {shown(eps)}, not a small positive number such as 1e-06;"
+            " take it from the original checkpoint"
+        )
+    if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        raise UserError(
+            f"{where}: {part.image.token!r} is {shown(token)}, not an id; take it from the original checkpoint"
+        )
+
+
+def functions(module: nn.Module) -> dict[str, object]:
+    """Return an activation's attributes for comparison, partial functions in parts, since two are never equal."""
+    own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
+
+
+def rotary_scales(module: nn.Module) -> list[str]:
+    return [name for name in vars(module) if name.endswith("attention_scaling")]
+
+
+def check_rotary(layout: Layout, model: Any, where: str) -> None:
+    """Raise UserError where stock code cannot compute rotary angles at the first or the last possible position."""
+    for path in sorted({part.rotary.at for part in layout.topology if isinstance(part, Attention) and part.rotary}):
+        # Built again off the meta device: no file holds the frequencies.
+        module = model.get_submodule(path)
+        check_dynamic(module.config.rope_parameters, where)
+        again = type(module)(module.config)
+        kinds = [name.removesuffix("attention_scaling").removesuffix("_") for name in rotary_scales(again)]
+        for position in (0, int(MOST_POSITIONS) - 1):
+            # Some kinds make other frequencies for long inputs: "longrope" one other set, "dynamic" as below.
+            for kind in kinds:
+                try:
+                    again(torch.zeros(1), torch.tensor([[position]]), **({"layer_type": kind} if kind else {}))
+                except Exception as error:
+                    raise UserError(
+                        f"{where}: stock code cannot turn position {position} ({first_line(error)}); take the keys"
+                        " that begin with 'rope' from the original checkpoint"
+                    ) from error
+            for name, frequencies in again.named_buffers():
+                if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
+                    raise UserError(
+                        f"{where}: stock code makes inf or NaN of {path}.{name}, by which positions are turned; take"
+                        " the keys that begin with 'rope' from the original checkpoint"
+                    )
+
+
+def check_dynamic(parameters: Any, where: str) -> None:
+    """Raise UserError for "dynamic" rotary positions whose frequencies may be NaN at some length. Of n ≥ m positions,
+    with m the config's maximum, factor f and head size d > 2, the frequencies are the powers −2i/d of θ·(f·n/m − f +
+    1)^(d/(d − 2)). With f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n, so that every frequency lies between
+    its values at the first and the last position. With f < 0 the bracket passes 0, and a negative number has no such
+    power."""
+    if not isinstance(parameters, Mapping):
+        return
+    for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
+        factor = each.get("factor")
+        if each.get("rope_type") == "dynamic" and not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
+            raise UserError(
+                f"{where}: rotary positions are 'dynamic' with the factor {factor!r}, and under 1 their frequencies"
+                " need not be numbers at every length; write 1.0 or more, or take it from the original checkpoint"
+            )
+
+
+def check_older(layout: Layout, where: str) -> None:
+    for key in layout.family.tie_keys if layout.tied else ():
+        if not (said := looked_up(layout.config, key, True)):
+            raise UserError(
+                f"{where}: {key!r} is {shown(said)}, and {layout.family.head} is missing or the embedding itself:"
+                " transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
+                " config.json"
+            )
+
+
+class _Agreeing(TorchDispatchMode):
+    """Answers True where stock code branches on a meta tensor's value, as BigBird-Pegasus does on a mask's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def run_short(model: Any, layout: Layout) -> bool:
+    """Run a meta model's first layers on two tokens; return whether it scales the decoder's output before the head."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    seen: dict[str, Tensor] = {}
+    with ExitStack() as stack, torch.no_grad(), _Agreeing():
+        for part in layout.stacks():
+            # Routing needs values, which meta tensors lack: a first layer with experts is left out.
+            sparse = next((i for i, w in enumerate(part.sublayers) if not isinstance(w, Attention)), 0)
+            number = int(not isinstance(part.sublayers[sparse], Experts)) if part.sublayers else 1
+            module = model.get_submodule(part.ends.at)
+            # One layer of each kind, since each kind has its own rotary positions.
+            kinds = list(getattr(module.config, "layer_types", None) or ())
+            number = max(number, *(kinds.index(kind) + 1 for kind in kinds)) if kinds else number
+            name, layers = next((n, m) for n, m in module.named_children() if isinstance(m, nn.ModuleList))
+            stack.callback(setattr, module, name, layers)
+            setattr(module, name, layers[:number])
+        if layout.head is not None:
+            last = model.get_submodule(layout.stacks()[-1].ends.at)
+            reader = model.get_submodule(layout.head.linears[0].at)
+            stack.callback(last.register_forward_hook(lambda _, __, out: seen.update(out=out[0])).remove)
+            stack.callback(reader.register_forward_pre_hook(lambda _, inputs: seen.update(head=inputs[0])).remove)
+        decoder = {"decoder_input_ids": ids} if layout.stock.takes_decoder_ids else {}
+        caches = (layout.stock.decodes or layout.stock.is_language_model) and not layout.family.encoder_refuses_cache
+        run_everywhere(model, layout, input_ids=ids, **decoder, **({"use_cache": True} if caches else {}))
+    # The head may read some positions only, which are a view of the output.
+    return layout.head is not None and not any(x is seen["out"] for x in (seen["head"], seen["head"]._base))
+
+
+def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Return a message for each config attribute that neither follows from the layout's keys nor is harmless."""
+    family = layout.family
+    free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
+    free |= {known.initialisation.factor for known in FAMILIES}
+    beginnings = tuple(key.removesuffix("*") for key in free if key.endswith("*"))
+    if not layout.stock.decodes:
+        free.add("is_encoder_decoder")  # true or false in published encoders
+    nested: dict[str, object] = {}
+    for name, value in layout_values(family, layout.config).items():
+        nested = with_value(nested, name, value)
+    expected = expected_attributes(kind, json.dumps(nested))
+    attention = "_attn_implementation_internal"
+    refused: dict[str, str] = {}
+    for name in {*written, *expected} - {attention}:
+        if name in free or name.rpartition(".")[2] in free or name.startswith(beginnings):
+            continue
+        value, wanted = written.get(name, _ABSENT), expected.get(name, _ABSENT)
+        if value is not wanted and (type(value) is not type(wanted) or value != wanted):
+            names = (*(key for key, own in kind.attribute_map.items() if own == name), name)
+            spelt = next((key for key in names if looked_up(layout.config, key) == value), name)
+            says, mend = (f"is {shown(value)}", "remove") if value is not _ABSENT else ("is missing", "set")
+            follows = f"to be {wanted!r}" if wanted is not _ABSENT else "not to be there"
+            refused[name] = (
+                f"{where}: {spelt!r} {says}, which stock code goes by, where the other keys ask for"
+                f" it {follows}; {mend} it, or take the file from the original checkpoint"
+            )
+    if written.get(attention) not in (None, "eager", "sdpa"):  # the bounds hold for these two
+        refused[attention] = (
+            f"{where}: asks for the attention implementation {shown(written[attention])}, about which nothing is known;"
+            " remove the key"
+        )
+    return refused
+
+
+@cache
+def expected_attributes(kind: Any, keys: str) -> Mapping[str, object]:
+    return attributes(kind(**json.loads(keys)))
+
+
+def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
+    """Return the config values that a layout is made from, with stock defaults. A default that is a quotient of other
+    values counts only if the config states it: without ``head_dim`` Llama's class computes one, Qwen2's does not."""
+    keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
+    keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
+    keys -= LABELS
+    there = {key for key in keys if looked_up(config, key) is not None}
+    stated = {key for key, default in family.defaults.items() if not isinstance(default, Quotient)}
+    values = {key: config_value(family, config, key) for key in keys if key in there or key in stated}
+    for key in filter(None, (*family.eps_keys, family.output_scale_key)):
+        if (said := looked_up(config, key)) is not None:
+            values[key] = said
+    return values

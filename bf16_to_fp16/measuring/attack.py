@@ -1,0 +1,375 @@
+"""A gradient search for the inputs that bring each site nearest to its limit. Each row of a batch climbs towards one
+goal: a site, or 1/σ of a norm's input. It searches mixtures of embedding rows (the certificate's hull), and ids, one
+position at a time (HotFlip, Ebrahimi et al. 2018). Each round tries all inputs on all goals and starts from the best.
+The best inputs are measured again in fp32 and in real fp16."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..devices import Device
+from ..families.known import spare_padding
+from ..families.layout import Layout
+from ..families.walk import walk
+from ..numerics import FP16_MAX, headroom_bits
+from ..progress import Progress
+from ..results import AttackedSite, AttackEntry
+from .interface import longest_sequence
+from .observer import SiteObserver
+from .points import watched
+from .stock import load, run_everywhere, set_attention
+
+LENGTH = 16  # positions of an attack's sequences: enough for every score and every mixture of values
+GROUP = 48  # goals attacked in one batch
+ROUNDS = 4  # times that the rows start anew from the best inputs
+STARTS = 3  # best inputs kept for each goal, for as many rows to start from
+POOL = 8  # groups of random inputs among which the first rows choose their start
+
+TOKEN_SHARE = 4  # one step in four changes tokens, at several times the cost of the others
+
+START_WEIGHT = 0.7  # weight of its starting point in a row's first mixture
+WORDS = 512  # rows of the table that the hull is searched over; with a larger vocabulary a random choice of them
+INVERSE_SIGMA = "1/σ"  # the operation under which a norm's own goal is named
+MIXTURE_RATE = 0.3  # learning rate of mixtures
+FLIPS = 4  # best changes tried at each token step
+
+Inputs = tuple[Tensor, ...]
+"""A batch for the encoder and, where there is one, the decoder: ids [rows, length], or embeddings [rows, length, d]."""
+
+
+def joined(parts: Sequence[Inputs]) -> Inputs:
+    return tuple(torch.cat(side) for side in zip(*parts, strict=True))
+
+
+class _Elite:
+    """The best inputs so far for each goal, best first, with their values."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[tuple[float, Inputs]]] = {}
+
+    def offer(self, x: Inputs, reached: Mapping[str, Tensor]) -> None:
+        for goal, values in reached.items():
+            kept = self.kept.setdefault(goal, [])
+            # NaN counts as past every limit.
+            top = values.nan_to_num(math.inf, math.inf).topk(min(STARTS, len(values)))
+            for value, row in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                # An input is offered again whenever its row did not improve.
+                if all(value != old for old, _ in kept):
+                    kept.append((value, tuple(side[row : row + 1].clone() for side in x)))
+            kept.sort(key=lambda pair: -pair[0])
+            del kept[STARTS:]
+
+    def starts(self, goals: Sequence[str]) -> Inputs:
+        seen: dict[str, int] = {}
+        parts = []
+        for goal in goals:
+            kept, turn = self.kept[goal], seen.get(goal, 0)
+            seen[goal] = turn + 1
+            parts.append(kept[turn % len(kept)][1])
+        return joined(parts)
+
+
+@dataclass(frozen=True)
+class _Climb:
+    goals: Sequence[str]
+    start: Inputs
+    steps: int
+    done: Callable[[], None]
+
+
+class _Adversary:
+    """A model under attack. Each search climbs from a start and returns every row's best inputs."""
+
+    def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
+        self.model, self.layout, self.length = model, layout, length
+        self.generator = torch.Generator().manual_seed(seed)
+        named = dict(model.named_parameters(remove_duplicate=False))
+        embedding = model.get_input_embeddings().weight
+        tables: list[Tensor] = []
+        # Pegasus's decoder and T5Gemma's stacks scale ``inputs_embeds`` too; tables and Pegasus's encoder do not.
+        for stack in layout.stacks()[: 1 if layout.shares_table else None]:
+            table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
+            tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
+        self.tables = tables * 2 if layout.stock.decodes and len(tables) == 1 else tables
+        """Each side's embedding rows, of which inputs are mixed."""
+        first = layout.stacks()[0].ends
+        self.encoder_scale = 1.0 if first.scales_itself or first.scales else layout.embedding_scale(first)
+        self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
+        self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout) if reader.norm}
+        """Goals that are 1/σ of a norm's input, with the site of that input."""
+
+    def draw(self, rows: int) -> Inputs:
+        def side() -> Tensor:
+            ids = torch.randint(self.vocabulary, (rows, self.length), generator=self.generator)
+            ids[::4] = ids[::4, :1]
+            return ids.to(self.device)
+
+        return tuple(side() for _ in self.tables)
+
+    def embed(self, ids: Inputs) -> Inputs:
+        return tuple(table[side] for table, side in zip(self.tables, ids, strict=True))
+
+    def run(self, x: Inputs, model: Any = None, mask: Tensor | None = None) -> None:
+        model, kind = model or self.model, "input_ids"
+        if x[0].is_floating_point():
+            dtype, kind = next(model.parameters()).dtype, "inputs_embeds"
+            x = tuple(side.to(dtype) for side in (x[0] * self.encoder_scale, *x[1:]))
+        decoder = {f"decoder_{kind}": x[1], "use_cache": False} if len(x) > 1 else {}
+        run_everywhere(model, self.layout, **{kind: x[0]}, attention_mask=mask, **decoder)
+
+    def values(self, x: Inputs) -> dict[str, Tensor]:
+        with watched(self.model, self.layout) as values:
+            self.run(x)
+        for goal, stream in self.narrow.items():
+            if stream in values:
+                h = values[stream]
+                if self.layout.family.centred_norm:
+                    h = h - h.mean(-1, keepdim=True)
+                values[goal] = (h.square().mean(-1) + self.layout.eps).rsqrt()
+        return values
+
+    def reached(self, x: Inputs, goals: Sequence[str]) -> Tensor:
+        values = self.values(x)
+        return torch.stack([values[name][row].abs().max() for row, name in enumerate(goals)])
+
+    def survey(self, x: Inputs) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {name: value.abs().flatten(1).amax(1) for name, value in self.values(x).items()}
+
+    def nearest(self, x: Inputs) -> Inputs:
+        sides = zip(x, self.tables, strict=True)
+        return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
+
+    def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
+        """Return for every position the largest x·row over a table's rows, and that row's id. nearest: maximise x·row −
+        ‖row‖²/2, which finds the row nearest to x."""
+        best = torch.full(x.shape[:2], -math.inf, device=x.device)
+        word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+        for start in range(0, len(table), 4096):
+            part = table[start : start + 4096]
+            products = x @ part.t()
+            if nearest:
+                products = products - part.square().sum(1) / 2
+            largest = products.max(-1)
+            better = largest.values > best
+            best, word = torch.where(better, largest.values, best), torch.where(better, largest.indices + start, word)
+        return best, word
+
+    def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
+        """Return every operation's largest |x| over all inputs. Each batch's first row comes again with as much padding
+        as fp16 bears, so that the mask's operations run."""
+        spare = spare_padding(model.config.to_dict()) or 1
+        last = int(spare) if spare < self.length else 0
+        observer = SiteObserver(model)
+        with torch.no_grad(), observer:
+            for x in inputs:
+                again = joined([x, tuple(side[:1] for side in x)])
+                mask = torch.ones(again[0].shape[:2], dtype=torch.int64, device=self.device)
+                mask[-1, 1:][mask.shape[1] - 1 - last :] = 0
+                self.run(again, model, mask)
+        # A site without a limit in fp16 is benign, and constants do not depend on inputs.
+        half = next(model.parameters()).dtype == torch.float16
+        return {
+            s.name: s.amax for s in observer.sites() if ":constant " not in s.name and (s.limit is not None or not half)
+        }
+
+    def in_hull(self, climb: _Climb) -> Inputs:
+        count = min(self.vocabulary, WORDS)
+        words = torch.randperm(self.vocabulary, generator=self.generator)[:count].to(self.device)
+        tables = [table[words] for table in self.tables]
+        # The starting point is one more word of each position; the others share what is left of the weight.
+        lead = math.log(START_WEIGHT / (1 - START_WEIGHT))
+
+        def logits() -> Tensor:
+            drawn = 2 * torch.randn(len(climb.goals), self.length, count, generator=self.generator)
+            first = drawn.logsumexp(-1, keepdim=True) + lead
+            return torch.cat([first, drawn], -1).to(self.device).requires_grad_()
+
+        def mixed(side: Tensor, origin: Tensor, table: Tensor) -> Tensor:
+            weights = torch.softmax(side, -1)
+            return weights[..., :1] * origin + weights[..., 1:] @ table
+
+        sides = [logits() for _ in climb.start]
+        optimizer = torch.optim.Adam(sides, lr=MIXTURE_RATE)
+        return self.climb(climb, lambda: tuple(map(mixed, sides, climb.start, tables)), optimizer)
+
+    def climb(self, climb: _Climb, make: Callable[[], Inputs], optimizer: torch.optim.Optimizer) -> Inputs:
+        """Step uphill on the embeddings that ``make`` gives; return each row's best, its start included."""
+        with torch.no_grad():
+            best, kept = self.reached(climb.start, climb.goals), climb.start
+        for _ in range(climb.steps):
+            x = make()
+            reached = self.reached(x, climb.goals)
+            better = reached.detach() > best
+            best = torch.where(better, reached.detach(), best)
+            kept = choose(better, x, kept)
+            optimizer.zero_grad()
+            (-reached.clamp(min=1e-30).log().sum()).backward()
+            optimizer.step()
+            climb.done()
+        return kept
+
+    def by_tokens(self, climb: _Climb) -> Inputs:
+        ids, goals = climb.start, climb.goals
+        with torch.no_grad():
+            best = self.reached(self.embed(ids), goals)
+        for step in range(climb.steps):
+            x = tuple(side.requires_grad_() for side in self.embed(ids))
+            self.reached(x, goals).clamp(min=1e-30).log().sum().backward()
+            for trial in self.flips(ids, x, step):
+                with torch.no_grad():
+                    reached = self.reached(self.embed(trial), goals)
+                better = reached > best
+                best = torch.where(better, reached, best)
+                ids = choose(better, trial, ids)
+            climb.done()
+        return ids
+
+    def flips(self, ids: Inputs, x: Inputs, step: int) -> list[Inputs]:
+        trials: list[Inputs] = []
+        for i, (side, given) in enumerate(zip(x, ids, strict=True)):
+            if side.grad is None:
+                continue
+            gain, word = self.best_words(side.grad, self.tables[i])
+            gain = gain - (side.grad * side.detach()).sum(-1)
+            places = gain.topk(min(FLIPS, self.length), dim=1).indices.split(1, dim=1)
+            changed = [given.scatter(1, place, word.gather(1, place)) for place in places]
+            if step % 4 == 3:
+                # One token everywhere: what a single change cannot reach.
+                changed.append(word.gather(1, places[0]).expand_as(given))
+            trials += [(*ids[:i], each, *ids[i + 1 :]) for each in changed]
+        return trials
+
+
+def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
+    pairs = zip(new, old, strict=True)
+    return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a.detach(), b) for a, b in pairs)
+
+
+def attack(
+    model: Any,
+    layout: Layout,
+    *,
+    steps: int,
+    seed: int = 0,
+    length: int = LENGTH,
+    sites: Sequence[str] | None = None,
+    advance: Callable[[int, int], None] | None = None,
+) -> AttackEntry:
+    """Return each site's findings after ``steps`` gradient steps, one in ``TOKEN_SHARE`` of them over tokens. model: a
+    stock model in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to attack,
+    by default all goals; a repeated name gets more rows. Sites after an attention's scores are attacked by the scores.
+    length: positions of both sides. Deterministic for a seed, on every device."""
+    half = fixed(copy.deepcopy(model).half())
+    wide = fixed(copy.deepcopy(model).float())
+    adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
+    known = list(adversary.survey(adversary.embed(adversary.draw(1))))
+    goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
+    search = _AttackSearch(adversary, goals or known)
+    search.run(steps, advance)
+    chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
+    tokens, mixed = (search.best(elite, chosen) for elite in (search.tokens, search.mixtures))
+    inputs = {name: search.worst_ids(name) for name in chosen}
+    # As many random inputs as the search has run forward passes.
+    random = [adversary.draw(GROUP) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
+    by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
+    in_half = adversary.measure(half, tokens + mixed)
+    by = {"random": by_random, "tokens": by_tokens, "embeddings": by_mixture, "half": in_half}
+    entries = [
+        entry_of(name, {key: amax.get(name, 0.0) for key, amax in by.items()}, inputs.get(name))
+        for name in in_half
+        if name in by_random or name in inputs
+    ]
+    return AttackEntry(
+        steps=steps,
+        seed=seed,
+        worst_headroom_bits=min((site.headroom_bits for site in entries), default=math.inf),
+        sites=sorted(entries, key=lambda site: site.headroom_bits),
+    )
+
+
+def entry_of(name: str, reached: Mapping[str, float], ids: tuple[list[int], list[int]] | None) -> AttackedSite:
+    worst = max(reached.values())
+    bits = headroom_bits(worst, FP16_MAX)
+    return AttackedSite(name=name, worst=worst, limit=FP16_MAX, headroom_bits=bits, ids=ids, **reached)
+
+
+def way_to(site: str, known: Sequence[str]) -> str:
+    """Return the goal that reaches a site: itself, its attention's scores, or "" for none."""
+    scores = f"{site.partition(':')[0]}:scores"
+    return site if site in known else scores if scores in known else ""
+
+
+def fixed(model: Any) -> Any:
+    set_attention(model, "eager")
+    return model.eval().requires_grad_(False)
+
+
+class _AttackSearch:
+    def __init__(self, adversary: _Adversary, sites: list[str]) -> None:
+        self.adversary, self.sites = adversary, sites
+        self.tokens, self.mixtures = _Elite(), _Elite()
+
+    def run(self, steps: int, advance: Callable[[int, int], None] | None = None) -> None:
+        adversary = self.adversary
+        goals = self.sites + [goal for goal in adversary.narrow if goal not in self.sites]
+        groups = [goals[i : i + GROUP] for i in range(0, len(goals), GROUP)]
+        changes = max(1, steps // TOKEN_SHARE)
+        rounds, count = max(1, min(ROUNDS, changes)), 0
+
+        def done() -> None:
+            nonlocal count
+            count += 1
+            if advance is not None:
+                advance(count, len(groups) * steps)
+
+        for _ in range(POOL):
+            self.offer(adversary.draw(GROUP), tokens=True)
+        for turn in range(rounds):
+            climb, change = (part * (turn + 1) // rounds - part * turn // rounds for part in (steps - changes, changes))
+            with torch.enable_grad():
+                for group in groups:
+                    mixed = adversary.in_hull(_Climb(group, self.mixtures.starts(group), climb, done))
+                    self.offer(mixed)
+                    self.offer(adversary.nearest(mixed), tokens=True)
+                    self.offer(adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done)), tokens=True)
+
+    def offer(self, x: Inputs, *, tokens: bool = False) -> None:
+        embedded = self.adversary.embed(x) if tokens else x
+        reached = self.adversary.survey(embedded)
+        if tokens:
+            self.tokens.offer(x, reached)
+        self.mixtures.offer(embedded, reached)
+
+    def worst_ids(self, site: str) -> tuple[list[int], list[int]]:
+        ids = self.tokens.kept[site][0][1]
+        return ids[0][0].tolist(), ids[1][0].tolist() if len(ids) > 1 else []
+
+    def best(self, elite: _Elite, sites: Sequence[str]) -> list[Inputs]:
+        return [elite.starts(sites[i : i + GROUP]) for i in range(0, len(sites), GROUP)]
+
+
+def attacked(
+    folder: Path,
+    layout: Layout,
+    steps: int,
+    seed: int,
+    device: Device,
+    progress: Progress,
+    *,
+    sites: Sequence[str] | None = None,
+) -> AttackEntry:
+    with progress.step("Searching for the worst inputs") as advance:
+        model = load(folder, torch.float16, half=True)
+        return device.run(
+            "attack",
+            lambda place: attack(model.to(place), layout, steps=steps, seed=seed, sites=sites, advance=advance),
+        )

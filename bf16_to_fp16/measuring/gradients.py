@@ -1,0 +1,103 @@
+"""Gradients under fp16 AMP: the loss scale that they allow, and the gradients lost at it. A dynamic scaler settles
+where the largest gradient just fits; gradients under 2⁻²⁵ become 0. A signal times 2^r has gradients times 2^-r, so a
+stream that shrinks further than needed costs the smallest gradients elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..results import GradientsEntry, GradientSiteEntry
+from .batch import IGNORED_LABEL, Batch, run_batch, values_of
+from .interface import config_of, predicts_tokens
+from .observer import SiteObserver
+
+FIRST_EXPONENT = 16
+"""log2 of the loss scale at which torch's dynamic scaler begins; it doubles after 2,000 steps without an overflow."""
+
+LAST_EXPONENT = -10  # log2 of the smallest loss scale that is tried; under it most gradients become 0
+
+SHOWN = 20  # sites that a report lists
+
+
+def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]:
+    """Return a model's output and loss, or None twice without an output. Without labels the loss is the output's mean
+    square."""
+    labelled = batch.head and predicts_tokens(config_of(model))
+    # A causal model predicts nothing in rows of one token.
+    labelled = labelled and bool((batch.labels() != IGNORED_LABEL).any())
+    output = run_batch(model, batch, labels=labelled)
+    if output is None:
+        return None, None
+    return output, output.loss if labelled else values_of(output).float().square().mean()
+
+
+def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> GradientsEntry:
+    inputs = [batch for batch in batches if not batch.generate]
+    fits, fails, sites, broken = LAST_EXPONENT - 1, FIRST_EXPONENT + 1, dict[str, _Sum](), dict[str, _Sum]()
+    tried = FIRST_EXPONENT
+    while fails - fits > 1:
+        found = _backward(model, inputs, 2.0**tried, autocast=True, seed=seed)
+        if found and all(math.isfinite(site.amax) for site in found.values()):
+            fits, sites = tried, found
+        else:
+            fails, broken = tried if found else LAST_EXPONENT, found  # where the loss is not finite no scale helps
+        tried = (fits + fails) // 2
+    if not sites:
+        past = [name for name, site in broken.items() if not math.isfinite(site.amax)]
+        # ``past`` is in the order of the backward pass.
+        first = GradientSiteEntry(name=past[0], amax=math.inf, flushed=0.0) if past else None
+        return GradientsEntry(loss_scale=None, flushed=0.0, largest=first, sites=[])
+    return _range(2.0**fits, sites, _backward(model, inputs, 1.0, autocast=False, seed=seed))
+
+
+@dataclass
+class _Sum:
+    amax: float = 0.0
+    zeros: int = 0
+    elements: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.zeros / self.elements if self.elements else 0.0
+
+
+def _backward(
+    model: nn.Module, batches: Sequence[Batch], scale: float, *, autocast: bool, seed: int
+) -> dict[str, _Sum]:
+    observer, place = SiteObserver(model), next(model.parameters()).device
+    with observer, torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for batch in batches:
+            with torch.autocast(place.type, torch.float16, enabled=autocast):
+                _, loss = output_and_loss(model, batch)
+            if loss is None:
+                continue
+            if not bool(loss.isfinite()):
+                return {}
+            (loss * scale).backward()
+            model.zero_grad(set_to_none=True)
+    found: dict[str, _Sum] = {}
+    for site in observer.sites():
+        if site.elements and (not autocast or site.dtype == torch.float16):
+            total = found.setdefault(site.name, _Sum())
+            total.amax = max(total.amax, site.amax)
+            total.zeros, total.elements = total.zeros + site.zeros, total.elements + site.elements
+    return found
+
+
+def _range(scale: float, sites: dict[str, _Sum], exact: dict[str, _Sum]) -> GradientsEntry:
+    lost = {name: max(0.0, site.share - exact.get(name, _Sum()).share) for name, site in sites.items()}
+    every = [GradientSiteEntry(name=name, amax=site.amax, flushed=lost[name]) for name, site in sites.items()]
+    elements = sum(site.elements for site in sites.values())
+    return GradientsEntry(
+        loss_scale=scale,
+        flushed=sum(lost[name] * site.elements for name, site in sites.items()) / elements,
+        largest=max(every, key=lambda site: site.amax),
+        sites=sorted((site for site in every if site.flushed), key=lambda site: -site.flushed)[:SHOWN],
+    )

@@ -1,0 +1,235 @@
+"""Ranges of a model's linears, embeddings, norms and attentions in fp32, by channel; of norms' inputs in any format."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..families.known import of_model_type, roles_of
+from ..ranges import ChannelRange, ModuleRange, NormRange, Ranges, ScoreRange
+from .batch import Batch, run_batch
+from .observer import SiteObserver
+from .sites import is_linear
+
+_STEPS_IN_A_BINADE = 8
+
+
+class RangeObserver:
+    """Context manager that meters, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and
+    attentions. Padding counts: fp16 must hold it. Scores need ``attn_implementation="eager"``. scratch: memory that
+    observers may share."""
+
+    def __init__(self, model: nn.Module, scratch: Scratch | None = None) -> None:
+        self.model = model
+        family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
+        ends = roles_of(family).attentions
+        self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
+        self.observer = SiteObserver(model, only=self.attentions)
+        self.meters: dict[str, _Meter] = {}
+        self.totals = _Totals(scratch or Scratch())
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> RangeObserver:
+        for path, module in self.model.named_modules():
+            metered = isinstance(module, nn.Embedding) or is_linear(module) or is_norm(module)
+            if metered or path in self.attentions:
+                meter = self.meters.setdefault(path, _Meter(module, self.totals))
+                self._hooks.enter_context(module.register_forward_hook(meter, with_kwargs=True))
+        self._hooks.enter_context(self.observer)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.close()
+
+    def take(self, others: Sequence[RangeObserver]) -> None:
+        """Move the metered values of observers of the model's copies into this one, to save memory."""
+        for other in others:
+            for path, meter in other.meters.items():
+                if meter.output.rows:
+                    self.meters[path].take(meter)
+
+    def ranges(self, others: Sequence[RangeObserver] = ()) -> Ranges:
+        self.take(others)
+        every = [_scores(observer.observer) for observer in (self, *others)]
+        scores = {path: [each[path] for each in every if path in each] for path in self.attentions}
+        return {path: meter.result(scores.get(path, ())) for path, meter in self.meters.items() if meter.output.rows}
+
+
+NormMeters = Mapping[str, "NormMeter"]
+"""Meters of the norms' inputs in one run, by path."""
+
+
+@contextmanager
+def metering_norms(model: nn.Module) -> Iterator[NormMeters]:
+    meters = {path: NormMeter(module) for path, module in model.named_modules() if is_norm(module)}
+    with ExitStack() as hooks:
+        for path, meter in meters.items():
+            hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(meter, with_kwargs=True))
+        yield meters
+
+
+def norms_seen(runs: Sequence[NormMeters]) -> dict[str, NormRange]:
+    """Return the ranges of norms' inputs over runs by copies of one model."""
+    first, *rest = runs or [{}]
+    for path, meter in first.items():
+        for other in rest:
+            meter.take(other[path])
+    return {path: meter.result() for path, meter in first.items() if meter.rows}
+
+
+def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
+    with torch.no_grad(), RangeObserver(model) as observer:
+        for batch in batches:
+            run_batch(model, batch)
+    return observer.ranges()
+
+
+def is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
+
+
+def _scores(observer: SiteObserver) -> dict[str, ScoreRange]:
+    ranges = {}
+    for path, amax in observer.from_scores_on().items():
+        after = [amax[name] for name in ("scores", "mul", "div", "add") if name in amax]
+        ranges[path] = ScoreRange(amax["scores"], max(after[1:] or after))
+    return ranges
+
+
+@dataclass(frozen=True)
+class _Total:
+    amax: Tensor
+    squares: Tensor
+    rows: int
+    version: int
+
+
+class Scratch:
+    """Reused memory for products: fresh memory would cost more time than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0)
+        self.used = Lock()
+
+    def sum_of_squares(self, x: Tensor) -> Tensor:
+        with self.used:
+            if self.memory.numel() < x.numel():
+                self.memory = x.new_empty(x.numel())
+            return torch.mul(x, x, out=self.memory[: x.numel()].view_as(x)).sum(0)
+
+
+class _Totals:
+    """Totals of tensors [..., channels]. Each is computed once though several modules read the tensor."""
+
+    NAME = "_bf16_to_fp16_total"
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch = scratch
+
+    def of(self, x: Tensor) -> _Total:
+        total: _Total | None = getattr(x, self.NAME, None)
+        if total is None or total.version != x._version:
+            flat = x.reshape(-1, x.shape[-1]).float()
+            # A row shorter than LongT5's block has an empty tensor here.
+            amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
+            total = _Total(amax, self.scratch.sum_of_squares(flat), len(flat), x._version)
+            setattr(x, self.NAME, total)
+        return total
+
+
+class _Channels:
+    def __init__(self) -> None:
+        self.rows = 0
+        self.amax = self.squares = torch.zeros(0)
+
+    def add(self, other: _Total | _Channels) -> None:
+        if not self.rows:  # the tensors of a total are shared by its modules
+            self.amax, self.squares = other.amax, other.squares
+        elif other.rows:
+            self.amax = torch.maximum(other.amax, self.amax)
+            self.squares = other.squares.double() + self.squares.double()
+        self.rows += other.rows
+
+    def result(self) -> ChannelRange:
+        mean = (self.squares.double() / max(self.rows, 1)).float()
+        return ChannelRange(self.amax.cpu(), mean.cpu(), self.rows)
+
+
+class NormMeter:
+    def __init__(self, module: nn.Module) -> None:
+        self.centred = isinstance(module, nn.LayerNorm)
+        self.rows = 0
+        self.norm_max = 0.0
+        self.binades: Counter[int] = Counter()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # These are no operations of the model: the active observer need not see them.
+        with torch._C._DisableTorchDispatch():
+            self.add(_first(args, kwargs))
+
+    def add(self, x: Tensor) -> None:
+        x = x.detach().reshape(-1, x.shape[-1]).float()
+        if not len(x):
+            return
+        length = torch.linalg.vector_norm(x, dim=-1)
+        variance = x.var(-1, correction=0).double() if self.centred else length.double().square() / x.shape[-1]
+        self.rows += len(x)
+        self.norm_max = max(self.norm_max, float(length.max()))
+        steps = (variance.nan_to_num(nan=math.inf).clamp(1e-30, 1e300).log2() * _STEPS_IN_A_BINADE).round().int()
+        for step, count in zip(*(x.tolist() for x in steps.unique(return_counts=True)), strict=True):
+            self.binades[step] += count
+
+    def take(self, other: NormMeter) -> None:
+        self.rows += other.rows
+        self.norm_max = max(self.norm_max, other.norm_max)
+        self.binades.update(other.binades)
+        other.rows, other.norm_max = 0, 0.0
+        other.binades.clear()
+
+    def result(self) -> NormRange:
+        shares = [(2.0 ** (k / _STEPS_IN_A_BINADE), n / self.rows) for k, n in sorted(self.binades.items())]
+        return NormRange(self.norm_max, torch.tensor(shares, dtype=torch.float64))
+
+
+def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[0] if args else kwargs.get("hidden_states")
+
+
+class _Meter:
+    def __init__(self, module: nn.Module, totals: _Totals) -> None:
+        self.totals = totals
+        self.input = _Channels()
+        self.output = _Channels()
+        self.norm = NormMeter(module) if is_norm(module) else None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        x = _first(args, kwargs)
+        y = output[0] if isinstance(output, tuple) else output
+        # These are no operations of the model: the active observer need not see them.
+        with torch._C._DisableTorchDispatch():
+            # An embedding of positions may be given embeddings, of which it takes the shape alone.
+            if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(module, nn.Embedding):
+                self.input.add(self.totals.of(x))
+                if self.norm is not None:
+                    self.norm.add(x)
+            self.output.add(self.totals.of(y))
+
+    def take(self, other: _Meter) -> None:
+        self.input.add(other.input)
+        self.output.add(other.output)
+        other.input, other.output = _Channels(), _Channels()
+        if self.norm is not None and other.norm is not None:
+            self.norm.take(other.norm)
+
+    def result(self, scores: Sequence[ScoreRange]) -> ModuleRange:
+        norm = None if self.norm is None else self.norm.result()
+        largest = ScoreRange(max(s.product for s in scores), max(s.biased for s in scores)) if scores else None
+        return ModuleRange(self.input.result(), self.output.result(), norm, largest)

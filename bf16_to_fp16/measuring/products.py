@@ -1,0 +1,134 @@
+"""16- and 32-bit matrix products on a CPU, computed in fp32 and rounded once. The CPU's own 16-bit products accumulate
+in fp32 too, but take up to 100 times as long. fp32 linears go to oneDNN: MKL is half as fast on AMD."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..bounds.onednn import onednn_linear
+
+_ELEMENTS_AT_A_TIME = 1 << 18  # of two weights that are compared: 1 MB in fp32
+
+MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that multiply two matrices
+
+
+class FastProducts(TorchDispatchMode):
+    """Under it, 16- and 32-bit matrix products on the CPU are fp32 products rounded once. A backward must run under it
+    as well. Exact sums come out identical; else under 1% of 16-bit elements differ, by one rounding. Other devices and
+    dtypes, convolutions and fused SDPA are left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._matmuls: dict[Any, bool] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        matmul = self._matmuls.get(func)
+        if matmul is None:
+            matmul = self._matmuls[func] = is_matrix_product(func)
+        if matmul and is_computed(args):
+            return product_in_fp32(func, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+def is_matrix_product(func: Any) -> bool:
+    # The other overloads write into an operand or name the dtype of the result.
+    return func._schema.name.split("::")[1] in MATRIX_PRODUCTS and func._overloadname == "default"
+
+
+def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
+    operands = [_widened(a) if isinstance(a, Tensor) else a for a in args]
+    *bias, x, weight = operands
+    plain = func in _OF_LINEARS and not kwargs and _is_weight(weight) and all(_is_bias(b, weight) for b in bias)
+    if plain and (linear := onednn_linear()) is not None:
+        exact: Tensor = linear(x, weight.t(), bias[0] if bias else None, "none", [], "")
+    else:
+        exact = func(*operands, **(kwargs or {}))
+    return exact.to(args[0].dtype)
+
+
+_OF_LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _is_weight(operand: Tensor) -> bool:
+    """Whether a factor is a linear's weight: [inputs, outputs], contiguous when transposed."""
+    return operand.dim() == 2 and not operand.is_contiguous() and operand.t().is_contiguous()
+
+
+def _is_bias(summand: Tensor, weight: Tensor) -> bool:
+    """Whether a summand has one contiguous number per output: oneDNN ignores a bias's strides."""
+    return summand.shape == weight.shape[1:] and summand.is_contiguous()
+
+
+class Widened:
+    """fp32 copies of 16-bit weights, transposed, kept until ``clear``. An equal fp32 weight that was ``offer``ed serves
+    as the copy."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
+        self._offered: list[Tensor] = []
+        self._making = threading.Lock()
+
+    def of(self, weight: Tensor) -> Tensor:
+        key = (weight.data_ptr(), weight.shape)
+        with self._making:
+            if key not in self._copies:
+                known = next((x.t() for x in self._offered if _has_values_of(weight.t(), x)), None)
+                # The weight is kept too, so that no other tensor gets its address.
+                self._copies[key] = (weight, weight.float() if known is None else known)
+            return self._copies[key][1]
+
+    def offer(self, weight: Tensor) -> None:
+        self._offered.append(weight)
+
+    def clear(self) -> None:
+        self._copies.clear()
+        self._offered.clear()
+
+
+def _has_values_of(narrow: Tensor, wide: Tensor) -> bool:
+    """Whether two contiguous weights are equal, compared in parts to save memory."""
+    parts = (weight.flatten().split(_ELEMENTS_AT_A_TIME) for weight in (narrow, wide))
+    return narrow.shape == wide.shape and all(torch.equal(x.float(), y) for x, y in zip(*parts, strict=True))
+
+
+_kept: Widened | None = None
+
+
+@contextmanager
+def weights_widened_once() -> Iterator[Widened]:
+    global _kept
+    before, _kept = _kept, Widened()
+    try:
+        yield _kept
+    finally:
+        _kept = before
+
+
+def _widened(operand: Tensor) -> Tensor:
+    if _kept is None or operand.dtype == torch.float32 or not _is_weight(operand):
+        return operand.float()
+    return _kept.of(operand)
+
+
+def is_computed(args: tuple[Any, ...]) -> bool:
+    first = args[0]
+    if first.dtype not in (torch.float16, torch.bfloat16, torch.float32) or first.device.type != "cpu":
+        return False
+    return all(a.dtype == first.dtype for a in args if isinstance(a, Tensor))  # torch refuses others, and says so

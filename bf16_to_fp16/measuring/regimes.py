@@ -1,0 +1,520 @@
+"""Run a checkpoint in the ways people run it in fp16, and measure every operation.
+
+``stock`` is the model of ``from_pretrained(dtype=float16)``, in which T5's ``wo`` and the residual stay in fp32. In
+``half`` every weight is in fp16, with those that no file holds and stock code makes. ``amp`` has fp32 weights, and
+autocast runs the matrix products in fp16. Each runs with eager attention, whose scores can be measured, and with SDPA,
+whose kernels hide them. Finite logits prove nothing, since stock code clamps residuals: a regime is safe iff no
+operation's output is non-finite or saturated, other than by design.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ConfigDict, Field
+from torch import Tensor, nn
+
+from ..checkpoint.contents import listed_modules
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..errors import UserError
+from ..families.known import of_model_type, roles_of, stock_class
+from ..families.places import places_by_name
+from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
+from ..progress import Advance
+from ..ranges import NormRange
+from ..results import RegimeEntry, RunEntry, SiteEntry, SunkSignal
+from . import probe
+from .batch import SHORT, Batch, run_batch, seen_padding, values_of
+from .every_output import EveryOutput
+from .fidelity import Outputs, add_outputs, compared, output_on
+from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
+from .lanes import Lane, Walk, results_of
+from .meter import NormMeters, metering_norms, norms_seen
+from .observer import SiteObserver
+from .sentence_vectors import SentenceVectors, runs_behind
+from .sites import Site, sites_of_all
+from .stock import attentions_of, load, load_config, set_attention
+
+REGIMES = ("stock", "amp", "half")
+
+DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
+"""The dtype in which stock code loads a regime's weights; ``half`` then casts those that stay in fp32."""
+
+ATTENTIONS = ("eager", "sdpa")
+
+LOSS_SCALE = 2.0**10
+"""Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so the
+scale alone never breaks pure half. It is lower where gradients under AMP need that, as with a dynamic scaler."""
+
+_FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
+
+# Operations that put out a signal: linears and norms, embeddings, residual adds, gated products, attention's context.
+# Copies repeat a signal. Scores, statistics and values inside an activation may be small by nature, or their absolute
+# size has a meaning.
+_SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
+
+
+class RegimeResult(RegimeEntry):
+    """A regime's entry in the report, with further results of its run. ``norms``: norms' inputs, in ``half`` under the
+    first attention. ``vectors``: a sentence encoder's further modules ran."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    norms: Mapping[str, NormRange] = Field(default_factory=dict, exclude=True)
+    vectors: bool = Field(default=False, exclude=True)
+
+
+def verdict(results: Mapping[str, RegimeResult]) -> Literal["safe", "unsafe"]:
+    return "unsafe" if any(result.broken for result in results.values()) else "safe"
+
+
+def audit_folder(
+    folder: Path,
+    *,
+    regimes: Sequence[str] = REGIMES,
+    inputs: Sequence[Batch] | None = None,
+    train_mode: bool = False,
+    device: torch.device | None = None,
+    advance: Advance | None = None,
+    attention: Sequence[str] = ATTENTIONS,
+    seed: int = 0,
+) -> dict[str, RegimeResult]:
+    """Audit the checkpoint in ``folder`` in each regime, on ``inputs`` or the built-in probe. ``half`` runs all inputs
+    under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over the files, with one
+    block's weights in memory; ``train_mode`` loads the model and runs all. Attentions that the class lacks are left
+    out. Raises UserError for a folder that cannot be used."""
+    check_names(regimes, attention)
+    place = device or torch.device("cpu")
+    config = load_config(folder)
+    attention = attentions_of(stock_class(config.to_dict()), attention)
+    if inputs is None:
+        inputs = probe.audit_batches(config, folder, None, seed=seed)
+    chosen = [regime for regime in REGIMES if regime in regimes]
+    if not train_mode:
+        return run_regimes(open_checkpoint(folder), inputs, chosen, attention, device=place, advance=advance).regimes
+    results = audit_each(
+        lambda regime: load(folder, DTYPES[regime], half=regime == "half").to(place),
+        inputs,
+        chosen,
+        attention=attention,
+        train_mode=train_mode,
+        advance=advance,
+        seed=seed,
+    )
+    return _beside_fp32(open_checkpoint(folder), inputs, results, place)
+
+
+def audit_each(
+    load: Callable[[str], nn.Module],
+    inputs: Sequence[Batch],
+    regimes: Sequence[str],
+    *,
+    attention: Sequence[str],
+    train_mode: bool = False,
+    advance: Advance | None = None,
+    seed: int = 0,
+) -> dict[str, RegimeResult]:
+    share = sum(len(seen_padding(inputs, name)) for name in attention)
+    results: dict[str, RegimeResult] = {}
+    scale, fits, first = LOSS_SCALE, train_mode, "amp" if train_mode else None
+    for i, regime in enumerate(sorted(regimes, key=lambda each: each != first)):
+
+        def step(done: int, _: int, before: int = i * share) -> None:
+            if advance is not None:
+                advance(before + done, len(regimes) * share)
+
+        model, gradients = load(regime), None
+        if regime == first:
+            _set_attention(model, attention[0])
+            gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
+            scale, fits = min(scale, gradients.loss_scale or scale), gradients.loss_scale is not None
+        options: dict[str, Any] = {"regime": regime, "attention": attention, "advance": step, "seed": seed}
+        shown, least = audit_model(model, inputs, loss_scale=scale if train_mode else None, **options), scale
+        # An fp16 stream may need a lower scale than autocast; search for it only if autocast has one.
+        while fits and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
+            least = max(least / 16, 2.0**LAST_EXPONENT)
+            shown = audit_model(model, inputs, loss_scale=least, **options)
+        results[regime] = shown if gradients is None else shown.model_copy(update={"gradients": gradients})
+    return {regime: results[regime] for regime in regimes}
+
+
+def _breaks_backwards_alone(result: RegimeResult) -> bool:
+    return result.broken and all(":grad" in site.name for site in result.sites if site.broken)
+
+
+@dataclass(frozen=True)
+class Audited:
+    """Each regime's result, the outputs of ``half`` under the first attention, and fp32 outputs where asked for."""
+
+    regimes: dict[str, RegimeResult]
+    half: Outputs
+    fp32: Outputs
+    every: Sequence[EveryOutput] = ()
+
+
+def run_regimes(
+    checkpoint: Checkpoint,
+    inputs: Sequence[Batch],
+    regimes: Sequence[str] = REGIMES,
+    attention: Sequence[str] = ATTENTIONS,
+    *,
+    device: torch.device | str = "cpu",
+    fp32: Sequence[Batch] = (),
+    advance: Advance | None = None,
+) -> Audited:
+    """Run a checkpoint in ``regimes`` in one walk over its files, as ``audit_folder`` does without training. ``stock``
+    is ``half`` where it leaves nothing in fp32. fp32: inputs to run in fp32 too, unmeasured, for their outputs."""
+    walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
+    alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
+    ran = [regime for regime in regimes if regime != "stock" or not alike]
+    pooled = bool(listed_modules(checkpoint.folder))
+    behind = checkpoint.folder if runs_behind(checkpoint.folder) else None
+    seen = {
+        (regime, name): _RegimeLanes(regime, name, keeps=(regime, name) == ("half", attention[0]), behind=behind)
+        for regime in ran
+        for name in attention
+    }
+    given = {name: seen_padding(inputs, name) for name in attention}
+    for (regime, name), shown in seen.items():
+        shown.add(walk, _inputs_of(given[name], regime == "half" or "half" not in ran, name == attention[0]))
+    every: list[EveryOutput] = []
+    plain = add_outputs(walk, fp32, torch.float32, every)
+    walk.run(advance)
+    if "half" in ran and any(seen["half", name].broke() for name in attention):
+        # Other runs get fewer inputs only because half shows that they fit.
+        rest = Walk(checkpoint, device)
+        for (_, name), shown in seen.items():
+            ran_on = {id(batch) for batch in shown.inputs}
+            shown.add(rest, [b for b in _inputs_of(given[name], True, name == attention[0]) if id(b) not in ran_on])
+        rest.run(advance)
+    results: dict[str, RegimeResult] = {}
+    insides = modules_without_signals(load_config(checkpoint.folder))
+    for regime in ran:
+        merged: dict[str, tuple[int, SiteEntry]] = {}
+        shares = [seen[regime, name] for name in attention]
+        for shown in shares:
+            _merge(merged, shown.sites())
+        logits = sum(each.nonfinite for shown in shares for each in shown.results())
+        runs = [run_of(shown.attention, shown.inputs) for shown in shares]
+        result = _result(merged, logits, insides, runs, shares[0].norms())
+        results[regime] = result.model_copy(update={"vectors": pooled})
+    for regime in regimes:
+        if regime not in results:
+            results[regime] = results["half"].model_copy(update={"same_as": "half"})
+    half = [shown.output for shown in seen["half", attention[0]].results()] if "half" in ran else []
+    return Audited(
+        _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
+        [output for output in half if output is not None],
+        results_of(plain),
+        every,
+    )
+
+
+def _weights(regime: str) -> tuple[torch.dtype, bool]:
+    return DTYPES[regime], regime == "half"
+
+
+def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
+    unknown = [regime for regime in regimes if regime not in REGIMES]
+    if unknown:
+        raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
+    other = [name for name in attention if name not in ATTENTIONS]
+    if other or not attention:
+        named = other[0] if other else "none"
+        raise UserError(f"{named}: no such attention; choose from {', '.join(ATTENTIONS)}")
+
+
+def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
+    """Return the inputs that a regime runs under an attention: all, or the first batch, padded ones and those with a
+    cache. all_regimes: this regime stands for the others, since stock's and amp's fp16 is fp16 in half too. Another
+    attention differs in one function."""
+
+    def own(batch: Batch) -> bool:
+        return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
+
+    if first:
+        return inputs if all_regimes else [*inputs[:1], *filter(own, inputs[1:])]
+    return list(filter(own, inputs))[: None if all_regimes else 1] or inputs[:1]
+
+
+@dataclass(frozen=True)
+class _RunResult:
+    nonfinite: int
+    sites: Sequence[Site]
+    norms: NormMeters
+    output: Tensor | None
+
+
+class _RegimeLanes:
+    """A regime's lanes under one attention. keeps: whether norms' inputs and outputs are kept. behind: a sentence
+    encoder's folder, whose further modules run in ``half`` alone."""
+
+    def __init__(self, regime: str, attention: str, *, keeps: bool = False, behind: Path | None = None) -> None:
+        self.regime, self.attention, self.keeps = regime, attention, keeps
+        self.behind = behind if regime == "half" else None
+        self.inputs: list[Batch] = []
+        self.lanes: list[Lane[_RunResult]] = []
+
+    def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
+        dtype, half = _weights(self.regime)
+        for batch in inputs:
+            how: dict[str, Any] = {"attention": self.attention, "casts": self.regime == "amp"}
+            lane = walk.add(partial(self._run, batch), dtype, half=half, **how)
+            self.lanes.append(lane)
+            self.inputs.append(batch)
+
+    def _run(self, batch: Batch, model: nn.Module) -> _RunResult:
+        metered: AbstractContextManager[NormMeters] = metering_norms(model) if self.keeps else nullcontext({})
+        with SiteObserver(model) as observer, metered as norms:
+            output = _forward(model, batch, self.regime)
+        if self.regime == "amp":
+            _check_autocast(model, observer)
+        if output is None:
+            return _RunResult(0, observer.sites(), norms, None)
+        sites = [*observer.sites(), *self._run_behind(batch, output)]
+        compares = self.keeps and compared([batch])
+        return _RunResult(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
+
+    def _run_behind(self, batch: Batch, output: Any) -> Sequence[Site]:
+        shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
+        states = next((each for each in shown if each is not None), None)
+        if self.behind is None or states is None:
+            return ()
+        model = SentenceVectors(self.behind).to(states.device, states.dtype)
+        with SiteObserver(model) as behind:
+            model(states, batch.attention_mask.to(states.device))
+        return behind.sites()
+
+    def results(self) -> list[_RunResult]:
+        return results_of(self.lanes)
+
+    def broke(self) -> bool:
+        return any(site.nonfinite or site.saturated for shown in self.results() for site in shown.sites)
+
+    def sites(self) -> list[Site]:
+        return sites_of_all(shown.sites for shown in self.results())
+
+    def norms(self) -> dict[str, NormRange]:
+        return norms_seen([shown.norms for shown in self.results()])
+
+
+def _beside_fp32(
+    checkpoint: Checkpoint, inputs: Sequence[Batch], results: dict[str, RegimeResult], device: torch.device | str
+) -> dict[str, RegimeResult]:
+    def run() -> dict[str, float]:
+        walk, seen = Walk(checkpoint, device), _RegimeLanes("fp32", "eager")
+        seen.add(walk, inputs)
+        walk.run()
+        return {site.name: site.amax for site in seen.sites()}
+
+    return beside_fp32(results, modules_without_signals(load_config(checkpoint.folder)), run)
+
+
+def beside_fp32(
+    results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
+) -> dict[str, RegimeResult]:
+    """Add fp32's values of sites that broke, and list as underflow the all-zero signals that are not zero in fp32.
+    within: from ``modules_without_signals``. run: gives every site's largest fp32 |x|; called only where needed."""
+    silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
+    if not silent and verdict(results) == "safe":
+        return results
+    fp32 = run()
+    alive = {name for name in silent if fp32.get(name, 0.0) > 0}
+    shown = {}
+    for regime, result in results.items():
+        sites = [
+            s.model_copy(update={"fp32": fp32[s.name]}) if s.broken and s.name in fp32 else s for s in result.sites
+        ]
+        sunk = {site.name for site in result.underflow} | alive
+        underflow = [SunkSignal(name=s.name, amax=s.amax) for s in _signals(sites, within) if s.name in sunk]
+        shown[regime] = result.model_copy(update={"sites": sites, "underflow": underflow})
+    return shown
+
+
+def audit_model(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    regime: str,
+    attention: Sequence[str] = ATTENTIONS,
+    loss_scale: float | None = None,
+    advance: Advance | None = None,
+    seed: int = 0,
+) -> RegimeResult:
+    """Run ``model``, in the dtypes of ``regime``, on ``batches`` under each attention; for ``amp`` it is in fp32 and
+    runs under autocast. loss_scale: train, with seeded dropout and a backward of the scaled loss. Mode, attention and
+    gradients are restored."""
+    config: Any = model.config
+    was_training, stock = model.training, str(config._attn_implementation)
+    cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    merged: dict[str, tuple[int, SiteEntry]] = {}
+    norms: list[NormMeters] = []
+    nonfinite_logits = steps = 0
+    given = {implementation: seen_padding(batches, implementation) for implementation in attention}
+    model.train(loss_scale is not None)
+    try:
+        for implementation in attention:
+            _set_attention(model, implementation)
+            observer = SiteObserver(model)
+            with ExitStack() as stack:
+                if regime == "half" and implementation == attention[0]:
+                    norms.append(stack.enter_context(metering_norms(model)))
+                stack.enter_context(observer)
+                stack.enter_context(torch.random.fork_rng(devices=cards))
+                torch.manual_seed(seed)
+                for batch in given[implementation]:
+                    nonfinite_logits += _step(model, batch, regime, loss_scale)
+                    steps += 1
+                    if advance is not None:
+                        advance(steps, sum(map(len, given.values())))
+            if regime == "amp":
+                _check_autocast(model, observer)
+            _merge(merged, observer.sites())
+        runs = [run_of(implementation, given[implementation]) for implementation in attention]
+    finally:
+        model.train(was_training)
+        _set_attention(model, stock)
+    return _result(merged, nonfinite_logits, modules_without_signals(model.config), runs, norms_seen(norms))
+
+
+def _set_attention(model: Any, implementation: str) -> None:
+    try:
+        set_attention(model, implementation)
+    except ValueError as error:
+        raise UserError(
+            f"{type(model).__name__} has no {implementation} attention; leave it out of --attention"
+        ) from error
+
+
+def _autocast(model: nn.Module, regime: str) -> AbstractContextManager[Any]:
+    if regime != "amp":
+        return nullcontext()
+    return torch.autocast(next(model.parameters()).device.type, torch.float16)
+
+
+def _step(model: nn.Module, batch: Batch, regime: str, loss_scale: float | None) -> int:
+    if loss_scale is None or batch.generate:
+        output = _forward(model, batch, regime)
+    else:
+        with _autocast(model, regime):
+            output, loss = output_and_loss(model, batch)
+        if loss is not None:
+            (loss * loss_scale).backward()
+            model.zero_grad(set_to_none=True)
+    return 0 if output is None else _nonfinite(output)
+
+
+def _forward(model: nn.Module, batch: Batch, regime: str) -> Any:
+    with torch.no_grad(), _autocast(model, regime):
+        return run_batch(model, batch)
+
+
+def _nonfinite(output: Any) -> int:
+    final = values_of(output)
+    return int(final.numel() - final.detach().isfinite().sum())
+
+
+def _check_autocast(model: nn.Module, observer: SiteObserver) -> None:
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    seen = {site.dtype for site in observer.sites() if site.name in linear}
+    if torch.float16 not in seen:
+        raise RuntimeError(f"autocast did not run the linear layers in fp16 but in {seen}")
+
+
+def _merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> None:
+    """Add ``sites`` by name; a site in fp16 once and in fp32 once counts as fp16."""
+    for site in sites:
+        if not site.calls:
+            continue
+        order = site.order
+        result = SiteEntry(
+            name=site.name,
+            dtype=str(site.dtype).removeprefix("torch."),
+            benign=site.reason,
+            **{key: getattr(site, key) for key in ("amax", "limit", "headroom_bits", "nonfinite", "saturated")},
+        )
+        if site.name in merged:
+            before, old = merged[site.name]
+            shown = old if result.limit is None else result
+            amax = max(r.amax for r in (old, result) if (r.limit is None) == (shown.limit is None))
+            # If only one of the two broke, its order counts.
+            if bool(old.nonfinite) == bool(site.nonfinite):
+                order = min(order, before)
+            elif old.nonfinite:
+                order = before
+            both = {
+                "amax": amax,
+                "headroom_bits": None if shown.limit is None else headroom_bits(amax, shown.limit),
+                "nonfinite": old.nonfinite + result.nonfinite,
+                "saturated": old.saturated + result.saturated,
+                "benign": old.benign or result.benign,
+            }
+            result = shown.model_copy(update=both)
+        merged[site.name] = (order, result)
+
+
+def modules_without_signals(config: Any) -> frozenset[str]:
+    """Return the names of modules whose outputs are not signals; none for an unknown family."""
+    return roles_of(of_model_type(getattr(config, "model_type", None))).insides
+
+
+def run_of(attention: str, batches: Sequence[Batch]) -> RunEntry:
+    return RunEntry(attention=attention, batches=len(batches), kinds=list(dict.fromkeys(b.kind for b in batches)))
+
+
+def _result(
+    merged: dict[str, tuple[int, SiteEntry]],
+    nonfinite_logits: int,
+    insides: Collection[str],
+    runs: list[RunEntry],
+    norms: Mapping[str, NormRange],
+) -> RegimeResult:
+    def tightness(item: tuple[int, SiteEntry]) -> tuple[float, int]:
+        order, site = item
+        bits = math.inf if site.headroom_bits is None else site.headroom_bits
+        return (-math.inf if site.nonfinite else bits, order)
+
+    placed = places_by_name(merged)
+    ordered = [site for _, site in sorted(merged.values(), key=tightness)]
+    limited = [(headroom_bits(site.amax, site.limit), site.amax) for site in ordered if site.limit is not None]
+    bits, amax = min(limited, key=lambda pair: pair[0], default=(math.inf, 0.0))
+    return RegimeResult(
+        nonfinite=sum(site.nonfinite for site in ordered),
+        saturated=sum(site.saturated for site in ordered),
+        **finite(amax, bits, FP16_MAX),
+        nonfinite_logits=nonfinite_logits,
+        underflow=[SunkSignal(name=s.name, amax=s.amax) for s in _signals(ordered, insides) if 0 < s.amax < FP16_TINY],
+        runs=runs,
+        same_as=None,
+        sites=[
+            s.model_copy(update=placed[s.name].to_json() | finite(s.amax, s.headroom_bits, s.limit)) for s in ordered
+        ],
+        norms=norms,
+    )
+
+
+def finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
+    """Return a report's finite numbers: 65536 for an overflowed amax, at most 40 bits (fp16's range) of headroom."""
+    if bits is not None:
+        bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)
+    return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}
+
+
+def _signals(sites: Iterable[SiteEntry], insides: Collection[str]) -> list[SiteEntry]:
+    sites = list(sites)
+    attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
+    signals = []
+    for site in sites:
+        path, _, operation = site.name.partition(":")
+        operation = operation.partition("#")[0]
+        inside = path.rpartition(".")[2] in insides or (path in attentions and operation != "context")
+        if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
+            signals.append(site)
+    return signals

@@ -1,0 +1,279 @@
+"""The soft side of edits: tokens at which an edited signal is small, so that an edit changes the function most.
+
+The weights give suspects, by ids that stand alone (``alone``): where the model's or a sublayer's output changes
+most, and where the attention weight between two keys moves most. Stock code then judges the suspects, beside bf16 and
+beside random pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.reader import Checkpoint
+from ..families.layout import Layout
+from ..families.types import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
+from ..optim.rounding import stochastic
+from ..rescaling.edits import changed_by, edited_weights, edits_of
+from ..rescaling.plan import Plan
+from ..results import ExceptionEntry, SearchEntry
+from .alone import Step, Weights, forward
+from .batch import LOGIT_BUDGET, Batch, run_batch
+from .choice import affordable
+from .fidelity import Outputs, add_outputs, difference, output_on
+from .lanes import Walk, results_of
+from .probe import whole_rows
+from .products import FastProducts
+from .stock import vocabulary_of
+
+LENGTH, EVERY = 16, 4  # tokens of a row; one in four of a text is replaced
+LEAST_ROWS, MOST_ROWS = 64, 512  # rows that are run, fewer of a large vocabulary
+TOGETHER = 32  # rows of one batch
+IN_TEXT = 32  # ids that are put into text
+RANKS = 8  # suspects of one site
+IN_PAIRS = 2048  # ids of which all pairs are looked at
+DRAWS = 8  # stochastic roundings whose mean stands for bf16
+TIMES, LEAST = 10.0, 0.01
+"""An edit harms an input from TIMES bf16's divergence on, if its own is over LEAST."""
+
+LOGITS_TOGETHER = 1 << 25  # of lone tokens, 128 MiB
+HALF_STEP = 2.0**-9  # relative rounding error of bf16
+
+
+@dataclass(frozen=True)
+class SoftSide:
+    found: list[ExceptionEntry]  # worst first
+    searched: SearchEntry
+
+
+def soft_side(
+    source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
+) -> SoftSide:
+    """Search for inputs that a plan's edits harm. written: the edited checkpoint, run to judge them. text: int64 ids
+    [rows, length] into which single ids are put; None draws it."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = vocabulary_of(config)
+    order = torch.randperm(vocabulary, generator=generator)
+    carried = affordable(layout)
+    ids = order[: max(IN_PAIRS // 2, carried)].sort().values
+    with FastProducts():
+        suspects = list(dict.fromkeys(suspected(source, layout, edits_of(layout, plan), ids)))
+    alone = list(dict.fromkeys(s[:1] for s in suspects))[:IN_TEXT]
+    together = [s for s in suspects if len(s) > 1]
+    most = max(LEAST_ROWS, min(MOST_ROWS, carried // LENGTH))
+    most = min(most, LOGIT_BUDGET // (LENGTH * vocabulary))
+    inputs = (alone[: most // 4] + together)[: most // 2]
+    pairs = torch.randint(vocabulary, (most - len(inputs), 2), generator=generator)
+    inputs += map(tuple, pairs.tolist())
+    lines = torch.randint(vocabulary, (4, LENGTH), generator=generator) if text is None else text
+    lines = lines.repeat(1, math.ceil(LENGTH / lines.shape[1]))[:, :LENGTH]  # a text may be shorter
+
+    def harmed(inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor]:
+        rows = torch.stack([row_of(each, lines[n % len(lines)], generator) for n, each in enumerate(inputs)])
+        return judged(source, written, layout, config, inputs, rows)
+
+    found, further = harmed(inputs)
+    parts = dict.fromkeys((i,) for each in found if len(each.ids) > 1 for i in each.ids)
+    if untried := [part for part in parts if part not in inputs][:IN_TEXT]:
+        found += harmed(untried)[0]
+    search = SearchEntry(ids=len(ids), further=float(further[-len(pairs) :].float().mean()))
+    return SoftSide(sorted(found, key=lambda each: -each.kl), search)
+
+
+def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:
+    if len(ids) > 1:
+        return torch.tensor(ids)[torch.randint(len(ids), (LENGTH,), generator=generator)]
+    row = line.clone()
+    row[2::EVERY] = ids[0]  # the last before the end token too, which a classifier may read alone
+    return row
+
+
+# ---- suspects, by the weights ----------------------------------------------------------------------------------------
+
+
+def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield suspects, ids and sets of ids, by how far edits change lone tokens; the worst of every site come first."""
+    centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
+    plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
+    priced = edits.model_copy(update={"centred_keys": []})
+    changed = {name.rpartition(".")[0] for name in changed_by(layout, priced)}
+    by_site: list[list[tuple[int, ...]]] = []
+    for step, after in zip(*(forward(weights, ids.tolist()) for weights in (plain, edited)), strict=True):
+        if step.sublayer is None:
+            if step.stack.is_last and step.norm == step.stack.ends.norm:
+                change = change_of_output(plain, edited, step.outputs[0], after.outputs[0])
+                yield from ((i,) for i in first_of(change, ids))
+        elif not changed.isdisjoint(modules_of(step.sublayer)):
+            if isinstance(step.sublayer, Attention):
+                by_site += list(pairs_at(plain, edited, step.sublayer, step, ids))
+            else:
+                first = first_of(change_at(plain, edited, step), ids)
+                by_site.append([*((i,) for i in first), tuple(first[:4])])
+    yield from (each for rank in zip_longest(*by_site) for each in rank if each)
+
+
+def first_of(change: Tensor, ids: Tensor) -> list[int]:
+    most = change.nan_to_num(0.0).topk(min(RANKS, len(ids)))
+    indices: list[int] = ids[most.indices[most.values > 0]].tolist()
+    return indices
+
+
+def modules_of(sublayer: Sublayer) -> set[str]:
+    parts = sublayer, *feed_forwards_of(sublayer)
+    return {path for part in parts for path in vars(part).values() if isinstance(path, str)}
+
+
+def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
+    """Return each token's change of a feed-forward's output, in units of bf16's error."""
+    normed, output = step.outputs[0], step.outputs[-1]
+    sublayer = step.sublayer
+    assert isinstance(sublayer, FeedForward | Experts)
+    whole = (
+        edited.expert_outputs(sublayer, normed)
+        if isinstance(sublayer, Experts)
+        else edited.feed_forward_outputs(sublayer, normed)
+    )
+    before, after = (plain.joined(sublayer, each) for each in (output, whole[-1]))
+    noise = HALF_STEP * (step.stream.norm(dim=1) + before.norm(dim=1))
+    return (after - before).norm(dim=1) / noise.clamp(min=1e-30)
+
+
+def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Tensor) -> Tensor:
+    """Return how far edits move each token's output: the divergence of logits, or the relative squared error."""
+    parts, together = [], max(1, LOGITS_TOGETHER // plain.vocabulary)
+    for states in zip(before.split(together), after.split(together), strict=True):
+        a, b = (weights.head_output(each) for weights, each in zip((plain, edited), states, strict=True))
+        if plain.layout.gives_probabilities:
+            p, q = a.log_softmax(-1), b.log_softmax(-1)
+            parts.append((p.exp() * (p - q)).sum(1))
+        else:
+            parts.append((a - b).square().sum(1) / a.square().sum(1).clamp(min=1e-30))
+    return torch.cat(parts)
+
+
+def pairs_at(
+    plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
+) -> Iterator[list[tuple[int, ...]]]:
+    """Yield for every edited head the sets of ids between which its attention weights move most."""
+    layout = plain.layout
+    some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
+    normed, query, key = (x[some] for x in step.outputs[:3])
+    queries, others = (
+        heads_of(weights, attention.query_norm, layout.heads(attention), x, whole=attention.norms_whole)
+        for weights, x in ((plain, query), (edited, edited.query_key_value(attention, normed, normed)[0]))
+    )
+    keys = heads_of(plain, attention.key_norm, layout.kv_heads(attention), key, whole=attention.norms_whole)
+    shared = layout.heads(attention) // layout.kv_heads(attention)
+    scale, cap = layout.score_scale(attention), layout.cap(attention)
+
+    def scores(q: Tensor, k: Tensor) -> Tensor:
+        product = q @ k.t() * scale
+        return product if cap is None else cap * (product / cap).tanh()
+
+    for head in range(layout.heads(attention)):
+        q, other, k = queries[:, head], others[:, head], keys[:, head // shared]
+        if torch.equal(q, other):
+            continue
+        before, after = scores(q, k), scores(other, k)
+        noise = HALF_STEP * scale * ((q.square() @ k.square().t()).sqrt() + before.abs())
+        moved = (weight_of_two(before) - weight_of_two(after)).abs() / (1 + noise + noise.diagonal()[:, None])
+        best = moved.flatten().topk(min(4 * RANKS, moved.numel())).indices
+        pairs = [
+            (t, u) for t, u in zip((best // len(some)).tolist(), (best % len(some)).tolist(), strict=True) if t != u
+        ]
+        usual = [i for i, _ in Counter(i for pair in pairs for i in pair).most_common(4)]
+        by_key, by_both = k.norm(dim=1), q.norm(dim=1) * k.norm(dim=1)
+        soft = [each.argsort()[:n].tolist() for each in (by_both, by_key) for n in (3, 6)]
+        sets = [tuple(usual), *(tuple(each) for each in soft), *pairs[:RANKS], tuple(usual[:1])]
+        yield [tuple(ids[some[list(each)]].tolist()) for each in sets if each]
+
+
+def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool) -> Tensor:
+    if norm and whole:
+        return weights.norm(norm, x).unflatten(1, (heads, -1))
+    return weights.norm(norm, x.unflatten(1, (heads, -1)))
+
+
+def weight_of_two(scores: Tensor) -> Tensor:
+    """Return each query's weight of another key, where its own is the only other."""
+    return (scores - scores.diagonal()[:, None]).sigmoid()
+
+
+# ---- judged, by stock code -------------------------------------------------------------------------------------------
+
+
+def judged(
+    source: Checkpoint,
+    written: Checkpoint,
+    layout: Layout,
+    config: Any,
+    inputs: Sequence[tuple[int, ...]],
+    rows: Tensor,
+) -> tuple[list[ExceptionEntry], Tensor]:
+    """Return the entries of those ``inputs``, each run as one row, that the edits harm. Return also, for each input,
+    whether its divergence exceeds bf16's."""
+    batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
+    walk, other = Walk(source), Walk(written)
+    expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
+    edited = add_outputs(other, batches, torch.float32)
+    walk.run()
+    other.run()
+    apart = partial(divergences, batches, results_of(expected), layout.gives_probabilities)
+    kl, run = apart(results_of(edited)), apart(results_of(as_bf16))
+    suspicious = kl > LEAST
+    if not bool(suspicious.any()):
+        return [], kl > run
+    batches = [whole_rows(config, part, "the soft side of edits") for part in rows[suspicious].split(TOGETHER)]
+    mean = mean_bf16_divergence(source, batches, layout)
+    over = [ids for ids, is_over in zip(inputs, suspicious, strict=True) if is_over]
+    columns = (x.tolist() for x in (kl[suspicious], mean, run[suspicious]))
+    found = [
+        ExceptionEntry(ids=list(ids), tokens=[], kl=a, kl_bf16=b, kl_run=c)
+        for ids, a, b, c in zip(over, *columns, strict=True)
+    ]
+    return [each for each in found if each.kl > TIMES * each.kl_bf16], kl > run
+
+
+def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, found: Outputs) -> Tensor:
+    rows = [
+        difference(a, b, probabilities=probabilities).mean
+        for batch, one, other in zip(batches, expected, found, strict=True)
+        for a, b in zip(*(x.chunk(len(batch.input_ids)) for x in (one, other)), strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def mean_bf16_divergence(source: Checkpoint, batches: Sequence[Batch], layout: Layout) -> Tensor:
+    """Return each row's mean divergence under stochastic rounding to bf16: one ordinary bf16 run may be lucky."""
+    walk = Walk(source)
+    expected = add_outputs(walk, batches, torch.float32)
+    draws = [
+        [walk.add(partial(run_rounded, batch, 1 + n * DRAWS + k), torch.float32) for n, batch in enumerate(batches)]
+        for k in range(DRAWS)
+    ]
+    walk.run()
+    apart = partial(divergences, batches, results_of(expected), layout.gives_probabilities)
+    return torch.stack([apart(results_of(each)) for each in draws]).mean(0)
+
+
+def run_rounded(batch: Batch, seed: int, model: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+
+    def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        bits = torch.randint(1 << 16, output.shape, generator=generator, dtype=torch.int32)
+        return stochastic(output.float(), torch.bfloat16, bits)
+
+    with ExitStack() as hooks, FastProducts():
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Embedding) or "Norm" in type(module).__name__:
+                hooks.enter_context(module.register_forward_hook(rounded))
+        return output_on(batch, run_batch(model, batch))

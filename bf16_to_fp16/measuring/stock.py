@@ -1,0 +1,243 @@
+"""Stock models: the class that a config names, loaded from a folder with no remote code and no network."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ..checkpoint.formats import SAFETENSORS_DTYPES
+from ..checkpoint.reader import VIEWS, Checkpoint
+from ..errors import UserError, first_line
+from ..families.declared import check_ids, in_folder
+from ..families.experts import experts_apart
+from ..families.known import may_be_absent, of_model_type, placed_family, stock_class
+from ..families.layout import Layout
+from ..families.types import Part, StockClass
+from ..progress import Progress
+
+STOCK_LOCK = threading.RLock()
+"""Held while stock code loads a model and during a walk: both change settings of the whole process, such as torch's
+default dtype and number of threads."""
+
+# An encoder-decoder's class of this name reads the decoder's last state at a row's end token.
+_OF_ROWS = "ForSequenceClassification"
+
+
+@cache
+def described(name: str) -> StockClass | None:
+    """Return a transformers class by its signature, None for an unknown name. A class that can generate counts as a
+    language model; its output fields stay unknown."""
+    import transformers
+
+    kind: Any = getattr(transformers, name, None)
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
+        return None
+    decodes, of_rows = "decoder_input_ids" in inspect.signature(kind.forward).parameters, name.endswith(_OF_ROWS)
+    return StockClass(
+        (name,),
+        decodes=decodes,
+        takes_decoder_ids=decodes and not of_rows,
+        end=None if kind.can_generate() else Part(),
+        reads_end_token=decodes and of_rows,
+    )
+
+
+def load_config(folder: Path) -> Any:
+    config = any_config(folder)
+    with in_folder(folder):
+        stock_class({"model_type": config.model_type, "architectures": config.architectures})
+        check_ids(partial(setting, config), vocabulary_of(config))
+    return config
+
+
+def any_config(folder: Path) -> Any:
+    import transformers
+
+    if not (Path(folder) / "config.json").is_file():
+        raise UserError(f"{folder}: no config.json; give the folder of a checkpoint")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # each field has its own validation, with exceptions of its own
+        raise UserError(f"{folder}/config.json: {shorten(str(error), 500, placeholder=' …')}; mend the file") from error
+
+
+def setting(config: Any, name: str) -> Any:
+    value = getattr(config, name, None)
+    return getattr(getattr(config, "text_config", None), name, None) if value is None else value
+
+
+def vocabulary_of(config: Any) -> int:
+    inside = getattr(getattr(config, "text_config", None), "vocab_size", None)  # None if it is a plain mapping
+    return int(config.vocab_size if inside is None else inside)
+
+
+def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
+    """Return a folder's stock model as ``from_pretrained(dtype=dtype)`` does, in eval mode on the CPU. half: cast every
+    weight to fp16. Nothing is fetched, no remote code runs. Raises UserError for unreadable files or a missing tensor,
+    which stock code fills at random."""
+    config = load_config(folder).to_dict()
+    model, missing = from_files(folder, stock_class(config), dtype, attention)
+    check_complete(folder, config, missing)
+    return all_half(model).eval() if half else model.eval()
+
+
+def all_half(model: Any) -> Any:
+    """Cast parameters and stored buffers to fp16 in place, T5's ``wo`` too. ``.half()`` would also cast rotary
+    frequencies, which changes the function."""
+    kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
+    model.half()
+    for module, buffers in kept:
+        module._buffers.update(buffers)
+    return model
+
+
+def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> tuple[Any, list[str]]:
+    import transformers
+
+    seen = VIEWS.get(Path(folder))
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(folder)}
+    if seen is not None:  # one file of weights, which stock code could not read under its names
+        weights = {tensor: seen.read(tensor) for tensor in seen.tensors}
+        source = {"pretrained_model_name_or_path": None, "config": any_config(folder), "state_dict": weights}
+    try:
+        with STOCK_LOCK:
+            model, info = getattr(transformers, name).from_pretrained(
+                **source, dtype=dtype, attn_implementation=attention, local_files_only=True, output_loading_info=True
+            )
+    except Exception as error:  # safetensors, pickle and transformers each raise their own kinds
+        raise cannot_be_loaded(folder, error) from error
+    return experts_apart(model, of_model_type(model.config.model_type)), sorted(info["missing_keys"])
+
+
+def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
+    """Return a checkpoint's stock model with eager attention on the meta device; only buffers, and tensors that no file
+    holds, have values. Two equal tensors, which stock code ties, stay two where the checkpoint has both. Raises
+    UserError as ``load`` does."""
+    folder = checkpoint.folder
+    config = load_config(folder)
+    try:
+        model, info = without_values(checkpoint, config, dtype)
+        if model.can_generate():
+            model.adjust_generation_fn(None, False, None, str(folder), local_files_only=True, **NOTHING_REMOTE)
+    except Exception as error:  # as in ``load``
+        raise cannot_be_loaded(folder, error) from error
+    check_complete(folder, config.to_dict(), info["missing_keys"])
+    model.config.name_or_path = str(folder)
+    fill_in(model, checkpoint)
+    return all_half(model).eval() if half else model.eval()
+
+
+def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = None) -> tuple[str, ...]:
+    import transformers
+
+    lacking = [kind for kind in wanted if kind == "sdpa" and not getattr(transformers, name)._supports_sdpa]
+    kept = tuple(kind for kind in wanted if kind not in lacking)
+    if not kept:
+        raise UserError(f"{name} has no {lacking[0]} attention; give --attention eager")
+    if lacking and progress is not None:
+        progress.say(f"{name} has no {lacking[0]} attention: {' and '.join(kept)} only")
+    return kept
+
+
+def set_attention(model: Any, implementation: str) -> None:
+    """Set the attention of a stock model and its stacks; raises stock code's error for one it lacks. Some transformers
+    5 leave a stack's own config as it is (5.17)."""
+    model.set_attn_implementation(implementation)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(module, "set_attn_implementation") and config._attn_implementation != implementation:
+            module.set_attn_implementation(implementation)
+
+
+NOTHING_REMOTE: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
+"""Arguments with which stock code reads generation settings from the folder alone."""
+NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code": False}
+"""What stock code is told when it looks for the settings of a generation."""
+
+
+def without_values(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, any_shape: bool = False
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return a checkpoint's stock model on the meta device, and its loader's report about the weights. any_shape:
+    report other shapes instead of raising."""
+    import transformers
+
+    weights = {
+        name: torch.empty(info.shape, dtype=SAFETENSORS_DTYPES[info.dtype], device="meta")
+        for name, info in checkpoint.tensors.items()
+    }
+    # Drawing weights without values takes no time, but Pegasus computes its positions one by one.
+    with STOCK_LOCK, patch.object(transformers.PreTrainedModel, "initialize_weights"):
+        model, info = getattr(transformers, stock_class(checkpoint.config)).from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=dtype,
+            attn_implementation="eager",
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=any_shape,
+            output_loading_info=True,
+        )
+    return experts_apart(model, of_model_type(config.model_type)), info
+
+
+def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
+    """Run a stock model. A head that reads the end token runs at every position, so that no row needs one."""
+    stock, head = layout.stock, layout.head
+    if not stock.reads_end_token or head is None:
+        model(**inputs)
+        return
+    if "decoder_input_ids" not in inputs and "decoder_inputs_embeds" not in inputs:
+        inputs["decoder_input_ids"] = model._shift_right(inputs["input_ids"])
+    model.get_submodule(head.at)(model.get_submodule(stock.body)(**inputs)[0])
+
+
+def fill_in(model: Any, checkpoint: Checkpoint) -> None:
+    stored = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in checkpoint.tensors}
+    drawn = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        if id(tensor) in stored:
+            continue
+        value = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if name in checkpoint.tensors and attribute not in module._non_persistent_buffers_set:
+            value.copy_(checkpoint.read(name))
+        else:
+            drawn[path] = module
+        if attribute in module._buffers:
+            module._buffers[attribute] = value
+        else:
+            module._parameters[attribute] = torch.nn.Parameter(value)
+    with torch.random.fork_rng(devices=[]):
+        for path, module in drawn.items():
+            owner(model, path)._init_weights(module)
+
+
+def owner(model: Any, path: str) -> Any:
+    from transformers import PreTrainedModel
+
+    parts = path.split(".") if path else []
+    around = [model, *(model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts) + 1))]
+    return next(module for module in reversed(around) if isinstance(module, PreTrainedModel))
+
+
+def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterable[str]) -> None:
+    missing = sorted(set(not_found) - may_be_absent(placed_family(config)))
+    if missing:
+        raise UserError(
+            f"{folder}: tensor {missing[0]} is missing, and stock code would fill it at random; complete the checkpoint"
+        )
+
+
+def cannot_be_loaded(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder}: cannot be loaded ({first_line(error)}); check its files")

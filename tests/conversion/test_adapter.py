@@ -1,0 +1,489 @@
+"""LoRA adapters taken to a converted checkpoint and back: with the adapter it still computes the same function."""
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import exhaustive, tiny
+from support.contract import outputs, random_plan
+from support.folders import rewritten
+
+from bf16_to_fp16 import UserError, cli, convert, convert_adapter, make_fp16_safe
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion.adapter import CONFIG, NOTE, TENSORS
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.measuring.stock import load
+from bf16_to_fp16.rescaling.adapters import scaled_adapter
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.weights import ModelTensors
+
+PREFIX = "base_model.model."
+MOVED = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON)
+
+Pair = tuple[Path, Path]
+
+
+def converted_by(kind: str, folder: Path, kinds: tuple[Kind, ...] = MOVED, **changes: Any) -> Pair:
+    """Return a source and its conversion by a plan that moves every channel of all kinds, and loses no bit."""
+    model = tiny.small(kind, factor=30.0, **changes)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_((tensor * 256).round() / 256)  # no bit so low that the plan would take it below fp16's last
+    source = tiny.save(model, folder / "source", torch.float32)
+    plan = random_plan(resolve(open_checkpoint(source)), kinds)
+    first: Any = convert(source, folder / "first", run_model=False, target="half").out
+    with rewritten(first / "fp16_report.json") as report:
+        eps = report["plan"]["eps"] and 1e-6 * 4.0**plan.residual_exponent
+        report["plan"] |= {"residual_exponent": plan.residual_exponent, "exponents": dict(plan.exponents), "eps": eps}
+        report["plan"] |= {"drift": None, "gain_correction": {}, "untied_head": False}
+    out: Any = convert(source, folder / "out", plan=first, run_model=False, target="half").out
+    return source, out
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """Return what gives a T5 of a kind and its conversion, with the same outputs to the bit in fp32."""
+
+    @functools.cache
+    def pair_of(kind: str) -> Pair:
+        source, out = converted_by(kind, tmp_path_factory.mktemp(kind))
+        assert same(load(source, torch.float32), load(out, torch.float32))
+        return source, out
+
+    return pair_of
+
+
+@pytest.fixture(params=["gated", "t5"])
+def pair(pairs: Callable[[str], Pair], request: pytest.FixtureRequest) -> Pair:
+    return pairs(request.param)
+
+
+@pytest.fixture
+def gated(pairs: Callable[[str], Pair]) -> Pair:
+    return pairs("gated")
+
+
+def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8).to(dtype)
+
+
+def adapter_for(source: Path, folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> dict[str, Any]:
+    """Write a LoRA adapter on every matrix and embedding of a checkpoint, without PEFT, and return its tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    for i, (name, info) in enumerate(sorted(open_checkpoint(source).tensors.items())):
+        path = f"{PREFIX}{name.removesuffix('.weight')}"
+        if len(info.shape) != 2 or "relative" in name or "positions" in name or name == "final_logits_bias":
+            continue
+        rows, columns = info.shape
+        if "shared" in name:
+            tensors[f"{path}.lora_embedding_A"] = draw(2, rows, seed=i, dtype=dtype)
+            tensors[f"{path}.lora_embedding_B"] = draw(columns, 2, seed=i + 500, dtype=dtype)
+        else:
+            tensors[f"{path}.lora_A.weight"] = draw(2, columns, seed=i, dtype=dtype)
+            tensors[f"{path}.lora_B.weight"] = draw(rows, 2, seed=i + 500, dtype=dtype)
+    return write(folder, tensors, source, **config)
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], source: Path, **config: Any) -> dict[str, Any]:
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+    given = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, "base_model_name_or_path": str(source)}
+    (folder / CONFIG).write_text(json.dumps(given | {"revision": "main"} | config))
+    (folder / "README.md").write_text("# An adapter\n")
+    return tensors
+
+
+def merged(folder: Path, adapter: Path) -> Any:
+    """Return a checkpoint in fp32 with an adapter merged by hand: W + alpha/r·B·A."""
+    model, tensors = load(folder, torch.float32), load_file(adapter / TENSORS)
+    with torch.no_grad():
+        for name, b in tensors.items():
+            path = name.removeprefix(PREFIX).partition(".lora_")[0]
+            weight = model.get_submodule(path).weight
+            if name.endswith("lora_B.weight"):
+                weight += 1.5 * (b.float() @ tensors[name.replace("lora_B", "lora_A")].float())
+            elif name.endswith("lora_embedding_B"):
+                weight += 1.5 * (b.float() @ tensors[name.replace("embedding_B", "embedding_A")].float()).T
+    return model
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(outputs(one), outputs(other), strict=True))
+
+
+@pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.float32, torch.bfloat16]))
+def test_a_merged_adapter_computes_the_same_function_on_both_sides(
+    pair: Pair, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    source, out = pair
+    before = adapter_for(source, tmp_path / "adapter", dtype)
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    reference = merged(source, tmp_path / "adapter")
+    assert same(reference, merged(out, tmp_path / "taken"))
+    assert not same(reference, load(source, torch.float32))  # the adapter does something
+    assert not same(reference, merged(out, tmp_path / "adapter"))  # and must be converted
+    assert done.tensors.keys() == before.keys() and all(t.exact and not t.widened for t in done.tensors.values())
+    after = load_file(tmp_path / "taken" / TENSORS)
+    assert {t.dtype for t in after.values()} == {dtype}
+
+
+def test_an_adapter_comes_back_bit_for_bit_with_its_config(pair: Pair, tmp_path: Path) -> None:
+    source, out = pair
+    before = adapter_for(source, tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
+    after = load_file(tmp_path / "back" / TENSORS)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads((tmp_path / name / CONFIG).read_text()) for name in ("adapter", "taken", "back")]
+    assert [c["base_model_name_or_path"] for c in configs] == [str(source), str(out), "source"]
+    assert configs[1]["revision"] is None
+    assert {k: v for k, v in configs[1].items() if k not in ("base_model_name_or_path", "revision")} == {
+        k: v for k, v in configs[0].items() if k not in ("base_model_name_or_path", "revision")
+    }
+    assert (tmp_path / "taken" / "SOURCE_README.md").read_text() == "# An adapter\n"
+    assert (tmp_path / "back" / "README.md").read_text() == "# An adapter\n"
+
+
+PEFT_CASES: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q", "k", "v", "o"]},
+    "neurons": {"target_modules": r".*DenseReluDense\.w.*", "use_rslora": True},
+    "patterns": {"target_modules": ["q", "wo"], "rank_pattern": {"wo": 4}, "alpha_pattern": {"q": 7}},
+    "whole": {"target_modules": ["q"], "modules_to_save": ["layer_norm", "final_layer_norm"]},
+    "embeddings": {"target_modules": ["embed_tokens", "v"]},
+    "head": {"target_modules": ["lm_head"]},
+    "whole head": {"target_modules": ["q"], "modules_to_save": ["lm_head"]},
+    "tokens": {"target_modules": ["v"], "trainable_token_indices": {"embed_tokens": [5, 9, 11]}},
+    "lora bias": {"target_modules": ["q", "wo"], "lora_bias": True},
+    "dora of embeddings": {"target_modules": ["embed_tokens"], "use_dora": True},
+}
+
+
+def with_peft(source: Path, folder: Path, case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    model: Any = peft.get_peft_model(load(source, torch.float32), peft.LoraConfig(r=3, **case)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += torch.randn_like(parameter) * (0.1 * parameter.abs().mean() + 0.02)
+    result = outputs(model)
+    model.save_pretrained(folder)
+    return result
+
+
+def adapted(base: Path, adapter: Path) -> Any:
+    return peft.PeftModel.from_pretrained(load(base, torch.float32), str(adapter)).eval()
+
+
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_peft_computes_the_same_function_with_the_converted_adapter(pair: Pair, case: str, tmp_path: Path) -> None:
+    source, out = pair
+    reference = with_peft(source, tmp_path / "adapter", PEFT_CASES[case])
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    assert all(map(torch.equal, reference, outputs(adapted(out, tmp_path / "taken"))))
+    assert not all(map(torch.equal, reference, outputs(load(source, torch.float32))))
+
+
+@pytest.mark.parametrize("kind", ["IA3", "prompt"])
+def test_factors_of_channels_stay_and_a_soft_prompt_takes_the_streams_factor(
+    gated: Pair, kind: str, tmp_path: Path
+) -> None:
+    source, out = gated
+    config: Any = peft.IA3Config(
+        task_type="SEQ_2_SEQ_LM", target_modules=["k", "v", "wo"], feedforward_modules=["wo"], init_ia3_weights=False
+    )
+    if kind == "prompt":
+        config = peft.PromptTuningConfig(task_type="SEQ_2_SEQ_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(load(source, torch.float32), config)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.copy_(draw(*parameter.shape) + 1)
+    model.save_pretrained(tmp_path / "adapter")
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    ids = {"input_ids": torch.arange(3, 13).view(1, -1), "decoder_input_ids": torch.arange(5)[None]}
+    ids["attention_mask"] = torch.ones_like(ids["input_ids"])
+    with torch.no_grad():
+        wanted = model.eval()(**ids).logits
+        assert torch.equal(adapted(out, tmp_path / "taken")(**ids).logits, wanted)
+        assert torch.equal(adapted(out, tmp_path / "adapter")(**ids).logits, wanted) is (kind == "IA3")
+    assert done.base == str(out)
+    back = convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
+    own = load_file(tmp_path / "adapter" / TENSORS)
+    assert all(torch.equal(back.tensors[name].values, values) for name, values in own.items())
+
+
+@pytest.mark.parametrize("bias", exhaustive.beyond(["all"], ["lora_only", "all"]))
+def test_biases_of_pegasus_go_with_what_they_are_added_to(bias: str, tmp_path: Path) -> None:
+    """Without a factor on the residual stream, whose eps stock code has fixed, Pegasus keeps every bit too."""
+    kinds = tuple(kind for kind in MOVED if kind is not Kind.RESIDUAL)
+    source, out = converted_by("pegasus", tmp_path, kinds)
+    targets = ["q_proj", "v_proj", "fc1", "out_proj"]
+    reference = with_peft(source, tmp_path / "adapter", {"target_modules": targets, "bias": bias})
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    assert all(map(torch.equal, reference, outputs(adapted(out, tmp_path / "taken"))))
+
+
+def test_dora_follows_where_rows_have_one_exponent_and_is_refused_where_they_have_not(tmp_path: Path) -> None:
+    kinds = tuple(kind for kind in MOVED if kind is not Kind.NORM)
+    source, out = converted_by("gated", tmp_path, kinds)
+    reference = with_peft(source, tmp_path / "fits", {"target_modules": ["q", "v", "wi_1"], "use_dora": True})
+    convert_adapter(tmp_path / "fits", tmp_path / "taken", out)
+    for a, b in zip(reference, outputs(adapted(out, tmp_path / "taken")), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
+    with_peft(source, tmp_path / "not", {"target_modules": ["wo"], "use_dora": True})
+    with pytest.raises(UserError, match=r"wo\.lora_magnitude_vector: a DoRA magnitude is the length of a row"):
+        convert_adapter(tmp_path / "not", tmp_path / "none", out)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("width", [16, 24])
+def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(width: int, tmp_path: Path) -> None:
+    """T5 v1.0 multiplies by d^-1/2 before its tied head; a head of its own has that folded in."""
+    model = tiny.small("t5", factor=3000.0, d_model=width)
+    with torch.no_grad():
+        model.decoder.final_layer_norm.weight.mul_(2.0**18)
+    source = tiny.save(model, tmp_path / "source")
+    result = convert(source, tmp_path / "out", target="half", run_model=False)
+    assert result.plan.untied_head and result.out is not None
+    a, b = draw(2, width), draw(97, 2, seed=1)
+    names = [f"{PREFIX}lm_head.lora_{side}.weight" for side in "AB"]
+    write(tmp_path / "adapter", dict(zip(names, (a, b), strict=True)), source)
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", result.out)
+    taken = load_file(tmp_path / "taken" / TENSORS)
+    # The head alone, on a hidden state and on the same with the final norm's exponents.
+    exponent = result.plan.exponent("decoder.final_layer_norm")
+    factors = torch.ldexp(torch.ones(width), torch.as_tensor(exponent, dtype=torch.float32))
+    hidden = draw(5, width, seed=2)
+    before = (hidden * width**-0.5) @ a.T @ b.T
+    after = (hidden * factors) @ taken[names[0]].T @ taken[names[1]].T
+    assert torch.allclose(before, after, rtol=1e-6) if width == 24 else torch.equal(before, after)
+    assert done.tensors[names[1]].exact is (width == 16)
+    assert any("no power of two" in note for note in done.notes) is (width == 24)
+    convert_adapter(tmp_path / "taken", tmp_path / "back", result.out, back=True)
+    assert torch.allclose(load_file(tmp_path / "back" / TENSORS)[names[1]], b, rtol=1e-6)
+    # The same by the model in memory.
+    loaded = load(result.out, torch.float32)
+    safe = make_fp16_safe(loaded, target="half")
+    wrapped = peft.get_peft_model(loaded, peft.LoraConfig(r=2, lora_alpha=3, target_modules=["lm_head"]), "mine")
+    peft.set_peft_model_state_dict(wrapped, taken, "mine")
+    safe.adapter(wrapped, tmp_path / "by-memory")
+    assert torch.allclose(load_file(tmp_path / "by-memory" / TENSORS)[names[1]], b, rtol=1e-6)
+    wrapped.add_adapter("other", peft.LoraConfig(target_modules=["q"]))
+    with pytest.raises(UserError, match="no PEFT model with one adapter"):
+        safe.adapter(wrapped, tmp_path / "none")
+    safe.undo(loaded := wrapped.unload())
+    with pytest.raises(UserError, match="not at this plan's scale"):
+        safe.adapter(peft.get_peft_model(loaded, peft.LoraConfig(target_modules=["q"])), tmp_path / "none")
+    write(tmp_path / "tied", dict(zip(names, (a, b), strict=True)), source, ensure_weight_tying=True)
+    with pytest.raises(UserError, match="separated the head"):
+        convert_adapter(tmp_path / "tied", tmp_path / "none", result.out)
+
+
+def test_a_dtype_that_would_lose_bits_becomes_fp32_and_is_named(pair: Pair, tmp_path: Path) -> None:
+    layout = resolve(open_checkpoint(pair[1]))
+    name, near = f"{PREFIX}shared.lora_embedding_B", f"{PREFIX}shared.lora_embedding_A"
+    width, rows = layout.tensors["shared.weight"].shape[1], layout.tensors["shared.weight"].shape[0]
+    values = torch.full((width, 1), 2.0**-14 * (1 + 2.0**-10), dtype=torch.float16)
+    plan = Plan(family=layout.family.name, residual_exponent=-1)
+    found = scaled_adapter({name: values, near: torch.ones(1, rows, dtype=torch.float16)}, layout, plan)
+    assert found[name].widened and found[name].exact and found[name].values.dtype == torch.float32
+    assert torch.equal(found[name].values, values.float() / 2)
+    assert found[near].values.dtype == torch.float16 and not found[near].widened
+    large = scaled_adapter({name: values.float() * 2.0**29}, layout, Plan(family=plan.family, residual_exponent=2))
+    assert large[name].overflows and not found[name].overflows
+    for bad in (math.inf, math.nan):
+        with pytest.raises(UserError, match="inf or NaN"):
+            scaled_adapter({name: torch.full((width, 1), bad)}, layout, plan)
+
+
+def test_the_commands_take_an_adapter_there_and_back_and_say_what_is_not_covered(
+    gated: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = gated
+    adapter_for(source, tmp_path / "adapter")
+    taken, back = str(tmp_path / "taken"), str(tmp_path / "back")
+    capsys.readouterr()
+    assert cli.main(["convert", str(out), taken, "--adapter", str(tmp_path / "adapter")]) == 0
+    said = capsys.readouterr().out
+    assert "no certificate covers an adapter" in said and "bf16-to-fp16 certify" in said
+    assert cli.main(["undo", str(out), back, "--adapter", taken, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["base"] == "source"
+    before, after = load_file(tmp_path / "adapter" / TENSORS), load_file(tmp_path / "back" / TENSORS)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert cli.main(["convert", str(out), taken, "--adapter", str(tmp_path / "adapter")]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert cli.main(["convert", str(out), taken, "--adapter", str(tmp_path / "adapter"), "--target", "half"]) == 2
+    assert "--target is for checkpoints" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, "peft_type is 'PREFIX_TUNING'; only LORA and IA3 and"),
+        ({"use_qalora": True}, "with use_qalora"),
+        ({"init_lora_weights": "pissa"}, "'pissa' changes the checkpoint's weights"),
+    ],
+)
+def test_what_is_no_plain_lora_is_refused_by_name(
+    gated: Pair, config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    adapter_for(gated[0], tmp_path / "adapter", **config)
+    with pytest.raises(UserError, match=words):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
+    assert not (tmp_path / "taken").exists()
+
+
+def test_an_unknown_or_misshapen_tensor_is_refused_by_name(gated: Pair, tmp_path: Path) -> None:
+    source, out = gated
+    a = draw(2, 24)
+    wrong = {
+        f"{PREFIX}encoder.block.0.layer.9.q.lora_A.weight": (a, "has no tensor encoder.block.0.layer.9.q.weight"),
+        f"{PREFIX}encoder.block.0.layer.0.SelfAttention.q.lora_A.weight": (a[:, :23], r"shape \[2, 23\]"),
+        f"{PREFIX}encoder.block.0.layer.0.SelfAttention.q.prompt": (a, "has no tensor"),
+        f"{PREFIX}shared.weight": (torch.zeros(97, 24, dtype=torch.int64), "int64"),
+    }
+    for i, (name, (values, words)) in enumerate(wrong.items()):
+        write(tmp_path / str(i), {name: values.contiguous()}, source)
+        with pytest.raises(UserError, match=words) as caught:
+            convert_adapter(tmp_path / str(i), tmp_path / "taken", out)
+        assert name in str(caught.value) and "\n" not in str(caught.value) and not (tmp_path / "taken").exists()
+
+
+def test_a_pickled_adapter_is_not_read(gated: Pair, tmp_path: Path) -> None:
+    adapter_for(gated[0], tmp_path / "adapter")
+    pickled = (tmp_path / "adapter" / TENSORS).rename(tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(UserError, match=r"adapter_model\.bin is a pickle, which is not read"):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
+    pickled.unlink()
+    with pytest.raises(UserError, match=f"no {TENSORS}"):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
+    (tmp_path / "adapter" / TENSORS).write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
+    with pytest.raises(UserError, match="cannot be read"):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
+
+
+def test_an_adapter_is_not_converted_twice(gated: Pair, tmp_path: Path) -> None:
+    source, out = gated
+    adapter_for(source, tmp_path / "adapter")
+    convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
+    with pytest.raises(UserError, match="for the converted checkpoint already; bf16-to-fp16 undo"):
+        convert_adapter(tmp_path / "taken", tmp_path / "twice", out)
+    shutil.copytree(out, tmp_path / "moved")  # by its note, wherever the checkpoint lies now
+    with pytest.raises(UserError, match="for the converted checkpoint already"):
+        convert_adapter(tmp_path / "taken", tmp_path / "twice", tmp_path / "moved")
+    convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
+    with pytest.raises(UserError, match="for the original checkpoint already; bf16-to-fp16 convert"):
+        convert_adapter(tmp_path / "back", tmp_path / "twice", out, back=True)
+    assert json.loads((tmp_path / "back" / NOTE).read_text())["for"] == "original"
+    adapter_for(source, tmp_path / "trained", base_model_name_or_path=str(out))  # on the converted checkpoint itself
+    with pytest.raises(UserError, match="for the converted checkpoint already"):
+        convert_adapter(tmp_path / "trained", tmp_path / "twice", out)
+    convert_adapter(tmp_path / "trained", tmp_path / "of-it", out, back=True)
+    assert same(merged(source, tmp_path / "of-it"), merged(out, tmp_path / "trained"))
+
+
+def test_a_base_that_convert_did_not_write_is_refused(gated: Pair, tmp_path: Path) -> None:
+    source, _ = gated
+    adapter_for(source, tmp_path / "adapter")
+    with pytest.raises(UserError, match="give a converted folder"):
+        convert_adapter(tmp_path / "adapter", tmp_path / "taken", source)
+    with pytest.raises(UserError, match="give the folder of an adapter"):
+        convert_adapter(source, tmp_path / "taken", gated[1])
+
+
+GATE = "encoder.block.0.layer.1.DenseReluDense.gate"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda report: report.update(finetune={}), "was finetuned"),
+        (lambda report: report["plan"]["exponents"].update({GATE: -1}), "has edits"),
+    ],
+)
+def test_an_adapter_for_other_weights_or_an_edited_conversion_is_told_so(
+    change: Callable[[dict[str, Any]], None], said: str, gated: Pair, tmp_path: Path
+) -> None:
+    adapter_for(gated[0], tmp_path / "adapter")
+    path = Path(shutil.copytree(gated[1], tmp_path / "changed")) / "fp16_report.json"
+    with rewritten(path) as report:
+        change(report)
+    done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", tmp_path / "changed")
+    plain = convert_adapter(tmp_path / "adapter", tmp_path / "other", gated[1])
+    assert said in done.notes[0] and not any(said in note for note in plain.notes)
+
+
+def test_a_dora_magnitude_is_scaled_as_the_length_of_its_row_is() -> None:
+    """By the row's exponent and the one of all columns: exactly what a row's norm is scaled by."""
+    model = tiny.small("gated")
+    layout = resolve(ModelTensors(model))
+    norm, path = "encoder.block.0.layer.0.layer_norm", "encoder.block.0.layer.0.SelfAttention"
+    value = [i % 5 - 2 for i in range(15)]
+    plan = Plan(family="t5", exponents={norm: [2] * 24, f"{path}.value": value})
+    before = model.get_submodule(f"{path}.v").weight.detach().norm(dim=1)
+    name = f"{PREFIX}{path}.v.lora_magnitude_vector"
+    found = scaled_adapter({name: before}, layout, plan)[name].values
+    apply(model, layout, plan)
+    assert torch.equal(found, model.get_submodule(f"{path}.v").weight.detach().norm(dim=1))
+    assert not torch.equal(found, before)
+
+
+def test_what_stands_on_shared_values_and_on_gains_less_1_moves_as_the_weights_do() -> None:
+    """The two factors of an update to an output projection, and a norm's gain saved whole."""
+    model = tiny.small("gemma3")
+    layout = resolve(ModelTensors(model))
+    at, value = "model.layers.0", "model.layers.0.self_attn.value"
+    plan = Plan(family="gemma3", residual_exponent=-4, exponents={value: [i % 5 - 2 for i in range(20)]})
+    weight = model.get_submodule(f"{at}.self_attn.o_proj").weight
+    gain = model.get_submodule(f"{at}.post_attention_layernorm").weight
+    names = [f"{PREFIX}{at}.{n}" for n in ("self_attn.o_proj.lora_A.weight", "self_attn.o_proj.lora_B.weight")]
+    names.append(f"{PREFIX}{at}.post_attention_layernorm.weight")
+    a, b = draw(2, 40), draw(24, 2)
+    given = dict(zip(names, (a, b, gain.detach().clone()), strict=True))
+    found = scaled_adapter(given, layout, plan)
+    with torch.no_grad():
+        weight.copy_(b @ a)
+        apply(model, layout, plan)
+    moved = [found[name].values for name in names]
+    assert torch.allclose(moved[1] @ moved[0], weight, rtol=1e-6) and not torch.equal(moved[0], a)
+    assert torch.equal(moved[2], gain) and not torch.equal(moved[2], given[names[2]])
+
+
+OLD_NAMES = {
+    "gemma3-images": ("model.language_model.", "language_model.model."),
+    "mistral3": ("model.language_model.", "language_model.model."),
+    "qwen2_5_vl": ("model.language_model.", "model."),
+}
+"""How modules of the text model are called today, and in adapters of transformers 4.51 and older."""
+
+
+@pytest.mark.parametrize("kind", OLD_NAMES)
+def test_an_adapter_with_the_names_of_older_transformers_is_taken_and_keeps_them(kind: str, tmp_path: Path) -> None:
+    """On a model with images."""
+    source = tiny.save(tiny.build(kind), tmp_path / "source", torch.float32)
+    converted: Any = convert(source, tmp_path / "out", run_model=False, stream=-3).out
+    new, old = OLD_NAMES[kind]
+    layout = resolve(open_checkpoint(source))
+    down = next(name for name in layout.tensors if name.endswith("layers.0.mlp.down_proj.weight"))
+    assert down.startswith(new)
+    rows, columns = layout.tensors[down].shape
+    found = []
+    for name, module in (("new", down), ("old", old + down.removeprefix(new))):
+        path = f"{PREFIX}{module.removesuffix('.weight')}"
+        tensors = {f"{path}.lora_A.weight": draw(2, columns), f"{path}.lora_B.weight": draw(rows, 2)}
+        write(tmp_path / name, tensors, source)
+        convert_adapter(tmp_path / name, tmp_path / f"{name}-out", converted)
+        written = load_file(tmp_path / f"{name}-out" / TENSORS)
+        assert written.keys() == tensors.keys()
+        found.append((written[f"{path}.lora_A.weight"], written[f"{path}.lora_B.weight"]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert torch.equal(found[1][1], draw(rows, 2) / 8)

@@ -1,0 +1,247 @@
+"""A plan that centres keys from folder to folder: written, verified, undone, in memory and with adapters."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import exhaustive, tiny
+from support.contract import outputs, random_plan
+from support.forging import copied
+
+from bf16_to_fp16 import UserError, convert, make_fp16_safe, undo, verify
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion import make_safe
+from bf16_to_fp16.conversion.rescale import observed_plan
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.finetuning import run
+from bf16_to_fp16.finetuning.recipe import parse_recipe
+from bf16_to_fp16.json_text import loads
+from bf16_to_fp16.measuring.stock import load
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.build import Decided
+from bf16_to_fp16.report.schema import PAGE, REPORT, Report, read
+from bf16_to_fp16.report.terminal import print_conversion
+from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.centred import centrable, centred_bias, centred_tensors
+from bf16_to_fp16.rescaling.plan import Plan, describe_plan
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+
+DTYPES = {"pegasus": torch.bfloat16, "mbart": torch.float32}
+
+
+def plan_of(source: Path, folder: Path) -> tuple[Path, Plan]:
+    """Write and return a plan that moves queries, keys and norms and centres all keys but those of one attention."""
+    layout = resolve(open_checkpoint(source))
+    plan = random_plan(layout, (Kind.NORM, Kind.QUERY_KEY))
+    plan = plan.model_copy(update={"centred_keys": [w.at for w in centrable(layout)[1:]]})
+    path = folder / "plan.json"
+    path.write_text(json.dumps({"schema": 1, "target": "half", "plan": describe_plan(plan)}))
+    return path, plan
+
+
+@pytest.fixture(scope="module", params=sorted(DTYPES))
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Plan]:
+    root, kind = tmp_path_factory.mktemp(request.param), request.param
+    source = tiny.save(tiny.small(kind, factor=1.0, dtype=DTYPES[kind]), root / "source", DTYPES[kind])
+    path, plan = plan_of(source, root)
+    assert convert(source, root / "out", plan=path).safe
+    return source, root / "out", plan
+
+
+Converted = tuple[Path, Path, Plan]
+
+
+def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Converted) -> None:
+    source, out, plan = converted
+    layout, written = resolve(checkpoint := open_checkpoint(source)), load_file(out / "model.safetensors")
+    biases = centred_tensors(layout, plan.centred_keys)
+    assert len(biases) == len(centrable(layout)) - 1
+    for name, attention in biases.items():
+        exponents = torch.tensor(plan.exponents[f"{attention.at}.query_key"])
+        wanted = torch.ldexp(centred_bias(source_weights(checkpoint, layout), layout, attention), -exponents.double())
+        assert torch.equal(written[name], wanted.half())
+    report = loads((out / REPORT).read_bytes())
+    assert report["plan"]["centred_keys"] == plan.centred_keys and set(report["source"]["replaced"]) == set(biases)
+    assert report["source"]["made"] == []
+    carried = sum(tensor.numel() for name, tensor in written.items() if name not in biases)
+    assert report["weights"]["elements"] == carried
+    page = (out / PAGE).read_text(encoding="utf-8")
+    assert "key or position biases of 3 attentions" in page and "outputs keep every bit" not in page
+    model = load(out, torch.float32)
+    found = outputs(model)
+    for name, attention in biases.items():
+        exponents = torch.tensor(plan.exponents[f"{attention.at}.query_key"])
+        model.get_parameter(name).data.copy_(torch.ldexp(checkpoint.read(name).float(), -exponents))
+    assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(outputs(model), found, strict=True))
+
+
+def test_verify_makes_the_same_bits_again(converted: Converted) -> None:
+    source, out, _ = converted
+    for original in (None, source):
+        found = verify(out, original=original)
+        assert found["verified"] and found["verdict"] == "safe", found["problems"]
+
+
+def test_undo_brings_back_every_bit_of_the_centred_tensors(converted: Converted, tmp_path: Path) -> None:
+    source, out, plan = converted
+    before, after = (load_file(f / "model.safetensors") for f in (source, undo(out, tmp_path / "back")))
+    assert {n: t.dtype for n, t in before.items()} == {n: t.dtype for n, t in after.items()}
+    biases = centred_tensors(resolve(open_checkpoint(source)), plan.centred_keys)
+    assert all(torch.equal(before[name], after[name]) for name in biases)
+    unlike = load_file(out / "model.safetensors")
+    assert not any(torch.equal(before[name].half(), unlike[name]) for name in biases)
+
+
+def test_a_changed_original_is_noticed_by_undo_and_verify(converted: Converted, tmp_path: Path) -> None:
+    source, out, _ = converted
+    name, other = sorted(loads((out / REPORT).read_bytes())["source"]["replaced"])[:2]
+
+    def changed(report: dict[str, Any]) -> None:
+        replaced = report["source"]["replaced"]
+        replaced[name]["values"] = replaced[other]["values"]
+
+    def swapped(report: dict[str, Any]) -> None:
+        replaced = report["source"]["replaced"]
+        replaced[name] = replaced[other]
+
+    def removed(report: dict[str, Any]) -> None:
+        del report["source"]["replaced"][name]
+
+    def not_centred(report: dict[str, Any]) -> None:
+        del report["plan"]["centred_keys"][0]
+
+    def shortened(report: dict[str, Any]) -> None:
+        digest = hashlib.sha256(b"ab").hexdigest()
+        report["source"]["replaced"][name] = {"values": base64.b64encode(b"ab").decode(), "sha256": digest}
+
+    def nowhere(report: dict[str, Any]) -> None:
+        report["plan"]["centred_keys"].append("nowhere")
+
+    for number, change in enumerate((changed, removed, not_centred, shortened, nowhere)):
+        folder = copied(out, tmp_path / str(number), change)
+        with pytest.raises(UserError, match=r"take the one that convert wrote|no free key bias"):
+            undo(folder, tmp_path / "back")
+        found = verify(folder, run_model=False)
+        assert found["checks"]["plan"] == "failed", change
+    # With a hash that fits only the original tells.
+    found = verify(copied(out, tmp_path / "swapped", swapped), original=source, run_model=False)
+    assert {p["name"] for p in found["problems"] if p["check"] == "replay"} == {
+        f"source.replaced.{name}.{key}" for key in ("values", "sha256")
+    }
+
+
+def test_a_finetune_of_a_converted_folder_begins_with_the_same_function_centred_again(
+    converted: Converted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _, out, plan = converted
+    checkpoint = open_checkpoint(out)
+    recipe = parse_recipe({"source": str(out), "out": "out", "data": {"path": "texts.jsonl"}})
+    monkeypatch.setattr(run, "decide", lambda opened, *_: Decided(opened.layout, plan, "half"))
+    run.write_start(checkpoint, recipe, tmp_path / "start", Progress(quiet=True))
+    before, after = (outputs(load(folder, torch.float32)) for folder in (out, tmp_path / "start"))
+    assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(before, after, strict=True))
+    layout = resolve(checkpoint)
+    written = load_file(tmp_path / "start" / "model.safetensors")
+    for name, attention in centred_tensors(layout, plan.centred_keys).items():
+        exponents = torch.tensor(plan.exponents[f"{attention.at}.query_key"]).double()
+        wanted = torch.ldexp(centred_bias(source_weights(checkpoint, layout), layout, attention), -exponents)
+        assert torch.equal(written[name], wanted.float()) and written[name].dtype == torch.float32
+
+
+def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.small("pegasus", factor=40000.0)
+    layout = resolve(ModelTensors(model))
+    before, unchanged = outputs(model), deepcopy(model)
+
+    def planned(*given: Any, **options: Any) -> Plan:
+        centred = [w.at for w in centrable(layout)]
+        return observed_plan(*given, **options).model_copy(update={"centred_keys": centred})
+
+    monkeypatch.setattr(make_safe, "observed_plan", planned)
+    made = make_fp16_safe(model)
+    assert made.plan.residual_exponent and set(made.originals) == set(centred_tensors(layout, made.plan.centred_keys))
+    assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(before, outputs(model), strict=True))
+    bounded = make_safe.rounded(ModelTensors(unchanged), layout, made.plan)
+    state = model.state_dict()
+    assert all(torch.equal(bounded(name), state[name].half()) for name in layout.tensors)
+    with torch.no_grad():
+        for name in made.originals:
+            model.get_parameter(name).add_(1.0)  # as training may, which leaves the function as it is
+    made.undo(model)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in unchanged.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.bfloat16, torch.float32]))
+def test_a_table_of_position_biases_past_fp16s_range_is_centred(
+    tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its differences, of which alone a softmax knows, are kept to rounding, and the source's bits come back."""
+    model = tiny.small("gated", factor=1.0, dtype=dtype)
+    tables = [name for name in model.state_dict() if "relative_attention_bias" in name]
+    with torch.no_grad():
+        for name in tables:  # what bf16 holds at this magnitude are multiples of 512
+            table = model.state_dict()[name]
+            table.copy_(torch.randint(-3, 4, table.shape) * 512.0 + torch.tensor([90112.0, -131072.0, 8192.0]))
+    source = tiny.save(model, tmp_path / "source", dtype)
+    with pytest.raises(UserError, match="no exponent brings them under 65504"):
+        convert(source, tmp_path / "out", exact=True)
+    converted = convert(source, tmp_path / "out", stream=-2)
+    assert converted.safe and converted.report["proof"] == "certified" and "inexact" not in converted.report
+    assert len(converted.report["plan"]["centred_keys"]) == len(tables) == 2
+    print_conversion(read(Report, converted.report), tmp_path / "out")
+    assert "\ncentred: key or position biases of 2 attentions, less what a softmax ignores\n" in capsys.readouterr().out
+    before, after = (max(signal[when] for signal in converted.report["signals"]) for when in ("before", "after"))
+    assert before > 65504 > after
+    states, others = (outputs(load(folder, torch.float32)) for folder in (source, tmp_path / "out"))
+    assert all((x - y).abs().max() <= 0.02 * x.abs().max() for x, y in zip(states, others, strict=True))
+    assert converted.report["fidelity"]["kl_fp32"] < converted.report["fidelity"]["kl_bf16"] / 100
+    assert verify(tmp_path / "out", original=source)["verified"]
+    one, two = (load_file(f / "model.safetensors") for f in (source, undo(tmp_path / "out", tmp_path / "back")))
+    assert all(torch.equal(one[name], two[name]) for name in tables)
+    # In memory the same, unless training changes one of them, which then stays centred.
+    for trained in (False, True):
+        model = load(tmp_path / "out", torch.float32)
+        safe = make_fp16_safe(model)
+        with torch.no_grad():
+            model.get_parameter(tables[0])[0] += 0.5 * trained
+        wanted = outputs(model)
+        state = safe.undo(model).state_dict()
+        assert all(torch.equal(state[name], one[name].float()) != trained for name in tables)
+        assert not trained or all(map(torch.equal, wanted, outputs(model)))
+
+
+def test_a_plan_that_only_centres_keys_changes_a_model() -> None:
+    plan = Plan(family="pegasus", centred_keys=["a"])
+    assert make_safe.MadeSafe(plan, "half", True, 1.0, "a", 1e-5).changed
+
+
+def test_an_adapter_follows_on_centred_keys_with_a_bias_of_its_own() -> None:
+    """Its key bias is as free as the checkpoint's, so it needs no more than the exponents."""
+    base = tiny.small("pegasus").double()
+    layout = resolve(ModelTensors(base))
+    plan = random_plan(layout, (Kind.NORM, Kind.QUERY_KEY))
+    plan = plan.model_copy(update={"centred_keys": [w.at for w in centrable(layout)]})
+    key = f"{plan.centred_keys[0]}.k_proj"
+    names = [f"{PREFIX}{key}.{part}" for part in ("lora_A.weight", "lora_B.weight", "bias")]
+    adapter = dict(zip(names, map(torch.randn, ((2, 24), (24, 2), (24,))), strict=True))
+
+    def with_adapter(model: Any, tensors: Iterable[torch.Tensor]) -> Any:
+        a, b, bias = (each.double() for each in tensors)
+        model.get_submodule(key).weight.data += b @ a
+        model.get_submodule(key).bias.data.copy_(bias)
+        return model
+
+    before = outputs(with_adapter(deepcopy(base), adapter.values()))
+    moved = [scaled_adapter(adapter, layout, plan)[name].values for name in names]
+    after = outputs(with_adapter(apply(deepcopy(base), layout, plan), moved))
+    assert all((x - y).abs().max() <= 1e-12 * x.abs().max() for x, y in zip(before, after, strict=True))
+    assert (before[0] - outputs(base)[0]).abs().max() > 1e-4 * before[0].abs().max()

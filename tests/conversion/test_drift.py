@@ -1,0 +1,226 @@
+"""Where eps is fixed or gains round, the output drifts: by what was predicted, and by no more than is worth it."""
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import tiny
+from support.folders import compared
+
+from bf16_to_fp16 import convert, undo
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion.options import Options
+from bf16_to_fp16.conversion.planning import (
+    Opened,
+    Search,
+    best_plan,
+    drifted_outputs,
+    is_acceptable,
+    observe_source,
+)
+from bf16_to_fp16.devices import Device
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.measuring import probe
+from bf16_to_fp16.measuring.batch import Batch
+from bf16_to_fp16.measuring.fidelity import fidelity, reference_of
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.stock import load_config
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.results import Fidelity
+
+
+@pytest.mark.usefixtures("first_batch")
+def test_a_separated_pegasus_head_loads_in_stock_code(tmp_path: Path) -> None:
+    """Stock Pegasus with tie_word_embeddings false ties nothing, so the embedding is written under all its names."""
+    model = small_early_large_late()
+    with torch.no_grad():
+        for parameter in model.model.decoder.layer_norm.parameters():
+            parameter.mul_(128)
+    source = tiny.save(model, tmp_path / "source")
+    result = convert(source, tmp_path / "out", target="half")
+    assert result.plan.untied_head and result.out is not None
+    names = set(load_file(result.out / "model.safetensors"))
+    copies = {"model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"}
+    assert {"lm_head.weight", "model.shared.weight"} | copies <= names
+    assert compared(source, result.out) <= 1e-3
+    back = load_file(undo(result.out, tmp_path / "back") / "model.safetensors")
+    before = load_file(source / "model.safetensors")
+    assert set(back) == set(before)
+    (result.out / "fp16_report.json").unlink()  # now it is anyone's checkpoint with a head of its own
+    again = convert(result.out, tmp_path / "again", run_model=False)
+    assert again.out is not None and set(load_file(again.out / "model.safetensors")) == names
+    assert compared(result.out, again.out) <= 1e-3
+    assert set(load_file(undo(again.out, tmp_path / "first") / "model.safetensors")) == names
+
+
+@pytest.mark.usefixtures("first_batch")
+def test_a_gain_correction_takes_most_of_the_drift_out(tmp_path: Path) -> None:
+    source = tiny.save(small_early_large_late(), tmp_path / "source")
+    corrected = convert(source, tmp_path / "out", margin_bits=3.25)
+    assert corrected.plan.residual_exponent == -6 and corrected.plan.gain_correction
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
+    report["plan"]["gain_correction"] = {}
+    (tmp_path / "plain.json").write_text(json.dumps(report))
+    plain = convert(source, tmp_path / "plain", plan=tmp_path / "plain.json")
+    drifts = [c.plan.drift for c in (corrected, plain)]
+    assert drifts[0] is not None and drifts[0].measured_kl is not None
+    assert drifts[1] is not None and drifts[1].measured_kl is not None
+    assert drifts[0].measured_kl <= drifts[1].measured_kl / 5
+
+
+def small_early_large_late() -> Any:
+    """Return a Pegasus whose stream has a variance of about 1 in its first layers and passes 65504 only in its last."""
+    model = tiny.small("pegasus", factor=1.0, encoder_layers=6, d_model=48, encoder_ffn_dim=64)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("shared.weight"):
+                weight.normal_(0, 1 / 48**0.5)
+            if "encoder.layers.5.fc2" in name:
+                weight.mul_(190_000.0)
+            if "decoder.layers.1.fc2" in name:
+                weight.mul_(1900.0)
+            weight.copy_(weight.bfloat16().float())
+    return model
+
+
+def test_a_pegasus_that_is_small_early_and_large_late_drifts_as_predicted(tmp_path: Path) -> None:
+    source = tiny.save(small_early_large_late(), tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    drift, close = result.plan.drift, result.report["fidelity"]
+    assert result.safe and result.out is not None and result.plan.residual_exponent == -5
+    # The least shrinking that clears the limits for every input: one step less would pass them.
+    assert result.report["proof"] == "certified"
+    stream = [s for s in result.report["certificate"]["sites"] if s["kind"] in ("residual", "output")]
+    assert 0 <= min(s["headroom_bits"] for s in stream) < 1
+    assert drift is not None and drift.predicted_kl is not None and drift.measured_kl is not None
+    assert drift.predicted_max_logit_error and drift.measured_max_logit_error
+    assert drift.measured_max_logit_error <= 2 * drift.predicted_max_logit_error
+    assert drift.predicted_kl <= close["kl_bf16"] / 64
+    assert close["kl_fp16"] <= close["kl_bf16"] / 32
+
+
+def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
+    """Running the source with eps·4^-r is the same function as the rescaled files with the stock eps."""
+    source = tiny.save(tiny.small("pegasus", factor=40000.0), tmp_path / "source")
+    result = convert(source, tmp_path / "out")
+    assert result.out is not None and result.plan.drift is not None
+    inputs = probe.audit_batches(load_config(source), source, None)
+    reference, written = (reference_of(open_checkpoint(f), inputs).fp32 for f in (source, result.out))
+    measured = fidelity(reference, None, written, probabilities=True)
+    assert measured.kl_fp16 == result.plan.drift.measured_kl
+    assert result.plan.drift.predicted_max_logit_error == pytest.approx(measured.max_logit_error_fp16, rel=0.5)
+
+
+def of_eighths(kind: str) -> Any:
+    """Return a model whose weights are eighths from −1 to 1, which every 16-bit format holds after small exponents."""
+    model = tiny.KINDS[kind]().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randint(-8, 9, weight.shape, generator=generator) / 8)
+    return model
+
+
+def test_undo_gives_back_dtypes_tensors_and_config_as_recorded(tmp_path: Path) -> None:
+    model = of_eighths("pegasus")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layout = resolve(ModelTensors(model))
+    norm, other = (f"{path}.weight" for path in layout.norms[:2])
+    made = "model.encoder.embed_positions.weight"
+    plan = Plan(family="pegasus", residual_exponent=-3, exponents={layout.norms[1]: 2}, gain_correction={norm: 1.25})
+    folder = tiny.save(apply(model, layout, plan), tmp_path / "converted", torch.float16)
+    config = json.loads((folder / "config.json").read_text())
+    record = {
+        "dtype": "BF16",
+        "dtypes": {norm: "F32"},
+        "sha256": {},
+        "made": [made],
+        "config_changes": {
+            "dtype": {"before": "bfloat16", "after": "float16"},
+            "tie_word_embeddings": {"after": True},
+            "lost": {"before": 1},
+        },
+    }
+    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    output = {"files": [{"name": "model.safetensors", "sha256": digest}]}
+    said = {"schema": 1, "verdict": "safe", "certificate": {"sites": []}, "plan": plan.model_dump()}
+    (folder / "fp16_report.json").write_text(json.dumps(said | {"source": record, "output": output}))
+    back = undo(folder, tmp_path / "back")
+    after = load_file(back / "model.safetensors")
+    assert set(load_file(folder / "model.safetensors")) - set(after) == {made}
+    assert {name for name, tensor in after.items() if tensor.dtype != torch.bfloat16} == {norm}
+    assert after[norm].dtype == torch.float32 and other in after
+    assert all(torch.equal(tensor.float(), before[name]) for name, tensor in after.items())
+    kept = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
+    assert json.loads((back / "config.json").read_text()) == kept | {"dtype": "bfloat16", "lost": 1}
+
+
+def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps(tmp_path: Path) -> None:
+    stock, rescaled = of_eighths("pegasus"), of_eighths("pegasus")
+    checkpoint = open_checkpoint(tiny.save(stock, tmp_path, torch.float32))
+    layout = resolve(checkpoint)
+    gains = {f"{layout.norms[0]}.weight": 1.3, f"{layout.norms[-1]}.weight": 0.7}
+    plan = Plan(family="pegasus", residual_exponent=-6, gain_correction=gains)
+    apply(rescaled, layout, plan)
+    for path in layout.norms:
+        norm: Any = rescaled.get_submodule(path)
+        norm.eps = layout.eps
+        norm.weight.data.copy_(norm.weight.data.half())
+    ids = torch.arange(3, 63).view(3, 20)
+    mask = torch.ones_like(ids)
+    for model in (rescaled, stock):
+        model.set_attn_implementation("eager")
+    with torch.no_grad():
+        b, c = (m(input_ids=ids, decoder_input_ids=ids).logits.flatten(0, 1) for m in (rescaled, stock))
+    (a,) = drifted_outputs(checkpoint, layout, plan, [Batch("ids", ids, mask, ids, mask)])
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
+
+def searched(source: Path) -> Search:
+    checkpoint, progress = open_checkpoint(source), Progress(quiet=True)
+    inputs = batches(load_config(source), None, None)
+    ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
+    options = Options(margin_bits=1.25, target="half", max_length=512)
+    return Search(Opened(checkpoint, resolve(checkpoint), inputs), options, progress, ranges, reference)
+
+
+def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = searched(tiny.save(tiny.build("pegasus"), tmp_path / "source"))
+    plans = []
+    for kl in (1.0, 0.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(Search, "drift", lambda *_, kl=kl: Fidelity(kl_fp16=kl, kl_bf16=1.0))
+            plans.append(best_plan(search)[1])
+    refused, taken = plans
+    assert [f.signal for f in refused.fallbacks] == ["residual"] and not taken.fallbacks
+    assert taken.plan.residual_exponent < refused.plan.residual_exponent
+    layout = search.opened.layout
+    assert is_acceptable(search.drift(layout, taken.plan))
+    assert not is_acceptable(search.drift(layout, taken.plan.model_copy(update={"residual_exponent": -9})))
+
+
+def test_a_correction_of_gains_is_kept_only_where_it_brings_the_outputs_nearer(tmp_path: Path) -> None:
+    """What takes out the mean of the drift over all tokens can move the few on which the logits depend."""
+    search = searched(tiny.save(tiny.build("bigbird_pegasus", 1), tmp_path / "source"))
+    asked = {"unmeasured": replace(search, reference=None), "measured": search}
+    plans = {name: best_plan(each)[1].plan for name, each in asked.items()}
+    assert plans["unmeasured"].gain_correction and not plans["measured"].gain_correction
+    with_it, without = (search.drift(search.opened.layout, plan).kl_fp16 for plan in plans.values())
+    assert without < with_it / 4
+
+
+@pytest.mark.usefixtures("first_batch")
+@pytest.mark.parametrize("stream", [0, -1])
+def test_a_stream_that_is_asked_for_is_not_moved_for_a_drift_that_may_be_taken(stream: int, tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("pegasus"), tmp_path / "source")
+    assert convert(source, tmp_path / "out", stream=stream).plan.residual_exponent == stream

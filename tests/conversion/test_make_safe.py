@@ -1,0 +1,663 @@
+"""``make_fp16_safe``: a model in memory made safe for fp16 AMP before a training, and undone after it, exactly."""
+
+import copy
+import json
+import math
+import pickle
+import shutil
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from support import exhaustive, tiny
+from support.contract import certified, outputs
+
+from bf16_to_fp16 import UserError, certify, convert, make_fp16_safe, rescale
+from bf16_to_fp16.bounds.certificate import bound
+from bf16_to_fp16.conversion.make_safe import layout_under
+from bf16_to_fp16.measuring.stock import load
+from bf16_to_fp16.rescaling.plan import Plan
+
+DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
+FAMILIES = ["t5", "gated", "umt5", "pegasus", "t5-encoder", "t5-classifier", "t5-spans", "longt5"]
+FAMILIES += ["gemma3", "glm4", "t5gemma"]
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, 97, (4, 12), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": ids, "labels": ids[:, :7].flip(1)}
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, clip: float = 0.0, **given: torch.Tensor) -> list[float]:
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = model(**batch() | given).loss
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+IN_FP32 = [(kind, torch.float32) for kind in FAMILIES]
+SOME = [(kind, torch.float32) for kind in ("t5", "gated", "pegasus", "gemma2", "llama", "glm4")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), exhaustive.beyond([*SOME, ("t5", torch.float64)], [*IN_FP32, ("t5", torch.float64)])
+)
+def test_outputs_keep_every_bit_and_undo_gives_every_weight_back(kind: str, dtype: torch.dtype) -> None:
+    model = tiny.small(kind).train().to(dtype)
+    before, after = weights(model), copy.deepcopy(model)
+    config = model.config.to_dict()
+    safe = make_fp16_safe(after)
+    assert after.training and safe.changed and safe.plan.residual_exponent < 0 and not same(before, weights(after))
+    assert safe.certified is (kind != "pegasus")  # by plans that hold bounds, not only what was observed
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model.eval()), outputs(after.eval()), strict=True))
+    assert safe.undo(after) is after
+    assert same(before, weights(after)) and after.config.to_dict() == config
+    assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(after), strict=True))
+
+
+def test_pegasus_keeps_every_bit_where_its_plan_would_correct_gains() -> None:
+    """In memory the eps of LayerNorm is scaled as well, so nothing drifts that a correction should take out."""
+    for take in (make_fp16_safe, rescale):
+        model = tiny.small("pegasus", factor=60000.0)
+        before = outputs(model)
+        take(model)
+        assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+
+
+def test_in_memory_the_norm_of_an_embedding_keeps_its_eps() -> None:
+    """What it reads is not scaled, so its bound is the file's; its stream's norms have the eps of the scaled stream."""
+    model = tiny.small("mbart")
+    before = outputs(model)
+    safe = make_fp16_safe(model)
+    assert safe.plan.residual_exponent < 0
+    assert all(torch.equal(a, b) for a, b in zip(before, outputs(model), strict=True))
+    layout, certificate = certified(model)
+    after = bound(layout_under(layout, safe.plan), model.state_dict().__getitem__)
+    exponents = [safe.plan.stream_exponent(stream) for stream in layout.streams]
+    assert len(exponents) == 2
+    for at, exponent in zip((stack.ends.at for stack in layout.stacks()), exponents, strict=True):
+        statistic = f"{at}.layernorm_embedding:layer_norm.2"
+        assert after.at(statistic) == certificate.at(statistic) == pytest.approx(1e-5**-0.5, rel=1e-3)
+        norm = f"{at}.layer_norm"
+        assert model.get_submodule(norm).eps == 1e-5 * 4.0**exponent
+        assert after.at(f"{norm}:layer_norm.2") == pytest.approx(model.get_submodule(norm).eps ** -0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gated", "pegasus"], ["gated", "t5", "pegasus", "mbart"]))
+def test_what_was_trained_is_undone_to_exactly_the_trained_function(kind: str) -> None:
+    model = tiny.small(kind)
+    safe = make_fp16_safe(model)
+    start = weights(model)
+    trained(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    moved, now = outputs(model), weights(model)
+    assert not same(start, now)
+    safe.undo(model)
+    assert all(torch.equal(a, b) for a, b in zip(moved, outputs(model), strict=True))
+
+
+def test_fp16_overflows_before_and_not_after(tmp_path: Path) -> None:
+    """What it is for: a pass in fp16, with the loss and its backward pass, gives nothing but finite numbers."""
+    model = load(DEMO, torch.float32)
+    assert not outputs(copy.deepcopy(model).half())[0].isfinite().all()
+    assert make_fp16_safe(model).certified
+    half = copy.deepcopy(model).half()
+    loss = half(**batch()).loss
+    loss.backward()
+    assert loss.isfinite() and all(bool(p.grad.isfinite().all()) for p in half.parameters() if p.grad is not None)
+
+
+def test_the_certificate_is_that_of_the_weights_as_saved(tmp_path: Path) -> None:
+    """What is claimed in memory, ``certify`` finds out from the folder that stock code saves."""
+    model = load(DEMO, torch.float32)
+    safe = make_fp16_safe(model)
+    model.save_pretrained(tmp_path / "saved")
+    found = certify(tmp_path / "saved", target="train")["certificate"]
+    assert safe.certified is found["holds"] is True
+    tightest = min(found["sites"], key=lambda site: site["headroom_bits"])
+    assert (tightest["name"], tightest["headroom_bits"]) == (safe.tightest, pytest.approx(safe.headroom_bits, abs=0.02))
+    assert "Certified in training" in str(safe) and "training moves them" in str(safe)
+    assert repr(safe) == f"<MadeSafe: certified in training, {safe.headroom_bits:.2f} bits at {safe.tightest}>"
+
+
+def test_where_no_certificate_can_be_had_it_says_so() -> None:
+    model = tiny.small("gated")
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[1].DenseReluDense.wi_0.weight.mul_(100)  # what enters a GELU moves under no plan
+    safe = make_fp16_safe(model)
+    assert not safe.certified and "wi_0" in safe.tightest and "Not certified in training" in str(safe)
+    assert safe.passed == "" and "safe on what was observed only" in str(safe)
+
+
+def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
+    model = tiny.small("pegasus")
+    with torch.no_grad():
+        for layer in model.model.encoder.layers:
+            layer.self_attn.k_proj.weight.mul_(3000)
+            layer.self_attn.q_proj.weight.mul_(3000)
+    safe = make_fp16_safe(model, target="half")
+    assert safe.passed == "model.encoder.layers.0.self_attn" and "safe on" not in str(safe)
+    assert "is over 65504, and no exact exponent moves that: convert its checkpoint" in str(safe)
+
+
+def test_a_save_writes_weights_with_the_eps_that_goes_with_them(tmp_path: Path) -> None:
+    model = tiny.small("gated")
+    reference = outputs(model)
+    model.config.tie_word_embeddings = False
+    safe = make_fp16_safe(model)
+    model.save_pretrained(tmp_path / "safe")
+    safe.undo(model)
+    model.save_pretrained(tmp_path / "undone")
+    eps = [json.loads((tmp_path / n / "config.json").read_text())["layer_norm_epsilon"] for n in ("safe", "undone")]
+    assert eps == [1e-6 * 4.0**safe.plan.residual_exponent, 1e-6] and eps[0] != eps[1]
+    for name in ("safe", "undone"):
+        loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
+        assert all(torch.equal(a, b) for a, b in zip(reference, outputs(loaded), strict=True))
+    # A folder saved before the undo is recognised by its eps, and comes back too.
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "safe", dtype=torch.float32)
+    assert same(weights(safe.undo(loaded)), weights(model)) and loaded.config.layer_norm_epsilon == 1e-6
+
+
+def test_a_model_that_was_made_safe_is_left_alone_and_so_is_one_that_needs_nothing() -> None:
+    model = tiny.small("gated")
+    first, now = make_fp16_safe(model), weights(model)
+    again = make_fp16_safe(model)
+    assert again.again and again.plan == first.plan and str(again).startswith("made safe before; nothing was done")
+    assert same(now, weights(model))
+    again.undo(model)
+    with pytest.raises(UserError, match="undone already"):
+        first.undo(model)
+
+
+def test_a_converted_checkpoint_needs_nothing(tmp_path: Path) -> None:
+    out: Any = convert(DEMO, tmp_path / "out", target="train", run_model=False).out
+    model = load(out, torch.float32)
+    before = weights(model)
+    safe = make_fp16_safe(model)
+    assert safe.certified and safe.converted == "out" and str(safe).startswith("loaded from the converted folder out")
+    assert same(before, weights(model))
+    # Its plan is that of the folder, which undo takes back.
+    original, undone = load(DEMO, torch.float32), weights(safe.undo(model))
+    assert all(torch.equal(undone[name].half(), w.half()) for name, w in weights(original).items() if "shared" in name)
+
+
+def test_tied_heads_stay_tied_and_heads_of_their_own_apart() -> None:
+    tied, apart = tiny.small("t5"), tiny.small("gated")
+    for model in (tied, apart):
+        make_fp16_safe(model)
+    assert tied.lm_head.weight is tied.shared.weight is tied.encoder.embed_tokens.weight
+    assert apart.lm_head.weight is not apart.shared.weight
+
+
+def test_a_copy_of_the_embedding_that_is_not_tied_to_it_is_refused() -> None:
+    """It would be taken for the embedding and left unscaled."""
+    model = tiny.small("t5")
+    model.lm_head.weight = torch.nn.Parameter(model.shared.weight.detach().clone())
+    before = weights(model)
+    with pytest.raises(UserError, match=r"lm_head\.weight has the values .* not tied"):
+        make_fp16_safe(model)
+    assert same(before, weights(model))
+
+
+def test_gradient_checkpointing_stays_on_and_changes_nothing() -> None:
+    paths = []
+    for make in (False, True):
+        model = tiny.small("gated", dropout_rate=0.0, factor=30.0).train()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        safe = make_fp16_safe(model) if make else None
+        assert model.is_gradient_checkpointing
+        if safe is not None:
+            safe.follow(optimizer, model)
+        losses = trained(model, optimizer)
+        paths.append((losses, weights(model if safe is None else safe.undo(model))))
+    assert paths[0][0] == paths[1][0] and same(paths[0][1], paths[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_16_bits_is_refused_with_the_dtype_to_load(dtype: torch.dtype) -> None:
+    model = tiny.small("t5").to(dtype)
+    before = weights(model)
+    with pytest.raises(UserError, match=r"dtype=torch\.float32"):
+        make_fp16_safe(model)
+    assert all(torch.equal(before[n].nan_to_num(), t.nan_to_num()) for n, t in model.state_dict().items())
+
+
+def test_what_was_cast_to_fp16_is_not_undone() -> None:
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    with pytest.raises(UserError, match=r"undo before half"):
+        safe.undo(model.half())
+
+
+def test_other_models_are_one_line_that_says_what_to_use_in_their_place() -> None:
+    gpt = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=11))
+    stack = tiny.small("t5").encoder
+    for model in (gpt, stack, torch.nn.Linear(2, 2)):
+        with pytest.raises(UserError, match="ActivationPenalty, which takes any model") as caught:
+            make_fp16_safe(model)
+        assert "\n" not in str(caught.value) and "T5ForConditionalGeneration" in str(caught.value)
+    with pytest.raises(UserError, match=r"^str is no model; load it with from_pretrained first"):
+        make_fp16_safe("folder")
+
+
+@pytest.mark.parametrize("prepare", [make_fp16_safe, rescale])
+def test_a_target_or_a_margin_that_cannot_be_had_is_refused_as_on_the_command_line(prepare: Any) -> None:
+    model = tiny.small("t5")
+    for margin in (-1, 99, math.nan, "x"):
+        with pytest.raises(UserError, match=f"a margin of {margin} bits cannot be kept; give 0 to 12"):
+            prepare(model, margin_bits=margin)
+    with pytest.raises(UserError, match="target 'fp8' is unknown"):
+        prepare(model, target="fp8")
+    prepare(model, margin_bits=12)
+
+
+def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q"]))
+    for inside in (wrapped, model):
+        with pytest.raises(UserError, match="before get_peft_model"):
+            make_fp16_safe(inside)
+    with pytest.raises(UserError, match="give the PEFT model around it, or merge"):
+        safe.undo(model)
+    merged = wrapped.merge_and_unload()
+    moved = outputs(merged)
+    assert all(torch.equal(a, b) for a, b in zip(moved, outputs(safe.undo(merged)), strict=True))
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("kind", ["t5", "llama"])
+def test_an_adapter_that_was_trained_on_it_is_written_for_the_original(
+    kind: str, converted: bool, tmp_path: Path
+) -> None:
+    source, names = tiny.save(tiny.build(kind), tmp_path / "source"), {"t5": ["q", "o", "wo"], "llama": ["v_proj"]}
+    if converted:
+        convert(source, tmp_path / "out", stream=-3, run_model=False)
+    model = load(tmp_path / "out" if converted else source, torch.float32)
+    safe = make_fp16_safe(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=names[kind]))
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)) / 4)
+    wanted = outputs(wrapped)
+    assert safe.plan.moves and safe.adapter(wrapped, tmp_path / "adapter") == tmp_path / "adapter"
+    with pytest.raises(UserError, match="exists"):
+        safe.adapter(wrapped, tmp_path / "adapter")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"].endswith("source")
+    base = safe.undo(wrapped.unload())  # at the original's scale, as fp16 holds it where that was converted
+    assert not all(torch.equal(a, b) for a, b in zip(wanted[:1], outputs(base)[:1], strict=True))
+    found = outputs(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    assert torch.equal(wanted[0], found[0])
+
+
+def test_a_plain_save_warns_of_its_scale_and_save_writes_the_originals(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("gemma3"), tmp_path / "source", torch.float32)
+    model = load(source, torch.float32)
+    before, wanted, safe = weights(model), outputs(model), make_fp16_safe(model)
+    moved = weights(model)
+    with pytest.warns(UserWarning, match=r"saved at that scale; safe\.save"):
+        model.save_pretrained(tmp_path / "moved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        safe.save(model, tmp_path / "out", max_shard_size="20KB")
+    assert same(moved, weights(model)) and not same(moved, before)
+    again, config = load(tmp_path / "out", torch.float32), json.loads((tmp_path / "out" / "config.json").read_text())
+    assert same(before, weights(again)) and "bf16_to_fp16" not in config
+    assert all(torch.equal(a, b) for a, b in zip(wanted, outputs(again), strict=True))
+    copied = pickle.loads(pickle.dumps(model))
+    with pytest.warns(UserWarning, match="saved at that scale"):
+        copied.save_pretrained(tmp_path / "copied")
+    assert same(moved, weights(load(tmp_path / "copied", torch.float32)))
+    safe.undo(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.save_pretrained(tmp_path / "undone")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("t5", {"target_modules": ["q", "o", "wo", "shared"]}),
+        ("gated", {"target_modules": ["wi_0", "v"], "use_rslora": True, "modules_to_save": ["lm_head"]}),
+        ("llama", {"target_modules": ["v_proj", "down_proj"], "bias": "none", "r": 3}),
+    ],
+)
+def test_a_peft_model_around_it_is_taken_back_with_its_adapter(
+    kind: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    source = tiny.save(tiny.build(kind), tmp_path / "source", torch.float32)
+    model = load(source, torch.float32)
+    before, safe = weights(model), make_fp16_safe(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**config))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                weight.add_(torch.randn(weight.shape, generator=generator) / 4)
+    wanted = outputs(wrapped)
+    assert safe.plan.moves and safe.undo(wrapped) is wrapped
+    assert all(torch.equal(a, b) for a, b in zip(wanted[:1], outputs(wrapped)[:1], strict=True))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    found = outputs(peft.PeftModel.from_pretrained(load(source, torch.float32), tmp_path / "adapter"))
+    assert torch.equal(wanted[0], found[0])
+    with pytest.raises(UserError, match="undone already"):
+        safe.undo(wrapped)
+    assert same(before, weights(wrapped.unload())) or "modules_to_save" in config
+
+
+def test_an_adapter_in_16_bits_that_would_lose_some_is_left_as_it_is() -> None:
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["wi_0", "wo"]))
+    for name, weight in wrapped.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.full_like(weight, 60_000.0, dtype=torch.float16)
+    kept = {name: weight.clone() for name, weight in wrapped.named_parameters()}
+    with pytest.raises(UserError, match="is in 16 bits and would lose some"):
+        safe.undo(wrapped)
+    assert all(torch.equal(kept[name], weight) for name, weight in wrapped.named_parameters())
+
+
+def test_a_model_without_its_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = transformers.T5EncoderModel(transformers.T5Config(**tiny.T5_SHAPE))
+    with pytest.raises(UserError, match="not on one device with its values"):
+        make_fp16_safe(model)
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    # With a floor on the size of a tensor that some of them are under, as small weights are under the usual 1e-3.
+    "adafactor": lambda p: transformers.Adafactor(p, lr=1e-4, eps=(1e-30, 50.0), relative_step=False),
+}
+
+
+@pytest.mark.parametrize(("name", "clip"), [*((name, 0.0) for name in OPTIMIZERS), ("sgd", 1.0)])
+def test_an_optimizer_that_follows_takes_the_very_steps_of_the_original(name: str, clip: float) -> None:
+    paths = {}
+    for way in ("original", "safe", "follows"):
+        model = tiny.small("gated", dropout_rate=0.0, factor=300.0).train()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        safe = None if way == "original" else make_fp16_safe(model)
+        if way == "follows":
+            assert safe is not None and safe.follow(optimizer, model, max_grad_norm=clip or None) is optimizer
+        losses = trained(model, optimizer, clip if way != "follows" else 0.0)
+        paths[way] = losses, weights(model if safe is None else safe.undo(model))
+    assert paths["follows"][0] == paths["original"][0] and same(paths["follows"][1], paths["original"][1])
+    assert paths["safe"][0] != paths["original"][0] and not same(paths["safe"][1], paths["original"][1])
+
+
+def test_an_optimizer_that_follows_steps_gains_that_are_stored_less_1() -> None:
+    """As close as fp32 holds such a gain."""
+    paths = {}
+    for way in ("original", "follows"):
+        model = tiny.small("gemma3").train()
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        safe = None if way == "original" else make_fp16_safe(model)
+        if safe is not None:
+            assert safe.plan.residual_exponent <= -4
+            safe.follow(optimizer, model)
+        losses = trained(model, optimizer, labels=batch()["input_ids"])
+        paths[way] = losses, weights(model if safe is None else safe.undo(model))
+    (before, original), (after, followed) = paths["original"], paths["follows"]
+    assert after == pytest.approx(before, rel=1e-5) and before[-1] < before[0] / 2
+    for name, weight in original.items():
+        assert torch.allclose(followed[name], weight, rtol=1e-5, atol=2.0**-15), name
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_under_a_loss_scale_is_of_the_gradients_themselves(fused: bool) -> None:
+    """torch's scaler leaves the gradients of fused optimizers scaled."""
+    ends = []
+    for follows in (False, True):
+        model = tiny.small("gated", dropout_rate=0.0, factor=300.0).train()
+        safe = make_fp16_safe(model) if follows else None
+        others = [p for n, p in model.named_parameters() if "embed" not in n]
+        groups: list[dict[str, Any]] = [{"params": others[::2]}, {"params": others[1::2], "lr": 0.1}]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=0.05, fused=fused)
+        if safe is not None:
+            safe.follow(optimizer, model, max_grad_norm=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(**batch()).loss).backward()
+            if safe is None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_([p for group in groups for p in group["params"]], 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append(weights(model if safe is None else safe.undo(model)))
+    start = weights(tiny.small("gated", dropout_rate=0.0, factor=300.0))
+    for name, weight in ends[0].items():
+        assert torch.allclose(ends[1][name], weight, rtol=1e-5, atol=1e-6 * float(start[name].abs().max())), name
+    assert not same(ends[0], start)
+
+
+@pytest.mark.parametrize("norm", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_norm_to_clip_to_is_positive(norm: float) -> None:
+    model = tiny.small("gated")
+    with pytest.raises(UserError, match="max_grad_norm is"):
+        make_fp16_safe(model).follow(torch.optim.SGD(model.parameters(), lr=1.0), model, max_grad_norm=norm)
+
+
+def test_clipping_works_where_nothing_was_moved() -> None:
+    model = tiny.small("gated")
+    safe = replace(make_fp16_safe(model), plan=Plan(family="t5"))
+    assert not safe.changed
+    optimizer = safe.follow(torch.optim.SGD([model.shared.weight], lr=1.0), model, max_grad_norm=0.5)
+    model.shared.weight.grad = torch.ones_like(model.shared.weight)
+    before = model.shared.weight.detach().clone()
+    optimizer.step()
+    assert (model.shared.weight - before).norm().item() == pytest.approx(0.5, rel=1e-3)
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise MemoryError
+
+
+def test_a_step_that_fails_half_way_is_told_by_the_next_and_by_undo() -> None:
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    optimizer = safe.follow(Failing(model.parameters(), lr=1.0), model)
+    model(**batch()).loss.backward()
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    for again in (optimizer.step, lambda: safe.undo(model)):
+        with pytest.raises(UserError, match="failed half-way"):
+            again()
+
+
+def test_an_optimizer_of_other_parameters_alone_may_follow() -> None:
+    model = tiny.small("gated")
+    prompt = torch.nn.Parameter(torch.ones(3))
+    optimizer = make_fp16_safe(model).follow(torch.optim.SGD([prompt], lr=1.0), model)
+    prompt.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(prompt, torch.zeros(3))
+
+
+def test_an_adapters_own_parameters_are_stepped_as_they_are() -> None:
+    """Only what was rescaled is moved around a step."""
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    extra = torch.nn.Parameter(torch.ones(3))
+    optimizer = safe.follow(torch.optim.SGD([*model.parameters(), extra], lr=1.0), model)
+    extra.grad = torch.ones(3)
+    kept = weights(model)
+    optimizer.step()
+    assert torch.equal(extra, torch.zeros(3)) and same(kept, weights(model))
+
+
+def test_a_parameter_in_shards_cannot_be_followed() -> None:
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    optimizer = safe.follow(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    model.shared.weight.data = model.shared.weight.data[:5].clone()
+    model.shared.weight.grad = torch.zeros_like(model.shared.weight)
+    with pytest.raises(UserError, match="sharded parameter"):
+        optimizer.step()
+
+
+def test_an_optimizer_whose_weights_deepspeed_copied_cannot_follow() -> None:
+    model = tiny.small("gated")
+    optimizer = make_fp16_safe(model).follow(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    flat = torch.nn.Parameter(torch.zeros(3))
+    flat.grad = torch.ones(3)
+    optimizer.param_groups[0]["params"] = [flat]
+    with pytest.raises(UserError, match="none of the model's weights"):
+        optimizer.step()
+    assert torch.equal(flat, torch.zeros(3))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_step_with_a_closure_cannot_be_followed(named: bool) -> None:
+    """Its gradients come after the hook that scales them, so that weights alone would be moved."""
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    before = weights(model)
+    optimizer = safe.follow(torch.optim.SGD(model.parameters(), lr=1.0), model)
+
+    def closure() -> float:
+        loss = model(**batch()).loss
+        loss.backward()
+        return float(loss)
+
+    with pytest.raises(UserError, match="closure"):
+        optimizer.step(closure=closure) if named else optimizer.step(closure)
+    assert same(before, weights(model))
+
+
+@pytest.mark.parametrize("make", [False, True], ids=["as trained", "made safe"])
+def test_under_fp16_autocast_and_a_loss_scale_only_the_safe_model_trains(make: bool) -> None:
+    """Real fp16 products, on the CPU: as it is the demo's every step is skipped, made safe none is."""
+    model = load(DEMO, torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    if make:
+        make_fp16_safe(model).follow(optimizer, model)
+    scaler, before, losses = torch.amp.GradScaler("cpu", init_scale=1024.0), weights(model), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(**batch()).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    if make:
+        assert scaler.get_scale() == 1024.0 and losses[0] > losses[1] > losses[2]
+    else:
+        assert scaler.get_scale() == 1024.0 / 8 and same(before, weights(model))
+
+
+def test_a_trainers_checkpoints_are_safe_ones_from_which_a_run_resumes(tmp_path: Path) -> None:
+    rows = [{"input_ids": ids, "labels": ids.flip(0)} for ids in batch()["input_ids"]]
+
+    def run(steps: int, resume: bool = False) -> tuple[Any, Any]:
+        model = tiny.small("gated", dropout_rate=0.0)
+        model.config.tie_word_embeddings = False
+        safe = make_fp16_safe(model)
+        optimizer = safe.follow(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        options: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "save_total_limit": None, "max_grad_norm": 0.0}
+        options |= {"per_device_train_batch_size": 2, "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+        options |= {"lr_scheduler_type": "constant", "logging_strategy": "no"} | {"max_steps": steps}
+        arguments = transformers.TrainingArguments(str(tmp_path / "runs"), **options)
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
+        trainer.train(resume_from_checkpoint=resume or None)
+        return safe, safe.undo(model)
+
+    _, whole = run(4)
+    shutil.rmtree(tmp_path / "runs")
+    run(2)
+    saved = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "runs" / "checkpoint-2")
+    assert saved.config.layer_norm_epsilon < 1e-6
+    safe, resumed = run(4, resume=True)
+    assert same(weights(whole), weights(resumed))
+    last = transformers.T5ForConditionalGeneration.from_pretrained(
+        tmp_path / "runs" / "checkpoint-4", dtype=torch.float32
+    )
+    assert same(weights(safe.undo(last)), weights(whole))
+
+
+def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_path: Path) -> None:
+    model = tiny.small("pegasus", factor=40000.0)
+    model.save_pretrained(tmp_path / "source")
+    safe = make_fp16_safe(model)
+    model.save_pretrained(tmp_path / "safe")
+    safe.undo(model).save_pretrained(tmp_path / "undone")
+    loaded = {name: load(tmp_path / name, torch.float32) for name in ("source", "safe", "undone")}
+    reference = outputs(loaded["source"])[0]
+    assert torch.equal(outputs(loaded["undone"])[0], reference)
+    drift = float((outputs(loaded["safe"])[0] - reference).abs().max() / reference.abs().max())
+    assert 0 < drift < 0.1
+    with pytest.raises(UserError, match="not at this plan's scale"):  # nothing in its config tells
+        safe.undo(loaded["safe"])
+
+
+def test_certified_weights_are_left_alone_though_another_plan_would_hold_more_bits() -> None:
+    model = tiny.small("gated", factor=1.0)
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[0].SelfAttention.v.weight.mul_(2.0**-20)
+    other, before = copy.deepcopy(model), weights(model)
+    safe = make_fp16_safe(model)
+    assert safe.certified and not safe.changed and same(before, weights(model))
+    assert rescale(other, target="train").exponents and not same(before, weights(other))
+
+
+def test_the_plan_is_the_same_in_train_mode_and_draws_no_random_number() -> None:
+    plans = []
+    for training in (False, True):
+        model = tiny.small("t5", dropout_rate=0.6).train(training)
+        state = torch.get_rng_state()
+        plans.append(rescale(model))
+        assert torch.equal(state, torch.get_rng_state()) and model.training is training
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("kind", ["t5", "pegasus", "llama"])
+def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> None:
+    """A larger model that looks up or makes embeddings itself would be wrong in silence."""
+    model = tiny.small(kind, factor=900.0)
+    ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(0))
+    given = model.get_input_embeddings()(ids).detach() * getattr(model.get_encoder(), "embed_scale", 1.0)
+    more = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        expected = model(inputs_embeds=given, **more).logits
+        safe = make_fp16_safe(model)
+        factor = safe.inputs["inputs_embeds"]
+        assert isinstance(factor, int) and factor and f"by 2^{factor}" in str(safe)
+        with pytest.warns(UserWarning, match=f"inputs_embeds that its own embedding did not make by 2.{factor}"):
+            assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
+        if more:
+            with pytest.warns(UserWarning, match="inputs_embeds"):
+                model.get_encoder()(inputs_embeds=given)
+        pickle.loads(pickle.dumps(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(input_ids=ids, **more)
+            safe.undo(model)
+            assert torch.equal(model(inputs_embeds=given, **more).logits, expected)

@@ -1,0 +1,299 @@
+"""The user's own files: --force replaces what this program wrote and nothing else, and no report overwrites a file."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import pipelines, tiny
+from support.pipelines import contents
+from support.program import refused
+
+from bf16_to_fp16 import cli
+from bf16_to_fp16.checkpoint import staging
+from bf16_to_fp16.conversion.convert import convert
+from bf16_to_fp16.conversion.pipeline import convert_pipeline
+from bf16_to_fp16.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("made")
+    source = tiny.save(tiny.small("t5-encoder"), root / "source")
+    (source / "special_tokens_map.json").write_text("{}")
+    convert(source, root / "converted", run_model=False)
+    convert(source, root / "packed.safetensors", layout="single", run_model=False)
+    assert cli.main(["undo", str(root / "converted"), str(root / "back")]) == 0
+    return root
+
+
+@pytest.fixture
+def here(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    capsys.readouterr()
+    return tmp_path
+
+
+def thesis(root: Path) -> Path:
+    (root / "thesis").mkdir()
+    (root / "thesis" / "thesis.txt").write_text("thesis")
+    return root / "thesis"
+
+
+def a_file_beside(root: Path) -> Path:
+    (root / "converted" / "notes" / "deep").mkdir(parents=True)
+    (root / "converted" / "notes" / "deep" / "mine.txt").write_text("mine")
+    return root / "converted"
+
+
+def a_link_in_it(root: Path) -> Path:
+    (root / "precious").mkdir()
+    (root / "converted" / "precious").symlink_to(root / "precious")
+    return root / "converted"
+
+
+def two_conversions(root: Path) -> Path:
+    (root / "runs").mkdir()
+    shutil.copytree(root / "converted", root / "runs" / "one")
+    return root / "runs"
+
+
+def the_original(root: Path) -> Path:
+    return tiny.save(tiny.small("t5-encoder", num_layers=1), root / "original")
+
+
+NOT_OURS: tuple[Callable[[Path], Path], ...] = (thesis, a_file_beside, a_link_in_it, two_conversions, the_original)
+
+
+@pytest.mark.parametrize("place", NOT_OURS)
+def test_force_replaces_no_folder_with_a_file_that_this_program_did_not_write(
+    place: Callable[[Path], Path], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, before = place(here), contents(here)
+    said = refused(capsys, "convert", here / "source", out, "--no-audit", "--force")
+    assert f"{out} exists and holds " in said and "choose another output path" in said and "--force" not in said
+    assert contents(here) == before
+
+
+def test_force_replaces_a_converted_folder_an_empty_one_and_a_packed_file(here: Path) -> None:
+    (here / "empty" / "deeper").mkdir(parents=True)
+    for out in ("converted", "empty"):
+        assert cli.main(["convert", f"{here}/source", f"{here}/{out}", "--no-audit", "--force", "--margin", "2"]) == 0
+        assert "--margin 2" in json.loads((here / out / "fp16_report.json").read_text())["command"]
+    old = (here / "packed.safetensors").read_bytes()
+    packed = ["convert", f"{here}/source", f"{here}/packed.safetensors", "--layout", "single", "--no-audit"]
+    assert cli.main([*packed, "--force", "--margin", "2"]) == 0 and (here / "packed.safetensors").read_bytes() != old
+    assert not [path for path in here.iterdir() if path.name.startswith(".")]
+
+
+def test_arguments_that_are_swapped_cost_nothing_and_force_is_not_advised(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(here)
+    for options in ((), ("--force",)):
+        said = refused(capsys, "convert", here / "converted", here / "source", "--no-audit", *options)
+        assert "the output comes last" in said and "--force" not in said
+        packed = [here / "packed.safetensors", here / "source" / "model.safetensors", "--layout", "single"]
+        assert "--force" not in refused(capsys, "convert", *packed, "--no-audit", *options)
+    assert contents(here) == before
+
+
+def test_force_replaces_nothing_that_the_source_was_made_from(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a finetune of a converted folder has that for its original."""
+    (here / "child").mkdir()
+    report = json.loads((here / "converted" / "fp16_report.json").read_text())
+    report["source"]["sha256"] = {entry["name"]: entry["sha256"] for entry in report["output"]["files"]}
+    shutil.copytree(here / "source", here / "child", dirs_exist_ok=True)
+    (here / "child" / "fp16_report.json").write_text(json.dumps(report))
+    before = contents(here)
+    for command in ("convert", "undo"):
+        said = refused(capsys, command, here / "child", here / "converted", "--force")
+        assert "converted is what" in said and "was made from" in said
+    assert contents(here) == before
+
+
+def by_a_link_above(root: Path) -> tuple[Path, Path]:
+    (root / "link").symlink_to(root)
+    return root / "converted" / "model.safetensors", root / "link" / "converted"
+
+
+def by_dots(root: Path) -> tuple[Path, Path]:
+    return root / "converted" / "model.safetensors", root / "back" / ".." / "converted"
+
+
+def by_links_to_its_files(root: Path) -> tuple[Path, Path]:
+    shutil.copytree(root / "source", root / "linked")
+    (root / "linked" / "model.safetensors").unlink()
+    (root / "linked" / "model.safetensors").symlink_to(root / "converted" / "model.safetensors")
+    return root / "linked", root / "converted"
+
+
+@pytest.mark.parametrize("names", [by_a_link_above, by_dots, by_links_to_its_files])
+def test_force_never_replaces_a_folder_that_holds_the_source(
+    names: Callable[[Path], tuple[Path, Path]], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = names(here)
+    before = contents(here)
+    assert "overlaps the source" in refused(capsys, "convert", source, out, "--no-audit", "--force")
+    assert contents(here) == before
+
+
+def test_an_out_that_ends_in_dots_is_refused_by_that_name(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "empty" / "deeper").mkdir(parents=True)
+    said = refused(capsys, "convert", here / "source", here / "empty" / "deeper" / "..", "--no-audit", "--force")
+    assert "choose another output path" in said and (here / "empty" / "deeper").is_dir()
+
+
+def test_a_file_that_appears_in_the_old_folder_meanwhile_is_kept(here: Path) -> None:
+    with pytest.raises(UserError, match="thesis"), staging.staged(here / "converted", force=True) as work:
+        (work / "new").write_text("new")
+        (here / "converted" / "thesis").write_text("mine")
+    assert (here / "converted" / "thesis").read_text() == "mine"
+    (here / "converted" / "thesis").unlink()
+    with staging.staged(here / "converted", force=True) as work:
+        (work / "new").write_text("new")
+    assert [path.name for path in (here / "converted").iterdir()] == ["new"]
+    assert not [path for path in here.iterdir() if path.name.startswith(".")]
+
+
+def test_undo_replaces_what_convert_wrote_and_nothing_that_has_no_report(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(here)
+    for out in (here / "back", here / "back" / "model.safetensors"):
+        source = here / ("packed.safetensors" if out.suffix else "converted")
+        assert "did not write" in refused(capsys, "undo", source, out, "--force")
+    assert contents(here) == before
+    convert(here / "source", here / "other", run_model=False)
+    assert cli.main(["undo", str(here / "converted"), str(here / "other"), "--force"]) == 0
+
+
+def test_a_packed_file_replaces_no_file_of_weights_that_was_not_packed_here(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.save(tiny.small("t5-encoder", num_layers=1), here / "other")
+    before = contents(here)
+    for out in (here / "other" / "model.safetensors", here / "source" / "model.safetensors"):
+        ask = ["convert", here / "source", out, "--layout", "single", "--no-audit"]
+        for options in ((), ("--force",)):
+            assert "--force" not in refused(capsys, *ask, *options)
+    assert contents(here) == before
+
+
+def test_what_is_converted_is_not_converted_again(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in ("converted", "packed.safetensors"):
+        for options in ((), ("--dry-run",), ("--plan", here / "converted")):
+            said = refused(capsys, "convert", here / source, here / "again", "--no-audit", *options)
+            assert f"{source} is converted already" in said and "bf16-to-fp16 undo" in said
+        assert not (here / "again").exists()
+
+
+def test_force_replaces_a_converted_pipeline_and_none_with_another_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = pipelines.make(tmp_path / "sd", {"text_encoder": pipelines.encoder()})
+    convert_pipeline(folder, tmp_path / "out", run_model=False)
+    ask = ["convert", str(folder), str(tmp_path / "out"), "--no-audit", "--force"]
+    capsys.readouterr()
+    assert cli.main(ask) in (0, 1)
+    capsys.readouterr()
+    (tmp_path / "out" / "text_encoder" / "mine.txt").write_text("mine")
+    before = contents(tmp_path)
+    assert "holds text_encoder/mine.txt" in refused(capsys, *ask)
+    said = refused(capsys, "convert", tmp_path / "out", tmp_path / "again", "--no-audit")
+    assert "converted pipeline already" in said
+    assert contents(tmp_path) == before
+
+
+def the_sources_config(root: Path) -> Path:
+    return root / "source" / "config.json"
+
+
+def the_reports_plan(root: Path) -> Path:
+    return root / "converted" / "fp16_report.json"
+
+
+def a_text(root: Path) -> Path:
+    (root / "thesis.txt").write_text("the bf16-to-fp16 story")
+    return root / "thesis.txt"
+
+
+def a_recipe(root: Path) -> Path:
+    (root / "recipe.json").write_text('{"source": "x"}')
+    return root / "recipe.json"
+
+
+@pytest.mark.parametrize("file", [the_sources_config, the_reports_plan, a_text, a_recipe])
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_report_overwrites_no_file_of_the_users(
+    option: str, file: Callable[[Path], Path], here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, before = file(here), contents(here)
+    command = ["audit", here / "source", "--regime", "half", option, target]
+    with tiny.no_models():
+        assert f"choose another file for {option}" in refused(capsys, *command)
+    if option == "--json":
+        for each in (["families"], ["certify", here / "source"], ["verify", here / "converted"]):
+            assert "choose another file" in refused(capsys, *each, option, target)
+    assert contents(here) == before
+
+
+def test_a_report_replaces_an_earlier_one_whole_and_leaves_its_other_names(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "report.json").touch()
+    assert cli.main(["families", "--json", str(here / "report.json")]) == 0
+    os.link(here / "report.json", here / "kept.json")
+    assert cli.main(["certify", str(here / "source"), "--json", str(here / "report.json")]) in (0, 1)
+    assert "certificate" in json.loads((here / "report.json").read_text())
+    assert "families" in json.loads((here / "kept.json").read_text())
+    page = ["audit", str(here / "source"), "--regime", "stock", "--html", str(here / "page.html")]
+    assert cli.main(page) in (0, 1) and cli.main(page) in (0, 1)
+
+
+def test_a_report_is_not_written_where_the_output_goes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "convert", here / "source", here / "new", "--no-audit", "--json", here / "new")
+    assert "--json" in said and not (here / "new").exists()
+    same = ["--json", here / "one", "--html", here / "one"]
+    assert "--json" in refused(capsys, "audit", here / "source", *same) and not (here / "one").exists()
+
+
+@pytest.mark.parametrize("folder", ["out/run", "source/run", ".", "run"])
+def test_a_run_is_kept_neither_in_its_output_nor_in_its_source_nor_over_other_files(
+    folder: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the end of the run would replace it, or fail, or its start would replace them."""
+    thesis(here).rename(here / "start")
+    (here / "run").mkdir()
+    (here / "start").rename(here / "run" / "start")
+    (here / "text.txt").write_text("some words\n" * 9)
+    (here / "recipe.yaml").write_text(
+        f"source: {here}/source\nout: {here}/out\ndata: {{path: {here}/text.txt}}\n"
+        f"checkpointing: {{folder: {here / folder}}}\n"
+    )
+    before = contents(here)
+    said = "holds other files" if folder == "run" else "give another checkpointing.folder"
+    assert said in refused(capsys, "finetune", here / "recipe.yaml")
+    assert contents(here).items() >= before.items() if folder == "run" else contents(here) == before
+
+
+def test_no_output_is_put_into_a_converted_folder(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "convert", here / "source", here / "converted" / "deeper" / "out", "--no-audit")
+    assert "which this program wrote whole; choose an output path outside it" in said
+    assert not (here / "converted" / "deeper").exists()
+
+
+def test_undo_of_one_file_with_a_flipped_byte_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = bytearray((here / "packed.safetensors").read_bytes())
+    data[-200] ^= 1
+    (here / "packed.safetensors").write_bytes(data)
+    said = refused(capsys, "undo", here / "packed.safetensors", here / "again")
+    assert "is not what convert wrote (SHA-256 of its tensors)" in said and not (here / "again").exists()
+
+
+def test_a_page_needs_a_name(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(here)
+    assert "--html writes a file" in refused(capsys, "audit", "source", "--html", "-")
+    assert not (here / "-").exists()

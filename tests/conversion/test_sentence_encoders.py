@@ -1,0 +1,246 @@
+"""Folders of sentence-transformers: what stands behind the encoder is carried over and run by an audit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import tiny
+from support.folders import rewritten
+from support.pipelines import contents
+from torch import Tensor
+
+from bf16_to_fp16 import UserError, audit, certify, convert, undo, verify
+from bf16_to_fp16.measuring import sentence_vectors
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.facts import every_input
+from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.report.terminal import load_line
+
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
+WIDTH = tiny.T5_SHAPE["d_model"]
+IDENTITY = "torch.nn.modules.linear.Identity"
+RELU = "torch.nn.modules.activation.ReLU"
+
+
+def sentence_encoder(
+    folder: Path,
+    weight: Tensor,
+    *,
+    modes: tuple[str, ...] = ("mean_tokens",),
+    pickled: bool = False,
+    normalised: bool = True,
+    kind: str = "t5-encoder",
+    bias: float = 1.0,
+    **config: Any,
+) -> Path:
+    """Save an encoder with pooling, a linear and a normalisation behind it, as sentence-transformers does; bias: the
+    largest of the linear's."""
+    tiny.save(tiny.build(kind), folder)
+    names = ("", "1_Pooling", "2_Dense", "3_Normalize")
+    kinds = ("Transformer", "Pooling", "Dense", "Normalize")
+    listing = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(zip(names, kinds, strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(listing if normalised else listing[:3]))
+    for name in names[1:3]:  # that of the normalisation is empty, and no repository has it
+        (folder / name).mkdir()
+    pooling = {"word_embedding_dimension": WIDTH} | {f"pooling_mode_{mode}": True for mode in modes}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    dense = {"in_features": weight.shape[1], "out_features": len(weight), "activation_function": IDENTITY} | config
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(dense))
+    tensors = {"linear.weight": weight, "linear.bias": bias * torch.linspace(-1, 1, len(weight))}
+    if pickled:
+        torch.save(tensors, folder / "2_Dense" / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "2_Dense" / "model.safetensors")
+    return folder
+
+
+def drawn(rows: int, columns: int = WIDTH, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
+
+
+def listed(folder: Path, change: Callable[..., object]) -> Path:
+    with rewritten(folder / "modules.json") as listing:
+        change(listing)
+    return folder
+
+
+def with_another_dense(folder: Path, weight: Tensor, place: int = 3, **config: Any) -> Path:
+    """Put a linear without a bias at a place in the list of modules, by default behind the first, and return the
+    folder."""
+    (folder / "4_Dense").mkdir()
+    shape = {"in_features": weight.shape[1], "out_features": len(weight), "bias": False}
+    (folder / "4_Dense" / "config.json").write_text(json.dumps(shape | {"activation_function": IDENTITY} | config))
+    save_file({"linear.weight": weight}, folder / "4_Dense" / "model.safetensors")
+    entry = {"path": "4_Dense", "type": "sentence_transformers.models.Dense"}
+    return listed(folder, lambda modules: modules.insert(place, entry))
+
+
+def behind(report: Any) -> set[str]:
+    return {site["name"] for site in report["regimes"]["half"]["sites"] if site["name"][0].isdigit()}
+
+
+def test_an_embedding_gemma_is_converted_with_both_of_its_linears(tmp_path: Path) -> None:
+    """768 channels, to 3072 and back: here 24, 60 and 24."""
+    source = sentence_encoder(tmp_path / "source", drawn(60, scale=0.1), kind="embeddinggemma")
+    result = convert(with_another_dense(source, drawn(WIDTH, 60, scale=0.1)), tmp_path / "out")
+    assert result.safe and {"2_Dense.linear", "4_Dense.linear", "3_Normalize:div"} <= behind(result.report)
+    # ``.half()`` would round the frequencies of its positions.
+    assert load_line(tmp_path / "out") == (
+        f'load: SentenceTransformer("{tmp_path / "out"}", model_kwargs={{"dtype": torch.float16}})'
+    )
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_what_stands_behind_the_encoder_is_carried_over_and_back_byte_for_byte(tmp_path: Path, pickled: bool) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7), pickled=pickled, normalised=False)
+    result = convert(source, tmp_path / "out", run_model=False)
+    assert result.safe and result.out is not None
+    back = undo(result.out, tmp_path / "back")
+    wanted = {name: data for name, data in contents(source).items() if "/" in name}
+    for folder in (result.out, back):
+        assert {name: data for name, data in contents(folder).items() if "/" in name} == wanted
+    assert verify(result.out, original=source)["verified"]
+    assert load_line(result.out) == f'load: SentenceTransformer("{result.out}").half()'
+
+
+def test_the_proof_ends_at_the_encoders_last_states_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = sentence_encoder(tmp_path / "source", torch.full((2, WIDTH), 3e4))
+    report = certify(source, progress=Progress())
+    assert "the proof ends at the encoder's last states" in capsys.readouterr().err
+    assert not [site for site in report["certificate"]["sites"] if site["name"][0].isdigit()]
+    result = convert(source, tmp_path / "out", run_model=False)
+    assert every_input(read(Report, result.report)).endswith(" to the encoder's last states")
+    assert "The proof ends at the encoder's last states" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_an_audit_runs_what_stands_behind_the_encoder(tmp_path: Path) -> None:
+    result = convert(sentence_encoder(tmp_path / "source", drawn(40)), tmp_path / "out")
+    assert result.safe and {"2_Dense.linear", "3_Normalize:linalg_vector_norm"} <= behind(result.report)
+    # The squares of a vector in fp16 are measured by no run.
+    assert {name: tier["proof"] for name, tier in result.report["tiers"].items()}["torch"] == "certified"
+    assert verify(tmp_path / "out")["problems"] == []
+
+
+def test_a_linear_that_overflows_and_a_vector_of_zeros_are_seen(tmp_path: Path) -> None:
+    """Where both outputs behind a ReLU are 0, fp16 divides 0 by an eps that is 0 too."""
+    zeros: dict[str, Any] = {"activation_function": RELU}
+    for name, weight, config in (
+        ("2_Dense.linear", torch.full((2, WIDTH), 3e4), dict[str, Any]()),
+        ("3_Normalize:div", drawn(2), zeros),
+    ):
+        result = convert(sentence_encoder(tmp_path / name, weight, **config), tmp_path / f"{name}-out")
+        assert not result.safe and name in {entry["signal"] for entry in result.report["unsafe"]}
+
+
+@pytest.mark.parametrize(("weight", "name"), [(drawn(7, 5), "linear.weight"), (drawn(7), "weight")])
+def test_a_linear_that_cannot_be_run_is_refused(tmp_path: Path, weight: Tensor, name: str) -> None:
+    source = sentence_encoder(tmp_path / "source", weight)
+    save_file({name: weight}, source / "2_Dense" / "model.safetensors")
+    with pytest.raises(UserError, match="2_Dense: sentence-transformers cannot run it"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_sentence_transformers_the_encoder_alone_is_run_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    monkeypatch.setattr(sentence_vectors, "find_spec", lambda name: None)
+    assert behind(audit(source, regimes=("half",))) == set()
+    certify(source, progress=Progress())
+    assert "sentence-transformers, which runs them, is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", ["./{}", "{}/"])
+def test_another_spelling_of_a_folder_is_the_same_folder(tmp_path: Path, spelling: str) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    for number in (1, 2):
+        listed(source, lambda modules, i=number: modules[i].update(path=spelling.format(modules[i]["path"])))
+    result = convert(source, tmp_path / "out")
+    assert (tmp_path / "out" / "2_Dense").is_dir() and "2_Dense.linear" in behind(result.report)
+
+
+def test_a_proof_for_less_than_the_config_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7), normalised=False)
+    (source / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 300, "do_lower_case": False}))
+    for run in (certify, lambda source, **options: convert(source, tmp_path / "out", run_model=False, **options)):
+        run(source, max_length=4, progress=Progress())
+        assert "the proof is for 4 positions at most, and source takes 300 by its config" in capsys.readouterr().err
+    certify(source, max_length=300, progress=Progress())
+    assert "by its config" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda modules: modules[3].update(type="sentence_transformers.models.LSTM", path="2_Dense"),
+            "is not known to read",
+        ),
+        (lambda modules: modules[2].update(type="mine.Dense"), "'mine.Dense' in '2_Dense' is not known to read"),
+        (lambda modules: modules[0].update(type="sentence_transformers.models.Router"), "begins with .*Router"),
+        (lambda modules: modules.pop(0), "begins with .*Pooling"),
+        (lambda modules: modules[0].update(path="1_Pooling"), "begins with .*Transformer' in '1_Pooling'"),
+        (lambda modules: modules[1].update(path=""), "Pooling' in '.' is not known to read"),
+        (lambda modules: modules[3].update(name="2"), "two modules have the name '2'"),
+    ],
+)
+def test_what_may_read_other_states_is_refused_before_anything_runs(tmp_path: Path, change: Any, said: str) -> None:
+    source = listed(sentence_encoder(tmp_path / "source", drawn(7)), change)
+    for run in (certify, audit, lambda source: convert(source, tmp_path / "out")):
+        with pytest.raises(UserError, match=said):
+            run(source)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"config_args": {"layer_norm_epsilon": 3.0}}, "'config_args' has 'layer_norm_epsilon'"),
+        ({"model_args": {"num_layers": 1}}, "'model_args' has 'num_layers'"),
+        ({"config_kwargs": {"num_layers": 1}}, "'config_kwargs' has 'num_layers'"),
+        ({"model_kwargs": {"torch_dtype": "bfloat16"}}, "'model_kwargs' has 'torch_dtype'"),
+        ({"model_kwargs": [1]}, "'model_kwargs' has"),
+        ({"transformer_task": "fill-mask"}, "'transformer_task' is 'fill-mask'"),
+        (
+            {"modality_config": {"text": {"method": "forward", "method_output_name": ["hidden_states", -2]}}},
+            "'method_output_name' is .'hidden_states', -2.",
+        ),
+    ],
+)
+def test_what_changes_the_encoder_is_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    # An empty file is passed over, as sentence-transformers does.
+    (source / "sentence_bert_config.json").write_text("{}")
+    (source / "sentence_roberta_config.json").write_text(json.dumps({"max_seq_length": 64} | config))
+    with pytest.raises(UserError, match=said):
+        certify(source)
+
+
+def test_a_folder_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    """Of a cross-encoder sentence-transformers takes the encoder and a mean pooling, whatever is listed."""
+    source = sentence_encoder(tmp_path / "source", drawn(7))
+    (source / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
+    with pytest.raises(UserError, match="'model_type' is 'CrossEncoder'"):
+        certify(source)
+    (source / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "SentenceTransformer"}))
+    certify(source)
+
+
+def test_a_config_that_changes_nothing_is_taken(tmp_path: Path) -> None:
+    source = sentence_encoder(tmp_path / "source", drawn(7), normalised=False)
+    text = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
+    config = {"config_args": {}, "model_args": {"trust_remote_code": True}, "modality_config": text}
+    config |= {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
+    (source / "sentence_bert_config.json").write_text(json.dumps(config))
+    certify(source)

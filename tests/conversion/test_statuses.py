@@ -1,0 +1,228 @@
+"""Whatever is given or closed, a command ends in a promised status and one line, and prints no control character."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+from support import tiny
+from support.program import refused
+from transformers import ByT5Tokenizer
+
+from bf16_to_fp16 import UserError, certify, cli
+from bf16_to_fp16.bounds.arithmetic import Arithmetic, growth
+from bf16_to_fp16.checkpoint.hub import explain
+from bf16_to_fp16.measuring.texts import file_rows
+from bf16_to_fp16.progress import Progress, VisibleConsole
+from bf16_to_fp16.report.screen import console
+from bf16_to_fp16.visible import visible
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny.save(tiny.small("t5-encoder", num_layers=1, vocab_size=384), tmp_path_factory.mktemp("s") / "source")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    return folder
+
+
+def test_what_grows_past_every_number_is_bounded_by_infinity() -> None:
+    assert growth(10**9) > 1e200 and growth(10**10) == float("inf")
+    for terms in (1, 1000, 10**6):
+        assert growth(terms) < growth(2 * terms) < float("inf")
+
+
+def test_a_length_that_no_double_bounds_is_not_certified(source: Path) -> None:
+    report = certify(source, max_length=1_000_000_000, target="fp16-accumulate")
+    assert report["verdict"] == "unsafe" and not report["certificate"]["holds"]
+
+
+@pytest.mark.parametrize("length", ["1" + "0" * 30, "1" + "0" * 400, "0", "-1"])
+def test_a_length_that_no_sequence_has_is_refused(
+    length: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, "certify", source, "--max-length", length)
+    refused(capsys, "convert", source, tmp_path / "out", "--no-audit", "--max-length", length)
+    with pytest.raises(UserError, match="maximum length"):
+        Arithmetic(int(length))
+
+
+def test_a_seed_of_more_than_64_bits_is_refused(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in ("1" + "0" * 30, "-1" + "0" * 30):
+        assert "has more than 64 bits" in refused(capsys, "audit", source, "--seed", seed)
+    from bf16_to_fp16 import audit
+
+    with pytest.raises(UserError, match="64 bits"):
+        audit(source, regimes=("half",), seed=10**30)
+
+
+@pytest.mark.parametrize("command", ["convert", "audit", "certify", "verify", "undo", "publish", "finetune"])
+def test_a_name_of_300_letters_is_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others = {"undo": ["out"], "publish": ["me/x"]}
+    said = refused(capsys, command, tmp_path / ("x" * 300), *others.get(command, []))
+    assert "File name too long" in said and len(said) < 250
+
+
+def test_a_tokenizer_that_fails_at_the_first_text_is_one_line(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(source, tmp_path / "source")
+    config = tmp_path / "source" / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": [1]}))
+    (tmp_path / "text.txt").write_text("some words\n" * 9)
+    (tmp_path / "recipe.yaml").write_text(
+        f"source: {tmp_path}/source\nout: {tmp_path}/out\ndata: {{path: {tmp_path}/text.txt}}\n"
+    )
+    assert "no usable tokenizer" in refused(capsys, "finetune", tmp_path / "recipe.yaml")
+
+
+def test_a_name_of_300_letters_in_a_recipe_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"source: {'x' * 300}/y\nout: out\ndata: {{path: text.jsonl}}\n")
+    assert "File name too long" in refused(capsys, "finetune", tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("[" * 50_000, "nested too deeply"),
+        ('{"text": "\\ud800"}', "half a character"),
+        ('{"text": 1' + "0" * 5000 + "}", "is not JSON"),
+    ],
+)
+def test_a_line_of_json_that_cannot_be_used_is_named(
+    line: str, says: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "good"}\n' + line + "\n")
+    said = refused(capsys, "audit", source, "--regime", "half", "--data", tmp_path / "data.jsonl")
+    assert "line 2" in said and says in said
+    said = refused(capsys, "advise", "losses", tmp_path / "data.jsonl")
+    assert "line 2" in said or "losses" in said
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path) -> None:
+    for name, text in (("a.jsonl", '{"text": "x"}'), ("a.csv", "text\nx"), ("a.txt", "x")):
+        (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+        assert list(file_rows(tmp_path / name)) == [{"text": "x"}]
+
+
+def in_a_shell(line: str, **names: object) -> subprocess.CompletedProcess[str]:
+    """Run the program in a shell; ``$B`` stands for it."""
+    environment = {**os.environ, "B": f"{sys.executable} -m bf16_to_fp16", **{k: str(v) for k, v in names.items()}}
+    return subprocess.run(["sh", "-c", line], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "says"),
+    [
+        ("$B families >&-", 2, "standard output is closed"),
+        ("$B families > /dev/full", 2, "No space left"),
+        ("$B families --json - > /dev/full", 2, "No space left"),
+        ("PYTHONUNBUFFERED=1 $B --help > /dev/full", 2, "No space left"),
+        ("$B certify nowhere/at/all 2> /dev/full", 2, ""),
+        ("$B families > $OUT 2>&- <&-", 0, ""),
+    ],
+)
+def test_a_standard_stream_that_is_closed_or_full_is_no_bug(line: str, status: int, says: str, tmp_path: Path) -> None:
+    done = in_a_shell(line, OUT=tmp_path / "out")
+    assert done.returncode == status, done
+    assert says in done.stderr and "Traceback" not in done.stderr and "bug" not in done.stderr
+    assert done.stderr.count("\n") == (1 if says else 0)
+
+
+def test_what_is_opened_next_is_not_written_to_by_who_prints(tmp_path: Path) -> None:
+    """With standard error closed the next file would have its number."""
+    script = (
+        "import os, sys; from bf16_to_fp16.__main__ import open_closed_streams; open_closed_streams();"
+        " file = open(sys.argv[1], 'w'); os.write(2, b'talk'); print('talk', file=sys.stderr, flush=True)"
+    )
+    done = in_a_shell(f'{sys.executable} -c "$S" $OUT 2>&- <&-', S=script, OUT=tmp_path / "out")
+    assert done.returncode == 0 and (tmp_path / "out").read_text() == ""
+
+
+def test_a_second_sigterm_leaves_the_cleaning_up_alone(tmp_path: Path) -> None:
+    script = (
+        "import atexit, os, signal, sys, time\n"
+        "from bf16_to_fp16 import __main__\n"
+        "from bf16_to_fp16.cli import program\n"
+        "out = open(sys.argv.pop(), 'a')\n"
+        "def slow(**_):\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n"
+        "    finally:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM); out.write('cleaned ')\n"
+        "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGTERM), out.write('up')))\n"
+        "program.app.commands['families'].callback = slow\n"
+        "sys.argv[1:] = ['families']\n"
+        "sys.exit(__main__.main())\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path / "out"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 128 + signal.SIGTERM and "Traceback" not in done.stderr, done.stderr
+    assert (tmp_path / "out").read_text() == "cleaned up"
+
+
+def test_an_answer_that_is_no_hubs_is_not_put_down_to_a_full_disk() -> None:
+    with pytest.raises(ValueError) as raised:
+        time.strptime("nonsense", "%Y")  # as the client reads a date
+    said = explain(raised.value, "me/x", "https://hub", None, None, writing=False)
+    assert "hub did not answer as a Hub does" in said and "free" not in said
+
+
+HOSTILE = "a\x1b[31mb\x9b2Jc\u202ed\u2066e\x07f\ud800g\u2028h\u200bi"
+SEEN = r"a\x1b[31mb\x9b2Jc\u202ed\u2066e\x07f\ud800g\u2028h\u200bi"
+
+
+def test_what_cannot_be_seen_is_escaped_and_all_else_is_as_it_was() -> None:
+    assert visible(HOSTILE) == SEEN
+    for plain in ("", "täglich 2⁻¹¹ × σ", "two\nlines\tand a tab", "模型"):
+        assert visible(plain) == plain
+    said = visible(json.dumps({"name": HOSTILE}, ensure_ascii=False), as_json=True)
+    assert json.loads(said) == {"name": HOSTILE} and visible(said) == said
+
+
+def printed_by_complaining() -> None:
+    cli.program.complain(f"tensor {HOSTILE} is damaged")
+
+
+def printed_as_progress() -> None:
+    progress = Progress()
+    progress.say(HOSTILE)
+    with progress.step(HOSTILE):
+        pass
+
+
+def printed_as_a_table() -> None:
+    table = Table("name", title=HOSTILE)
+    table.add_row(HOSTILE)
+    console(stderr=True).print(table)
+
+
+def printed_on_a_terminal() -> None:
+    file = io.StringIO()
+    VisibleConsole(file=file, force_terminal=True, width=500, highlight=False).print(
+        HOSTILE, style="bold", markup=False
+    )
+    shown = file.getvalue()
+    assert shown.startswith("\x1b[1m") and shown.count("\x1b") == 2  # its own alone
+    print(shown.replace("\x1b", ""), file=sys.stderr)
+
+
+@pytest.mark.parametrize(
+    "printing", [printed_by_complaining, printed_as_progress, printed_as_a_table, printed_on_a_terminal]
+)
+def test_no_control_character_reaches_the_terminal(
+    printing: Callable[[], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    printing()
+    said = capsys.readouterr().err
+    assert r"\x1b[31mb\x9b2Jc\u202ed\u2066e" in said
+    assert not set(said) & set("\x1b\x9b\u202e\u2066\x07\u2028\u200b")

@@ -1,0 +1,290 @@
+"""What a config.json says beyond the keys that the bounds are made from is refused, unless it changes nothing."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file, save_file
+from support import exhaustive, tiny
+from support.learner import recipe_tree
+from support.program import refused
+
+from bf16_to_fp16 import cli, convert, rescale
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.configs import axis_size
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.measuring.agreement import agreed_layout, check_agreement
+from bf16_to_fp16.measuring.stock import load
+from bf16_to_fp16.report.schema import REPORT
+
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    root = tmp_path_factory.mktemp("folders")
+    return cache(lambda kind: tiny.save(tiny.build(kind, factor=1.0), root / kind))
+
+
+def edited(folder: Path, to: Path, **changes: Any) -> Path:
+    shutil.copytree(folder, to)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (to / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return to
+
+
+@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))
+def test_what_stock_code_saves_is_certified(kind: str, folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["certify", str(folders(kind))]) == 0
+    assert "error" not in capsys.readouterr().err
+
+
+def test_a_rotary_factor_larger_than_the_bounds_have_it_is_named(
+    folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    yarn = PLAIN | {"rope_type": "yarn", "factor": 4.0, "attention_factor": 3.0}
+    folder = edited(folders("llama"), tmp_path / "edited", rope_parameters=yarn)
+    assert cli.main(["certify", str(folder)]) == 0
+    monkeypatch.setattr("bf16_to_fp16.families.llama.rotary_factor", lambda config: 2.9)
+    assert "rotary_emb.attention_scaling is 3.0" in refused(capsys, "certify", folder)
+
+
+UNRUN, NO_ANGLES = "cannot be loaded or run", "inv_freq, by which positions are turned"
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+SHRINKING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+DYNAMIC = "rotary positions are 'dynamic' with the factor"
+DYNAMICS = (("llama", -1.0), ("llama", -0.001), ("llama", 0.5), ("glm4", -1.0), ("gemma2", -1.0))
+HALF = LINEAR | {"partial_rotary_factor": 0.5}
+LONG_AT_ONCE: dict[str, Any] = PLAIN | {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": [1.0] * 5}
+LONG_AT_ONCE |= {"original_max_position_embeddings": 8}
+"""Rotary positions with other frequencies for inputs of more than 8 tokens."""
+
+BLOCKS = """is 'block_sparse', and attention over blocks has no bound yet; write "original_full" there"""
+NAMED: dict[str, tuple[tuple[str, Any], ...]] = {
+    "t5": (
+        *(("dense_act_fn", "relu2"), ("is_gated_act", True), ("is_encoder_decoder", False), ("hidden_size", 48)),
+        *(("num_hidden_layers", 4), ("num_hidden_layers", 2), ("num_heads", True), ("tie_encoder_decoder", True)),
+        *(("transformers_weights", "other.safetensors"), ("fusion_config", {}), ("attribute_map", {"d_ff": "d_kv"})),
+        *(("text_config", {"model_type": "t5"}), ("layer_types", ["full_attention"] * 3)),
+    ),
+    "pegasus": (
+        *(("num_attention_heads", 1), ("hidden_size", 12), ("transformers_weights", "other.safetensors")),
+        *(("is_causal", False), ("is_causal", None), ("sliding_window", 1)),
+    ),
+    "mt5": (("num_attention_heads", 1), ("tie_encoder_decoder", 1)),
+    "switch": (("expert_capacity", 10**30), ("expert_capacity", 2**63)),
+    **{"umt5": (("dense_act_fn", "relu"),), "gelu": (("dense_act_fn", "gelu_pytorch_tanh"),)},
+    **{"gated": (("is_gated_act", False),), "t5-encoder": (("is_decoder", True),)},
+    **{"gemma3": (("sliding_window", 0),), "embeddinggemma": (("sliding_window", -1),)},
+}
+"""Kinds, and keys that the message must name with their values."""
+
+EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    *((kind, {key: value}, f"'{key}' is {value!r}") for kind, said in NAMED.items() for key, value in said),
+    ("t5", {"head_dim": 3, "num_attention_heads": 5}, "'head_dim' is 3"),
+    ("pegasus", {"encoder_attention_heads": True}, "encoder_attention_heads"),
+    ("pegasus", {"decoder_attention_heads": 5}, "does not divide the 24 rows"),
+    ("t5", {"layer_norm_epsilon": True}, "layer_norm_epsilon"),
+    ("t5", {"relative_attention_max_distance": 4}, "'relative_attention_max_distance' are 9 and 4"),
+    ("pegasus", {"tie_word_embeddings": False}, "lm_head.weight is missing"),
+    ("pegasus", {"scale_embedding": 1}, "scale_embedding"),
+    ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "_heterogeneity_spec"),
+    ("t5", {"fusion_config": {"x": True}}, "fusion"),
+    ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
+    ("t5", {"return_dict": False}, UNRUN),
+    ("t5", {"to_dict": 1}, "config.json"),
+    ("t5", {"sub_configs": "x"}, "config.json"),
+    ("t5", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False, and lm_head.weight is missing"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 0.0}}}, NO_ANGLES),
+    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e-44}}}, NO_ANGLES),
+    ("gemma3", {"rope_parameters": ..., "rope_theta": -1.0}, NO_ANGLES),
+    ("gemma3", {"rope_parameters": ..., "rope_scaling": {"rope_type": "linear", "factor": 0.0}}, NO_ANGLES),
+    ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [0.0] * 5}}, NO_ANGLES),
+    ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot turn position"),
+    *((kind, {"rope_parameters": SHRINKING | {"factor": f}}, DYNAMIC) for kind, f in DYNAMICS),
+    ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, DYNAMIC),
+    ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": -1}}, DYNAMIC),
+    ("llama", {"rope_parameters": HALF}, UNRUN),
+    ("gemma3", {"rope_parameters": {"full_attention": HALF, "sliding_attention": PLAIN}}, UNRUN),
+    ("t5", {"model_type": ["t5"]}, "'model_type' is ['t5'], and stock code takes one name"),
+    ("t5", {"model_type": {"t5": 1}}, "'model_type' is {'t5': 1}, and stock code takes one name"),
+    ("switch", {"expert_capacity": 1e30}, "expert_capacity"),
+    *(("bigbird_pegasus", {"attention_type": written}, BLOCKS) for written in ("block_sparse", ...)),
+    ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
+)
+"""A kind, what its config says besides, and what the message must name."""
+
+
+@pytest.mark.parametrize(("kind", "changes", "named"), EDITS)
+def test_a_key_by_which_stock_code_runs_another_model_is_one_line(
+    kind: str, changes: dict[str, Any], named: str, folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = edited(folders(kind), tmp_path / "edited", **changes)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in weights.items()}, tmp_path / "edited" / "other.safetensors")
+    assert named in refused(capsys, "certify", folder)
+
+
+def test_a_window_of_zero_is_taken_where_stock_code_writes_it(folders: Folders, tmp_path: Path) -> None:
+    """EmbeddingGemma sees both sides: of a window of 1 stock code makes 0//2 + 1 again."""
+    folder = edited(folders("embeddinggemma"), tmp_path / "edited", sliding_window=1)
+    model = load(folder, torch.float32)
+    model.config.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["sliding_window"] == 0
+    again, ids = load(folder, torch.float32), torch.arange(2, 40)[None]
+    with torch.no_grad():
+        states = [each(input_ids=ids).last_hidden_state for each in (model, again)]
+    assert torch.equal(*states) and states[0].isfinite().all()
+    assert cli.main(["certify", str(folder)]) == 0
+
+
+def test_dynamic_frequencies_lie_between_those_at_both_ends() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=60, num_attention_heads=3, max_position_embeddings=64, rope_parameters=SHRINKING | {"factor": 1.0}
+    )
+    frequencies = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
+    for factor in (1.0, 1.001, 4.0, 1e6):
+        config.rope_parameters["factor"] = factor
+        first, *found, last = (frequencies(config, None, seq_len=2**k)[0] for k in range(6, 32))
+        assert last.isfinite().all()
+        assert all(bool((each <= first).all() and (each >= last).all()) for each in found)
+
+
+T5_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "vocab_size", "relative_attention_num_buckets")
+STACKS = ("layers", "attention_heads", "ffn_dim")
+SIZES = (
+    *((kind, key) for kind in ("t5", "gated", "t5-encoder") for key in T5_SIZES),
+    ("t5", "num_decoder_layers"),
+    *(("pegasus", f"{stack}_{what}") for stack in ("encoder", "decoder") for what in STACKS),
+    *(("pegasus", key) for key in ("d_model", "vocab_size", "max_position_embeddings")),
+)
+
+
+@pytest.mark.parametrize(("kind", "key"), SIZES)
+def test_a_size_of_zero_is_one_line_that_names_it(
+    kind: str, key: str, folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With weights to match: a model of nothing, of which stock code may well make something."""
+    layout = resolve(open_checkpoint(folders(kind)))
+    gone = {axis_size(layout.family, layout.config, name) for name, keys in layout.family.sizes.items() if key in keys}
+    folder = edited(folders(kind), tmp_path / "edited", **{key: 0})
+    weights = load_file(folder / "model.safetensors")
+    cut = {n: w[tuple(slice(0 if size in gone else size) for size in w.shape)] for n, w in weights.items()}
+    save_file({n: w.contiguous() for n, w in cut.items()}, folder / "model.safetensors", {"format": "pt"})
+    assert f"{key!r} is 0, not a" in refused(capsys, "certify", folder)
+
+
+@pytest.fixture(scope="module")
+def spoilt(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A source, what ``convert`` made of it, that with a config that stock code reads otherwise and a report to match,
+    and a recipe for such a source."""
+    root = tmp_path_factory.mktemp("spoilt")
+    convert(folders("t5"), root / "whole", run_model=False)
+    edited(folders("t5"), root / "source", dense_act_fn="relu2")
+    converted = edited(root / "whole", root / "converted", dense_act_fn="relu2")
+    report = json.loads((converted / REPORT).read_text())
+    for entry in report["output"]["files"]:
+        if entry["name"] == "config.json":
+            entry["sha256"] = hashlib.sha256((converted / "config.json").read_bytes()).hexdigest()
+            entry["nbytes"] = (converted / "config.json").stat().st_size
+    (converted / REPORT).write_text(json.dumps(report))
+    (root / "source" / "text.txt").write_text("a line\n")
+    recipe = root / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(recipe_tree(root / "source", root / "out")))
+    return {path.stem: path for path in root.iterdir()}
+
+
+COMMANDS = (
+    *("certify {source}", "audit {source}", "convert {source} {out} --no-audit", "finetune {recipe}"),
+    *("verify {converted} --no-audit", "verify {whole} --original {source} --no-audit"),
+    "publish {converted} me/it --dry-run",
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_claims_something_goes_through_the_same_door(
+    command: str, spoilt: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = spoilt["source"].parent / "out"
+    assert "'dense_act_fn'" in refused(capsys, *(part.format(**spoilt, out=out) for part in command.split()))
+    assert not out.exists()
+
+
+def test_a_model_that_is_not_its_configs_is_not_rescaled() -> None:
+    model = tiny.t5(num_layers=1, num_decoder_layers=1)
+    model.encoder.block[0].layer[1].DenseReluDense.act = torch.nn.GELU()
+    with pytest.raises(UserError, match=r"DenseReluDense\.act is GELU"):
+        rescale(model, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("t5", {"num_attention_heads": 3, "hidden_size": 24, "dense_act_fn": "relu", "is_gated_act": False}),
+        ("t5", {"n_positions": 512, "output_past": True, "task_specific_params": {"a": {"num_beams": 4}}}),
+        ("t5", {"use_cache": False, "output_attentions": True, "gradient_checkpointing": True}),
+        ("t5-encoder", {"is_encoder_decoder": True}),
+        ("gated", {"tie_word_embeddings": True, "classifier_dropout": 0.5, "dropout_rate": 0.0}),
+        ("pegasus", {"num_hidden_layers": 3, "num_attention_heads": 3, "normalize_before": True, "classif_dropout": 0}),
+        ("pegasus", {"encoder_layerdrop": 0.5, "static_position_embeddings": True, "extra_pos_embeddings": 1}),
+        ("umt5", {"dense_act_fn": "gelu_new", "is_gated_act": True, "attn_implementation": "sdpa"}),
+    ],
+)
+def test_a_key_that_changes_nothing_is_taken(
+    kind: str, changes: dict[str, Any], folders: Folders, tmp_path: Path
+) -> None:
+    agreed_layout(open_checkpoint(edited(folders(kind), tmp_path / "edited", **changes)))
+
+
+def test_an_untied_embedding_needs_its_copies_and_its_head(folders: Folders, tmp_path: Path) -> None:
+    folder = edited(folders("pegasus"), tmp_path / "edited", tie_word_embeddings=False)
+    weights = load_file(folder / "model.safetensors")
+    shared = weights["model.shared.weight"]
+    names = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight")
+    for count in range(3):
+        stored = weights | {name: shared.clone() for name in names[:count]}
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match="random numbers"):
+            agreed_layout(open_checkpoint(folder))
+    save_file(weights | {name: shared.clone() for name in names}, folder / "model.safetensors", {"format": "pt"})
+    agreed_layout(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "pegasus"])
+def test_a_layout_that_scales_the_head_otherwise_is_refused(kind: str, folders: Folders) -> None:
+    """The factor before the head is what stock code of the installed version applies."""
+    checkpoint = open_checkpoint(folders(kind))
+    layout = resolve(checkpoint)
+    check_agreement(checkpoint, layout)
+    with pytest.raises(UserError, match="before the head"):
+        check_agreement(checkpoint, replace(layout, head_scale=1.0 if layout.head_scale != 1.0 else 0.25))
+
+
+def test_a_layout_whose_modules_do_otherwise_is_refused(folders: Folders) -> None:
+    for kind in ("t5", "pegasus"):
+        checkpoint = open_checkpoint(folders(kind))
+        layout = resolve(checkpoint)
+        attention = next(w for w in layout.topology if isinstance(w, Attention))
+        feed_forward = next(w for w in layout.topology if isinstance(w, FeedForward))
+        for whole, part, named in (
+            (feed_forward, {"activation": "gelu"}, "'gelu'"),
+            (attention, {"scaled": not attention.scaled}, "scaling"),
+        ):
+            other = tuple(replace(w, **part) if w is whole else w for w in layout.topology)
+            with pytest.raises(UserError, match=named):
+                check_agreement(checkpoint, replace(layout, topology=other))
+        family = replace(layout.family, eps=3e-4, eps_key=None)
+        with pytest.raises(UserError, match=r"eps\w* is"):
+            check_agreement(checkpoint, replace(layout, family=family))

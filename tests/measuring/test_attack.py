@@ -1,0 +1,182 @@
+"""The adversary: it beats random inputs, stays inside what the certificate covers, and never passes a bound."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import exhaustive, tiny
+from support.masks import spanning
+
+from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.cli import main
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.measuring import attack as attacking
+from bf16_to_fp16.measuring.attack import _Adversary, _Climb, _Elite, attack
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.points import watched
+from bf16_to_fp16.measuring.stock import load
+from bf16_to_fp16.numerics import FP16_MAX
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+
+DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
+HARD = {
+    "t5-gated-bytes": (
+        "encoder.block.3.layer.0.SelfAttention:scores",
+        "encoder.final_layer_norm:mul#2",
+        "decoder.block.1.layer.1.EncDecAttention.k",
+    ),
+    "pegasus-bytes": ("model.decoder.layers.1.encoder_attn:scores", "model.decoder.layers.0.encoder_attn.k_proj"),
+}
+"""Sites of the trained demos that random inputs hardly stir."""
+
+LEAST_GAIN = {"t5-gated-bytes": (16, 1.5), "pegasus-bytes": (8, 1.1)}
+"""How many steps reach how much on 6 positions, over as many random inputs; more steps reach more."""
+
+
+@pytest.fixture
+def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a search run a tiny model, of which batches cost next to nothing and forwards all, on fewer and larger
+    ones: all goals in one batch, one of random inputs to start from, one change of a token at each step."""
+    for name, number in {"GROUP": 128, "POOL": 1, "FLIPS": 1}.items():
+        monkeypatch.setattr(attacking, name, number)
+
+
+@pytest.mark.parametrize("name", exhaustive.beyond(["pegasus-bytes"], HARD))
+def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, least = LEAST_GAIN[name]
+    monkeypatch.setattr(attacking, "FLIPS", 2)
+    checkpoint = open_checkpoint(DEMO / name)
+    layout = resolve(checkpoint)
+    # As trained it overflows fp16; what is searched here is fp32 arithmetic on the rounded weights.
+    model = load(checkpoint.folder, torch.float16, half=True)
+    result = attack(model, layout, steps=steps, length=6, sites=HARD[name])
+    certificate = bound(layout, fp16_weights(checkpoint, layout))
+    gains = {f.name: max(f.tokens, f.embeddings) / f.random for f in result.sites if f.name in HARD[name]}
+    assert len(gains) == len(HARD[name])
+    assert max(gains.values()) > least, gains
+    for found in result.sites:
+        top = certificate.at(found.name)
+        assert top is not None and max(found.random, found.tokens, found.embeddings) <= top, found.name
+
+
+@pytest.mark.parametrize("kind", exhaustive.beyond(exhaustive.of_today(tiny.FIRST, 3), tiny.SEARCHED))
+def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str, few_forwards: None) -> None:
+    model = tiny.build(kind, 1, factor=1.0, **tiny.few_layers(kind)).half()
+    source = ModelTensors(model)
+    layout = resolve(source)
+    result = attack(model, layout, steps=4, length=5)
+    certificate = bound(layout, source_weights(source, layout))
+    assert len(result.sites) > 20 and any(found.ids for found in result.sites)
+    for found in result.sites:
+        top = certificate.at(found.name)
+        assert top is not None, found.name
+        assert found.worst <= top, found
+    # The mask's own add runs in the first stack and in the attention to it.
+    attentions = [w for w in layout.topology if isinstance(w, Attention)]
+    again = {w.at: (w.bias and not w.radius) or (w.memory and not w.scaled) for w in attentions}
+    adds = {f"{w.at}:add#3" if w.rotary else f"{w.at}:add#2" if again[w.at] else f"{w.at}:add" for w in attentions}
+    first = layout.stacks()[0].ends.at
+    assert any(f.name.startswith(first) for f in result.sites if f.name in adds)
+
+
+def with_one_loud_token(kind: str) -> Any:
+    """Return a model of whose 3000 tokens one alone stirs a channel."""
+    model = tiny.build(kind, 0, factor=1.0, vocab_size=3000)
+    with torch.no_grad():
+        model.shared.weight[1717] = torch.where(torch.arange(24) % 2 == 0, 9.0, -9.0)
+    return model
+
+
+def test_a_seed_decides_everything_and_nothing_else_is_touched(few_forwards: None) -> None:
+    model = tiny.build("pegasus", 2, factor=1.0, **tiny.few_layers("pegasus"))
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    layout = resolve(ModelTensors(model))
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    one = attack(model, layout, steps=4, length=5, seed=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(7)
+    assert attack(model, layout, steps=4, length=5, seed=3) == one
+    assert attack(model, layout, steps=4, length=5, seed=4).sites != one.sites
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def adversary_of(model: Any) -> _Adversary:
+    return _Adversary(model.requires_grad_(False), resolve(ModelTensors(model)), 0, 6)
+
+
+def test_mixtures_stay_in_the_hull_of_the_table() -> None:
+    model = tiny.build("t5", 0, factor=1.0)
+    adversary = adversary_of(model)
+    sites = ["encoder.block.0.layer.0:add"] * 5
+    found = adversary.in_hull(_Climb(sites, adversary.embed(adversary.draw(5)), 6, lambda: None))
+    table = model.shared.weight
+    assert len(found) == 2
+    for side in found:
+        assert bool((side <= table.amax(0) + 1e-5).all()) and bool((side >= table.amin(0) - 1e-5).all())
+
+
+def test_the_best_inputs_of_a_goal_may_come_from_any_row() -> None:
+    elite = _Elite()
+    x = torch.arange(4.0)[:, None]
+    elite.offer((x,), {"a": torch.tensor([1.0, 5.0, 3.0, 2.0]), "b": torch.tensor([9.0, math.nan, 0.0, 1.0])})
+    elite.offer((x + 10,), {"a": torch.tensor([5.0, 4.0, 0.0, 0.0]), "b": torch.zeros(4)})
+    # 5 again is taken for the same input; NaN is past every limit.
+    assert elite.starts(["a", "b", "a", "a", "a", "b"])[0].flatten().tolist() == [1, 1, 11, 2, 1, 0]
+
+
+@pytest.mark.parametrize("kind", exhaustive.beyond([*tiny.FIRST, "ministral3"], tiny.SEARCHED))
+def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
+    model = tiny.build(kind, 3, factor=1.0, **tiny.few_layers(kind))
+    model.set_attn_implementation("eager")
+    adversary = adversary_of(model)
+    layout, ids = adversary.layout, adversary.draw(3)
+    observer = SiteObserver(model)
+    with torch.no_grad(), watched(model, layout) as values, observer:
+        adversary.run(ids, model)
+    seen = {s.name: s.amax for s in observer.sites()}
+    # Scores are of the last call alone, and norms are named as in fp16.
+    for name, value in values.items():
+        if name in seen and not (name.endswith(":scores") and "query" in name):
+            assert float(value.abs().max()) == pytest.approx(seen[name], rel=1e-5), name
+    here = [n for n in values if ":to" not in n]  # fp32 casts nothing
+    assert len([n for n in here if n in seen]) > 0.7 * len(here)
+    # Embeddings of the same ids give the same values, Pegasus's scale included.
+    with torch.no_grad(), watched(model, layout) as again:
+        adversary.run(adversary.embed(ids))
+    last = [*values][-1]
+    assert torch.allclose(values[last], again[last], rtol=1e-4, atol=1e-5)
+
+
+def test_the_command_reports_the_bracket(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], few_forwards: None
+) -> None:
+    source = tiny.save(tiny.build("gated", 0, factor=1.0, **tiny.few_layers("gated")), tmp_path / "source")
+    report = tmp_path / "report.json"
+    arguments = ["audit", str(source), "--regime", "half", "--attack", "4", "--json", str(report)]
+    assert main(arguments) == 0
+    data: dict[str, Any] = json.loads(report.read_text())
+    assert data["attack"]["steps"] == 4 and data["attack"]["worst_headroom_bits"] > 0
+    brackets = [s for s in data["certificate"]["sites"] if s["observed"] is not None]
+    assert len(brackets) > 50 and all(s["observed"] <= s["bound"] <= s["limit"] for s in brackets)
+    assert "worst input" in capsys.readouterr().out
+    assert main(["audit", str(source), "--attack", "0"]) == 2
+
+
+def test_what_the_search_has_no_way_to_is_gone_after_by_what_it_comes_from(few_forwards: None) -> None:
+    """Of scores it follows their products; the mask that has to hide them passes its limit where these do not."""
+    model = spanning("t5", 0.75 * FP16_MAX)
+    layout, path = resolve(ModelTensors(model)), "decoder.block.0.layer.0.SelfAttention"
+    result = attack(model, layout, steps=8, sites=[f"{path}:masked"])
+    assert [site.name for site in result.sites if site.ids is not None] == [f"{path}:scores"]
+    worst = {site.name: site.worst for site in result.sites}
+    assert worst[f"{path}:masked"] > FP16_MAX > worst[f"{path}:scores"] and result.worst_headroom_bits < 0
+    everything = attack(model, layout, steps=1, sites=["no such site"])
+    assert sum(site.ids is not None for site in everything.sites) > 10

@@ -1,0 +1,197 @@
+"""Differences are those of the definition, on the tokens that count."""
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support import tiny
+from support.observed import padded
+
+from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.findings import Certificate
+from bf16_to_fp16.measuring.batch import Batch, run_batch
+from bf16_to_fp16.measuring.fidelity import Fidelity, compared, fidelity, output_on
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.regimes import RegimeResult
+from bf16_to_fp16.report import schema
+from bf16_to_fp16.report.build import NOISE, conclude, is_exact, passed_limits, too_inexact
+from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
+from bf16_to_fp16.rescaling.plan import Drift, Plan
+from bf16_to_fp16.rescaling.planner import Planned, Violation
+from bf16_to_fp16.results import dump
+
+
+def model_of(kind: str) -> Any:
+    """A random model whose weights bf16 holds exactly, so that only activations are rounded."""
+    torch.manual_seed(0)
+    return tiny.KINDS[kind]().eval().bfloat16().float()
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    return copy.deepcopy(model).to(dtype)
+
+
+def measure(reference: Any, bf16: Any, fp16: Any, inputs: Sequence[Batch]) -> Fidelity:
+    def outputs(model: Any) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [output_on(batch, run_batch(model, batch)) for batch in compared(inputs)]
+
+    found = [None if model is None else outputs(model) for model in (reference, bf16, fp16)]
+    decodes = inputs[0].decoder_input_ids is not None
+    return fidelity(found[0] or [], found[1], found[2] or [], probabilities=decodes)
+
+
+@pytest.mark.parametrize("kind", ["t5", "gated", "pegasus", "t5-encoder"])
+def test_a_model_is_no_different_from_itself(kind: str) -> None:
+    model = model_of(kind)
+    same = measure(model, copy.deepcopy(model), copy.deepcopy(model), batches(model.config, None, None))
+    assert same.kl_bf16 == same.kl_fp16 == same.max_logit_error_bf16 == same.max_logit_error_fp16 == 0
+    assert same.top1_bf16 == same.top1_fp16 == (None if kind == "t5-encoder" else 1.0)
+    assert same.measure == ("relative squared error" if kind == "t5-encoder" else "kl")
+
+
+@pytest.mark.parametrize("kind", ["gated", "mt5", "umt5", "pegasus", "t5-encoder"])
+def test_fp16_is_nearer_to_fp32_than_bf16_where_all_fits(kind: str) -> None:
+    model = model_of(kind)
+    inputs = batches(model.config, None, None)
+    measured = measure(model, cast(model, torch.bfloat16), cast(model, torch.float16), inputs)
+    assert measured.kl_bf16 is not None
+    assert 0 < measured.kl_fp16 < measured.kl_bf16 / 16
+
+
+def test_the_divergence_is_that_of_the_definition() -> None:
+    model = model_of("gated")
+    other = cast(model, torch.bfloat16)
+    batch = padded(model)
+    assert batch.decoder_attention_mask is not None
+    keep = batch.decoder_attention_mask.bool()
+    with torch.no_grad():
+        p, q = (run_batch(m, batch).logits[keep].double() for m in (model, other))
+    measured = measure(model, None, other, [batch])
+    expected = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="batchmean", log_target=True)
+    assert measured.kl_fp16 == pytest.approx(float(expected), rel=1e-9)
+    assert measured.max_logit_error_fp16 == pytest.approx(float((p - q).abs().max()), rel=1e-12)
+    assert measured.top1_fp16 == float((p.argmax(-1) == q.argmax(-1)).double().mean())
+    assert measured.positions == int(keep.sum())
+    assert measured.kl_bf16 is measured.max_logit_error_bf16 is measured.top1_bf16 is None
+
+
+def test_the_error_of_an_encoder_is_relative_to_its_states() -> None:
+    model = model_of("t5-encoder")
+    other = cast(model, torch.bfloat16)
+    batch = padded(model)
+    with torch.no_grad():
+        x, y = (run_batch(m, batch).last_hidden_state[batch.attention_mask.bool()].double() for m in (model, other))
+    expected = (x - y).square().sum() / x.square().sum()
+    assert measure(model, None, other, [batch]).kl_fp16 == pytest.approx(float(expected), rel=1e-9)
+
+
+def test_padding_of_the_decoder_does_not_count() -> None:
+    model = model_of("gated")
+    other = cast(model, torch.bfloat16)
+    batch = padded(model)
+    assert batch.decoder_input_ids is not None
+    assert batch.decoder_attention_mask is not None
+    ids = batch.decoder_input_ids.clone()
+    ids[batch.decoder_attention_mask == 0] = 50
+    changed = replace(batch, decoder_input_ids=ids)
+    assert measure(model, None, other, [batch]) == measure(model, None, other, [changed])
+
+
+def test_a_model_that_gives_nan_is_infinitely_far_and_null_in_json() -> None:
+    model = model_of("gated")
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.lm_head.weight[3] = torch.nan
+    measured = measure(model, copy.deepcopy(model), broken, [padded(model)])
+    assert measured.kl_fp16 == measured.max_logit_error_fp16 == math.inf
+    entry = json.loads(json.dumps(dump(measured), allow_nan=False))
+    assert entry["kl_fp16"] is None
+    assert entry["kl_bf16"] == 0
+    promised = {"reference", "kl_bf16", "kl_fp16", "max_logit_error_bf16", "max_logit_error_fp16", "top1_fp16"}
+    assert promised <= set(entry)
+
+
+def test_nothing_to_compare_on_is_an_error() -> None:
+    model = model_of("t5")
+    generation = batches(model.config, None, None)[-1]
+    with pytest.raises(ValueError, match="no batch to compare on"):
+        measure(model, None, model, [generation])
+
+
+def apart(kl_bf16: float | None, kl_fp16: float) -> Fidelity:
+    errors = {"max_logit_error_bf16": 0.1, "max_logit_error_fp16": 0.1}
+    return Fidelity.model_validate(errors | {"kl_bf16": kl_bf16, "kl_fp16": kl_fp16, "positions": 7})
+
+
+def test_an_output_further_from_the_source_than_bf16_is_a_violation_by_half_the_bits_of_its_divergence() -> None:
+    """A divergence goes with the square of an error: 16 times the divergence is 2 bits."""
+    assert too_inexact(apart(2.0**-12, 2.0**-8)) == [inexact(2.0, finite=True)]
+    assert too_inexact(apart(2.0**-12, math.inf)) == [inexact(40.0, finite=False)]
+    assert too_inexact(apart(0.0, 16 * NOISE)) == [inexact(2.0, finite=True)]
+    for finite, remedy in ((True, INEXACT), (False, SOMETHING_INSIDE)):
+        said = inexact(2.0, finite=finite)
+        assert (said.signal, said.kind, said.excess_bits, said.remedy) == (OUTPUT, "inexact", 2.0, remedy)
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [apart(2.0**-8, 2.0**-8), apart(2.0**-8, 2.0**-12), apart(0.0, NOISE), apart(None, 1.0), apart(math.inf, 1.0)],
+)
+def test_an_output_no_further_than_bf16_or_than_the_noise_is_none(measured: Fidelity) -> None:
+    assert too_inexact(measured) == []
+
+
+def test_edits_that_a_proof_needed_may_cost_twice_what_bf16_does() -> None:
+    near, far = apart(1.0, 1.9), apart(1.0, 2.1)
+    assert too_inexact(near, edits=1.5, proven=True) == []
+    for entry in (
+        too_inexact(near, edits=1.5),
+        too_inexact(near, proven=True),
+        too_inexact(far, edits=1.5, proven=True),
+    ):
+        assert len(entry) == 1
+
+
+@pytest.mark.parametrize("bf16", [22.0, math.inf])
+def test_where_bf16_is_ruined_edits_may_not_ruin_the_output_too(bf16: float) -> None:
+    assert too_inexact(apart(bf16, 0.9), edits=0.8) == []
+    assert len(too_inexact(apart(bf16, 1.1), edits=0.8)) == 1
+    assert too_inexact(apart(bf16, 1.1), edits=0.8, max_kl=1.2) == too_inexact(apart(bf16, 1.1)) == []
+
+
+def test_too_inexact_an_output_is_unsafe_at_any_margin_and_a_limit_passed_within_its_margin_is_not() -> None:
+    clean = {"half": RegimeResult(nonfinite=0, saturated=0, amax=1.0, headroom_bits=15.0, sites=[])}
+    proven = Certificate((), Arithmetic(512), {})
+
+    def concluded(*violations: Violation, margin_bits: float | None = 1.25) -> tuple[str, list[str], list[str]]:
+        plan = Plan(family="t5", margin_bits=margin_bits)
+        over, close = passed_limits(Planned(plan, violations, 0.0), clean, plan, proven)
+        return conclude(clean, over, proven), [entry.signal for entry in over], [entry.signal for entry in close]
+
+    assert conclude(clean, [], proven) == "safe" and conclude(clean, too_inexact(apart(1.0, 1.01)), proven) == "unsafe"
+    within, past = Violation("a (output)", 1.25), Violation("o (output)", 1.26)
+    # What only lacks the margin is nothing unsafe, and no entry of that list.
+    assert concluded(within) == ("safe", [], ["a (output)"])
+    assert concluded(within, past) == ("unsafe", ["o (output)"], ["a (output)"])
+    assert concluded(Violation("o (output)", 0.01), margin_bits=None) == ("unsafe", ["o (output)"], [])
+
+
+def test_an_output_must_be_the_source_to_the_bit_unless_something_drifted_was_corrected_rounded_or_made() -> None:
+    whole = schema.WeightsEntry(
+        elements=8, lossless_fraction=1, normal_fraction=1, flushed_to_zero=0, nonfinite=0, amax=1.0
+    )
+    plan, source = Plan(family="t5"), schema.Source()
+    assert is_exact(plan, whole, source)
+    assert not is_exact(plan.model_copy(update={"drift": Drift(relative_error=0.0)}), whole, source)
+    assert not is_exact(plan.model_copy(update={"gain_correction": {"a": 1.1}}), whole, source)
+    assert not is_exact(plan.model_copy(update={"centred_keys": ["a"]}), whole, source)
+    assert not is_exact(plan, whole.model_copy(update={"lossless_fraction": 0.999}), source)
+    assert not is_exact(plan, whole, source.model_copy(update={"made": ["lm_head.weight"]}))
+    other = apart(1.0, 0.0).model_copy(update={"squared_error_fp32": 1e-3})
+    assert too_inexact(other) == [] and len(too_inexact(other, exact=True)) == 1

@@ -1,0 +1,380 @@
+"""A walk over the files gives what whole models give, to the last bit, in the memory of a block."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import exhaustive, tiny
+from support.contract import MOVABLE, random_plan
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
+from bf16_to_fp16.conversion.planning import observe_source
+from bf16_to_fp16.devices import Device
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.measuring.batch import GENERATE, REPEATED, Batch, run_batch
+from bf16_to_fp16.measuring.fidelity import compared, output_on
+from bf16_to_fp16.measuring.lanes import Change, Walk, results_of
+from bf16_to_fp16.measuring.meter import observe_ranges
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.sites import Site, sites_of_all
+from bf16_to_fp16.measuring.stock import STOCK_LOCK, load
+from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.schema import REPORT
+from bf16_to_fp16.rescaling.plan import describe_plan
+
+WAYS = {
+    "fp32": (torch.float32, False, "eager"),
+    "bf16": (torch.bfloat16, False, "eager"),
+    "stock": (torch.float16, False, "eager"),
+    "stock, SDPA": (torch.float16, False, "sdpa"),
+    "half": (torch.float16, True, "eager"),
+    "half, SDPA": (torch.float16, True, "sdpa"),
+    "amp": (torch.float32, False, "eager"),
+}
+
+
+def run(model: Any, batch: Batch, amp: bool) -> list[Tensor]:
+    with torch.no_grad(), torch.autocast("cpu", torch.float16) if amp else nullcontext():
+        if not batch.generate:
+            return [run_batch(model, batch)[0]]
+        more = {"num_beams": 2, "do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4}
+        return [model.generate(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **more)]
+
+
+def shown(site: Site) -> tuple[Any, ...]:
+    counts: tuple[int, ...] = (site.nonfinite, site.saturated, site.benign)
+    if ":weight" in site.name:  # autocast casts a weight once for all lanes
+        counts = tuple(map(bool, counts))
+    return (site.name, site.dtype, site.limit, site.amax, *counts, site.reason)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def two_at_once() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints that overflow in fp16: tied and untied heads, in shards, without Pegasus's positions and bias."""
+    root = tmp_path_factory.mktemp("lanes")
+    small: dict[str, Any] = {"num_layers": 2, "num_decoder_layers": 1}
+    made = {kind: tiny.build(kind, **small) for kind in ("t5", "gated", "umt5", "t5-encoder")}
+    made |= {kind: tiny.build(kind, encoder_layers=1, decoder_layers=2) for kind in ("pegasus", "mbart")}
+    folders = {kind: tiny.save(model, root / kind, max_shard_size="20KB") for kind, model in made.items()}
+    assert len(list(folders["gated"].glob("*.safetensors"))) > 1
+    return folders
+
+
+KINDS = ("t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder")
+EVERY = [(kind, way) for way in WAYS for kind in KINDS]
+FEW = [(kind, way) for kind, way in EVERY if kind == "gated" or way == "half" or (kind, way) == ("pegasus", "amp")]
+
+
+@pytest.mark.parametrize(("kind", "way"), exhaustive.beyond(FEW, EVERY))
+def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way: str, folders: dict[str, Path]) -> None:
+    dtype, half, attention = WAYS[way]
+    whole = load(folders[kind], dtype, half=half, attention=attention)
+    made = batches(whole.config, None, None)
+    inputs = [batch for batch in made if batch.kind in ("random ids", "padded", "generate")]
+    observer = SiteObserver(whole)
+    with observer:
+        expected = [run(whole, batch, way == "amp") for batch in inputs]
+
+    def observed(batch: Batch, model: Any) -> tuple[list[Tensor], list[Site]]:
+        with SiteObserver(model) as observer:
+            return run(model, batch, way == "amp"), observer.sites()
+
+    walk = Walk(open_checkpoint(folders[kind]))
+    how: dict[str, Any] = {"half": half, "attention": attention, "casts": way == "amp"}
+    lanes = [walk.add(partial(observed, b), dtype, **how) for b in inputs]
+    walk.run()
+    for lane, outputs in zip(lanes, expected, strict=True):
+        given, _ = lane.result
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(given, outputs, strict=True))
+    seen = sites_of_all(sites for _, sites in results_of(lanes))
+    first, second = ([s for s in sites if s.calls] for sites in (seen, observer.sites()))
+    assert sorted(map(shown, first), key=str) == sorted(map(shown, second), key=str)
+    # What broke first, and what ran first, stand in the same order.
+    assert [s.name for s in sorted(first, key=lambda s: s.order)] == [
+        s.name for s in sorted(second, key=lambda s: s.order)
+    ]
+
+
+@pytest.mark.parametrize("kind", exhaustive.beyond(["t5"], ["t5", "gated", "pegasus", "mbart"]))
+def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Path) -> None:
+    """16 bits first, of weights that lose by them."""
+    folder = tiny.save(tiny.build(kind, dtype=torch.float32, **tiny.few_layers(kind)), tmp_path, torch.float32)
+    batch = batches(load(folder, torch.float32).config, None, None)[0]
+
+    def smaller(name: str, tensor: Tensor) -> Tensor:
+        return tensor * 0.75
+
+    def expected(dtype: torch.dtype, half: bool, attention: str, amp: bool, change: Change | None) -> Tensor:
+        whole = load(folder, dtype, half=half, attention=attention)
+        for name, weight in whole.named_parameters():
+            if change is not None:
+                weight.data = change(name, weight.data)
+        return run(whole, batch, amp)[0]
+
+    ways = [(*way, name == "amp", change) for name, way in WAYS.items() for change in (None, smaller)]
+    ways.sort(key=lambda way: way[0].itemsize)
+    walk = Walk(open_checkpoint(folder))
+    lanes = [
+        walk.add(partial(run, batch=batch, amp=amp), dtype, half=half, attention=attention, change=change, casts=amp)
+        for dtype, half, attention, amp, change in ways
+    ]
+    walk.run()
+    for lane, way in zip(lanes, ways, strict=True):
+        (logits,), whole = lane.result, expected(*way)
+        assert logits.dtype == whole.dtype and torch.equal(logits.nan_to_num(7), whole.nan_to_num(7)), way
+
+
+@pytest.mark.parametrize(
+    ("kind", "amp", "casts"), [("pegasus", False, False), ("gated", True, False), ("gated", True, True)]
+)
+def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
+    kind: str, amp: bool, casts: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tied head as well, whose weights are another place's embedding, and where autocast keeps copies."""
+    folder = folders[kind]
+    batch = next(b for b in batches(load(folder, torch.float32).config, None, None) if b.generate)
+    held: list[tuple[str, StorageWeakRef]] = []
+    load_place = Walk._load
+
+    def watched(walk: Walk, weights: Any, place: str, *more: Any) -> Any:
+        assert [name for name, storage in held if not storage.expired()] == [] and not walk._read
+        altered = load_place(walk, weights, place, *more)
+        held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in weights.stored[place])
+        return altered
+
+    monkeypatch.setattr(Walk, "_load", watched)
+    walk = Walk(open_checkpoint(folder))
+    walk.add(partial(run, batch=batch, amp=amp), torch.float32, casts=casts)
+    walk.run()
+    assert len(held) > len({name for name, _ in held}) > 8
+
+
+def test_what_convert_observes_is_what_a_whole_model_shows_on_every_batch(folders: dict[str, Path]) -> None:
+    whole = load(folders["pegasus"], torch.float32)
+    inputs = batches(whole.config, None, None)
+    expected = observe_ranges(whole, inputs)
+    checkpoint = open_checkpoint(folders["pegasus"])
+    found, reference = observe_source(checkpoint, inputs, Progress(quiet=True), Device("cpu"))
+    with torch.no_grad():
+        outputs = [output_on(batch, run_batch(whole, batch)) for batch in compared(inputs)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(reference.fp32, outputs, strict=True))
+    assert set(found) == set(expected)
+    for path, seen in expected.items():
+        for side in ("input", "output"):
+            ours, theirs = getattr(found[path], side), getattr(seen, side)
+            assert torch.equal(ours.amax, theirs.amax) and torch.equal(ours.mean_square, theirs.mean_square)
+        assert found[path].scores == seen.scores
+
+
+def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny.save(tiny.build("pegasus", encoder_layers=1, decoder_layers=1), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if "embed_positions" not in n and n != "final_logits_bias"}
+    assert len(kept) == len(tensors) - 3
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    whole = load(folder, torch.float16, half=True)
+    batch = batches(whole.config, None, None)[0]
+    walk = Walk(open_checkpoint(folder))
+    lane = walk.add(lambda model: run(model, batch, False), torch.float16, half=True)
+    walk.run()
+    assert torch.equal(lane.result[0], run(whole, batch, False)[0])
+
+
+def test_a_router_that_casts_its_own_weights_does_so_in_each_lane_and_pass(tmp_path: Path) -> None:
+    """Of a weight that is inf in fp16 every pass has that."""
+    model = tiny.small("switch")
+    routers = [name for name, _ in model.named_modules() if name.endswith(".router")]
+    with torch.no_grad():
+        model.get_submodule(routers[0]).classifier.weight[0, 0] = 2.0**17
+    folder = tiny.save(model, tmp_path)
+    whole, walk = load(folder, torch.float16, half=True), Walk(open_checkpoint(folder))
+    batch = batches(whole.config, None, None)[0]
+
+    def twice(model: Any) -> tuple[list[Tensor], set[str]]:
+        with SiteObserver(model) as observer:
+            return [run(model, batch, False)[0] for _ in range(2)], {site.name for site in observer.sites()}
+
+    lanes = [walk.add(twice, torch.float16, half=True) for _ in range(2)]
+    walk.run()
+    expected, sites = twice(whole)
+    assert expected[0].isnan().any() and {f"{router}:weight" for router in routers} <= sites
+    for outputs, seen in results_of(lanes):
+        assert seen == sites
+        assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(outputs, expected, strict=True))
+
+
+def test_walks_and_loading_go_one_after_another_in_threads_of_one_process(folders: dict[str, Path]) -> None:
+    checkpoint, waiting = open_checkpoint(folders["t5"]), Walk(open_checkpoint(folders["t5"]))
+    waiting.add(lambda model: None, torch.float32)
+    todo = (waiting.run, lambda: Walk(checkpoint).add(id, torch.float32), lambda: load(folders["t5"], torch.float32))
+    threads = [threading.Thread(target=each, daemon=True) for each in todo]
+    with STOCK_LOCK:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(0.3)
+        assert all(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_table_that_cannot_be_read_is_told_without_a_word_of_torchs(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def fails(*_: Any) -> Tensor:
+        raise UserError("gone")
+
+    monkeypatch.setattr(Checkpoint, "read_some_rows", fails)
+    walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5]])
+    walk.add(lambda model: run_batch(model, Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1))), torch.float32)
+    with pytest.raises(UserError, match="gone"):
+        walk.run()
+    assert not [each for each in recwarn if "always_call" in str(each.message)]
+
+
+def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) -> None:
+    model = tiny.build("pegasus", encoder_layers=1, decoder_layers=1, pad_token_id=90)
+    folder = tiny.save(model, tmp_path)
+    ids = torch.tensor([[5, 90, 7]])
+    batch = Batch("", ids, torch.ones_like(ids), ids, torch.ones_like(ids))
+    walk = Walk(open_checkpoint(folder))
+    lane = walk.add(lambda model: run(model, batch, False), torch.float32)
+    walk.run()
+    assert torch.equal(lane.result[0], run(load(folder, torch.float32), batch, False)[0])
+
+
+@pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1)])
+def test_lanes_run_at_once_on_their_shares_of_the_threads(
+    how: dict[str, Any], at_once: int, folders: dict[str, Path]
+) -> None:
+    """Those under autocast one after another on all of them."""
+    walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5, 9]])
+    batch, meet, inside = Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1)), threading.Barrier(at_once), list[int]()
+    seen: list[tuple[int, int]] = []
+
+    def looks(model: Any) -> None:
+        inside.append(0)
+        meet.wait(20)
+        seen.append((len(inside), torch.get_num_threads()))
+        meet.wait(20)
+        inside.clear()
+        run_batch(model, batch)
+
+    torch.set_num_threads(3)
+    for _ in range(3):
+        walk.add(looks, torch.float32, **how)
+    walk.run()
+    after = [torch.get_num_threads()]
+    fresh = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
+    fresh.start()
+    fresh.join()
+    torch.set_num_threads(2)
+    assert seen == [(at_once, 3 // at_once)] * 3
+    assert after == [3, 3]
+
+
+def test_lanes_that_may_not_run_at_once_do_not_beside_one_that_may(folders: dict[str, Path]) -> None:
+    walk, inside, most = Walk(open_checkpoint(folders["t5"])), [0], [0]
+
+    def looks(model: Any) -> None:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        time.sleep(0.05)
+        inside[0] -= 1
+
+    for _ in range(3):
+        walk.add(looks, torch.float32, casts=True)
+    walk.add(lambda model: None, torch.float32)
+    walk.run()
+    assert most == [1]
+
+
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict[str, Path]) -> None:
+    walk = Walk(open_checkpoint(folders["t5"]))
+    ended, before = [], threading.active_count()
+    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
+
+    def fails(model: Any) -> None:
+        model.encoder.final_layer_norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(error("here")))
+        run_batch(model, batch)
+
+    def waits(model: Any) -> None:
+        try:
+            run_batch(model, batch)
+        finally:
+            ended.append(model)
+
+    lanes = [walk.add(waits, torch.float32), walk.add(fails, torch.float32), walk.add(waits, torch.float16)]
+    with pytest.raises(error, match="here"):
+        walk.run()
+    assert len(ended) == 2 and threading.active_count() == before
+    assert not any(hasattr(lane, "result") for lane in lanes)
+
+
+def test_an_interrupt_before_a_lane_has_started_is_told_as_one(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk, before, start = Walk(open_checkpoint(folders["t5"])), threading.active_count(), threading.Thread.start
+    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
+    lanes = [walk.add(partial(run, batch=batch, amp=False), torch.float32) for _ in range(2)]
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread is lanes[1].thread:
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        walk.run()
+    assert threading.active_count() == before and threading.stack_size() == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count all memory")
+def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_certified_and_audited(
+    tmp_path: Path, warm_python: Path
+) -> None:
+    """17 blocks of 8.5 MB in fp32, which do not fit. The plan is a drawn one: the tables by which one is made grow
+    with the channels, of which this model has many for its size."""
+    shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 16, "num_decoder_layers": 1}
+    folder, out, plan = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out", tmp_path / "plan.json"
+
+    def does(action: str) -> subprocess.CompletedProcess[str]:
+        command = [str(warm_python), "-m", "support.limited", action, str(folder), str(out), str(plan)]
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WHOLE_RUNS": "1"})
+
+    drawn = random_plan(resolve(open_checkpoint(folder)), MOVABLE)
+    plan.write_text(json.dumps({"plan": describe_plan(drawn)}))
+    whole = does("load")
+    assert whole.returncode != 0 and "allocate" in whole.stderr
+    converted = does("convert")
+    assert converted.returncode == 0, converted.stderr
+    report = json.loads((out / REPORT).read_text())
+    assert report["verdict"] == "safe"
+    assert report["regimes"]["half"]["runs"][0]["kinds"] == [REPEATED, GENERATE]

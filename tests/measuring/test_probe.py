@@ -1,0 +1,167 @@
+"""The probe covers what it says."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import tiny
+from support.words import TEXTS
+
+from bf16_to_fp16.measuring.batch import IGNORED_LABEL, SHORT, SWEEP, Batch, describe_batches, run_batch
+from bf16_to_fp16.measuring.probe import audit_batches, batches, images, random_rows, rows_of
+
+pytestmark = pytest.mark.usefixtures("whole_probe")
+
+
+@pytest.mark.parametrize("vocabulary", [97, 5000, 40000])
+def test_the_sweep_shows_every_id_once_on_each_side(vocabulary: int) -> None:
+    config = tiny.config("t5", vocab_size=vocabulary)
+    sweep = [b for b in batches(config, None, None, sweep=True) if b.kind == SWEEP]
+    encoder = torch.cat([b.input_ids.flatten() for b in sweep])
+    decoder = torch.cat([b.decoder_input_ids.flatten() for b in sweep if b.decoder_input_ids is not None])
+    assert torch.equal(encoder.sort().values, torch.arange(vocabulary))
+    assert torch.equal(decoder.sort().values, torch.arange(vocabulary))
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("t5", 512), ("pegasus", 64)])
+def test_no_sequence_is_longer_than_the_positions(kind: str, longest: int) -> None:
+    made = batches(tiny.config(kind), None, None)
+    assert max(b.input_ids.shape[1] for b in made) == longest
+    config = tiny.config("pegasus", max_position_embeddings=12)
+    assert max(random_rows(config, seed=seed).input_ids.shape[1] for seed in range(20)) == 12
+
+
+@pytest.mark.parametrize("kind", ["t5", "pegasus", "t5-encoder"])
+def test_short_rows_have_every_length_and_special_token_with_and_without_end_and_padding_on_both_sides(
+    kind: str,
+) -> None:
+    config = tiny.config(kind)
+    right, left = (b for b in batches(config, None, None) if b.kind == SHORT)
+    end = config.eos_token_id
+    rows = [ids[mask == 1].tolist() for ids, mask in zip(right.input_ids, right.attention_mask, strict=True)]
+    assert rows == [ids[mask == 1].tolist() for ids, mask in zip(left.input_ids, left.attention_mask, strict=True)]
+    assert {len(row) for row in rows if row[-1] != end} == set(range(1, 9))
+    assert {len(row) for row in rows if row[-1] == end} >= set(range(2, 9))
+    for special in {config.pad_token_id, end, config.vocab_size - 1}:
+        assert [special] in rows and [special, end] in rows
+    assert bool(right.attention_mask[:, 0].all()) and bool(left.attention_mask[:, -1].all())
+    assert not left.attention_mask[:, 0].all() and not right.attention_mask[:, -1].all()
+    assert (right.decoder_input_ids is None) is (kind == "t5-encoder")
+    assert right.input_ids.numel() + left.input_ids.numel() < 400
+
+
+@pytest.mark.parametrize("kind", ["t5", "pegasus", "t5-encoder"])
+def test_random_rows_have_all_lengths_and_ends_and_special_tokens(kind: str) -> None:
+    config = tiny.config(kind)
+    made = [random_rows(config, seed=seed, left=seed % 2 == 1) for seed in range(60)]
+    rows = [ids[mask == 1].tolist() for b in made for ids, mask in zip(b.input_ids, b.attention_mask, strict=True)]
+    # As many from 1 to 7 as from 8 to 63, end tokens apart.
+    lengths = [len(row) - (row[-1] == config.eos_token_id) for row in rows]
+    assert min(lengths) <= 1 and max(lengths) >= 60 and max(map(len, rows)) <= 65
+    assert 0.4 < sum(length < 8 for length in lengths) / len(lengths) < 0.6
+    assert 0.45 < sum(row[-1] == config.eos_token_id for row in rows) / len(rows) < 0.6
+    specials = {config.pad_token_id, config.eos_token_id, config.vocab_size - 1}
+    assert specials <= {token for row in rows for token in row[:-1]}
+    for batch in made[:2]:
+        first, last = batch.attention_mask[:, 0].all(), batch.attention_mask[:, -1].all()
+        assert (bool(first), bool(last)) == ((True, False) if batch is made[0] else (False, True))
+    assert torch.equal(made[3].input_ids, random_rows(config, seed=3, left=True).input_ids)
+    if kind == "t5-encoder":
+        assert made[0].decoder_input_ids is None
+    else:
+        decoders = [b.decoder_input_ids for b in made if b.decoder_input_ids is not None]
+        assert len(decoders) == 60 and all((ids[:, 0] == config.decoder_start_token_id).all() for ids in decoders)
+
+
+def test_given_rows_are_run_as_they_are() -> None:
+    batch = rows_of(tiny.config("t5"), [([5, 6, 7], [0, 9]), ([8], [0, 3, 4])], "given")
+    assert batch.input_ids.tolist() == [[5, 6, 7], [8, 0, 0]] and batch.attention_mask.sum() == 4
+    assert batch.decoder_input_ids is not None and batch.decoder_input_ids.tolist() == [[0, 9, 0], [0, 3, 4]]
+
+
+@pytest.mark.parametrize("kind", ["t5-encoder", "umt5-encoder", "t5"])
+def test_an_encoder_gets_nothing_for_a_decoder_whatever_the_flag_says(kind: str) -> None:
+    config = tiny.config(kind)
+    if kind == "t5":  # as published encoders are
+        config.architectures = ["T5EncoderModel"]
+        assert config.is_encoder_decoder
+    made = batches(config, None, None)
+    assert len(made) > 4
+    assert all(b.decoder_input_ids is None and not b.generate for b in made)
+
+
+def test_labels_are_the_following_ids_without_padding() -> None:
+    ids = torch.tensor([[0, 5, 6, 7], [0, 8, 0, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    labels = Batch("", ids, mask, ids, mask).labels()
+    skip = IGNORED_LABEL
+    assert labels.tolist() == [[5, 6, 7, skip], [8, skip, skip, skip]]
+
+
+def test_the_decoder_is_told_of_its_padding_with_and_without_the_head() -> None:
+    model = tiny.KINDS["t5"]().eval()
+    batch = batches(model.config, None, None)[3]
+    told: list[torch.Tensor] = []
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: told.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        run_batch(model, batch)
+        run_batch(model, replace(batch, head=False))
+    assert batch.decoder_attention_mask is not None and len(told) == 2
+    assert all(torch.equal(mask, batch.decoder_attention_mask) for mask in told)
+
+
+def test_the_inputs_are_listed_by_kind_with_their_shapes() -> None:
+    made = batches(tiny.config("t5", vocab_size=5000), None, None, sweep=True)
+    listed = describe_batches(made, seed=0)
+    assert listed["seed"] == 0 and listed["data"] is None
+    assert [tuple(entry.values()) for entry in listed["batches"]] == [
+        ("random ids", 1, 4, 64, 32),
+        ("long", 1, 1, 512, 128),
+        ("repeated", 1, 2, 64, 32),
+        ("padded", 1, 4, 48, 24),
+        ("short", 2, 44, 8, 4),
+        ("vocabulary sweep", 6, 40, 128, 128),
+        ("generate", 1, 2, 48, None),
+    ]
+    assert list(listed["batches"][0]) == ["kind", "batches", "rows", "encoder", "decoder"]
+    assert sum(len(b.input_ids) for b in made) == sum(entry["rows"] for entry in listed["batches"])
+    encoder = describe_batches(batches(tiny.config("t5-encoder"), None, None), seed=0)
+    assert {entry["decoder"] for entry in encoder["batches"]} == {None}
+
+
+def test_the_inputs_digest_tells_the_same_tokens_from_others(source: Path, tmp_path: Path) -> None:
+    config = tiny.config("t5")
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS))
+
+    def digest(seed: int = 0, data: str | None = None) -> str:
+        return str(describe_batches(audit_batches(config, source, data, seed=seed), seed=seed, data=data)["sha256"])
+
+    assert digest() == digest()
+    assert digest(data=str(path)) == digest(data=str(path))
+    assert len({digest(), digest(seed=1), digest(data=str(path))}) == 3
+    first = digest(data=str(path))
+    path.write_text("\n".join([*TEXTS[1:], "cat"]))
+    assert digest(data=str(path)) != first
+    one, other = batches(config, None, None)[:1], batches(config, None, None)[:1]
+    other[0].attention_mask[0, -1] = 0
+    assert describe_batches(one, seed=0)["sha256"] != describe_batches(other, seed=0)["sha256"]
+
+
+def test_of_data_the_inputs_name_the_file_without_its_folder_and_the_rows(source: Path, tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join(TEXTS))
+    listed = describe_batches(batches(tiny.config("t5"), source, str(path)), seed=3, data=str(path))
+    assert listed["data"] == {"name": "texts.txt", "rows": 4}
+    assert [entry["kind"] for entry in listed["batches"]] == ["data", "generate"]
+    assert str(tmp_path) not in json.dumps(listed)
+    assert describe_batches([], seed=0, data="org/name")["data"] == {"name": "org/name", "rows": 0}
+
+
+def test_the_row_about_an_image_is_dealt_out_whole() -> None:
+    (batch,) = images(tiny.build("gemma3-images").config)
+    assert batch.rows(slice(0, None, 4)) is batch

@@ -1,0 +1,146 @@
+"""Matrix products on a CPU are those of fp32 rounded once, forward and backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.products import FastProducts
+
+
+class Products(nn.Module):
+    """The three matrix products a T5 or Pegasus forward consists of, in its layouts."""
+
+    def forward(self, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        heads = x.view(4, -1, x.shape[-1])
+        return (nn.functional.linear(x, w), nn.functional.linear(x, w, b), torch.matmul(heads, heads.transpose(1, 2)))
+
+
+def native_and_fast(x: Tensor, w: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
+    module = Products()
+    native = module(x, w, b)
+    with SiteObserver(module):
+        fast = module(x, w, b)
+    return list(zip(native, fast, strict=True))
+
+
+def test_fast_products_equal_the_native_ones_where_they_overflow() -> None:
+    x, w = torch.full((8, 64), 300.0).half(), torch.full((4, 64), 300.0).half()
+    w[2:] *= -1
+    for native, fast in native_and_fast(x, w, torch.ones(4).half()):
+        assert bool(native.isinf().all())
+        assert torch.equal(native, fast)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fast_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(64, 512).to(dtype), torch.randn(300, 512).to(dtype), torch.randn(300).to(dtype)
+    in_fp32 = native_and_fast(x.float(), w.float(), b.float())
+    for (_, fast), (_, expected) in zip(native_and_fast(x, w, b), in_fp32, strict=True):
+        assert torch.equal(fast, expected.to(dtype))
+    most = native_and_fast(x.abs().double(), w.abs().double(), b.abs().double())
+    exact = native_and_fast(x.double(), w.double(), b.double())
+    for (_, fast), (_, sums), (size, _) in zip(in_fp32, exact, most, strict=True):
+        assert fast.dtype == torch.float32
+        assert bool(((fast - sums).abs() <= 513 * 2.0**-24 * size).all())
+
+
+def test_a_power_of_two_passes_through_fast_fp32_products_exactly() -> None:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(64, 512), torch.randn(300, 512), torch.randn(300)
+    for (_, one), (_, other) in zip(native_and_fast(x, w, b), native_and_fast(x / 8, w, b / 8), strict=True):
+        assert torch.equal(one / one.new_tensor(8 if one.shape[-1] == 300 else 64), other)
+
+
+def test_fast_products_of_fp32_weights_are_those_of_onednn_where_torch_has_it() -> None:
+    x, linear = torch.randn(2, 6, 8), nn.Linear(8, 4)
+    with Kernels() as kernels, torch.no_grad():
+        for observed in (FastProducts(), SiteObserver(linear)):
+            kernels.dtypes.clear()
+            with observed:
+                linear(x)
+            assert kernels.dtypes == ([] if torch.backends.mkldnn.is_available() else [torch.float32])
+
+
+def test_a_bias_with_gaps_and_a_whole_matrix_are_added_and_nothing_summed_as_by_torch() -> None:
+    x, w, pairs = torch.ones(2, 8), torch.ones(4, 8), torch.arange(8.0).view(4, 2)
+    for bias in (pairs[:, 1], pairs[0, :1].expand(4)):
+        with FastProducts():
+            assert torch.equal(nn.functional.linear(x, w, bias), 8 + bias.expand(2, 4))
+    x, w, added = (torch.randint(-2, 3, shape).float() for shape in ((4, 8), (5, 8), (4, 5)))
+    with FastProducts():
+        both = torch.addmm(added, x, w.t()), nn.functional.linear(x[:, :0], w[:, :0].contiguous())
+    assert torch.equal(both[0], x @ w.t() + added)
+    assert torch.equal(both[1], torch.zeros(4, 5))
+
+
+@pytest.mark.parametrize("of", [FastProducts, lambda: SiteObserver(nn.Identity())])
+def test_operands_of_two_dtypes_are_refused_as_by_torch(of: Any) -> None:
+    x, w = torch.ones(2, 8), torch.ones(4, 8)
+    for one, other, bias in ((x.half(), w, None), (x, w.half(), None), (x.half(), w.half(), torch.ones(4))):
+        with of(), pytest.raises(RuntimeError, match="dtype"):
+            nn.functional.linear(one, other, bias)
+
+
+def test_native_products_run_where_fast_ones_are_switched_off() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Linear(512, 512).half(), torch.randn(64, 512).half()
+    with torch.no_grad(), SiteObserver(module, fast_products=False):
+        observed = module(x)
+    assert torch.equal(observed, module(x))
+
+
+class Kernels(TorchDispatchMode):
+    """Dtypes of the operands of the matrix products that really run: entered before another mode, it is below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket._qualified_op_name.split("::")[1] in ("mm", "bmm", "addmm", "baddbmm"):
+            self.dtypes.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def forward_and_gradients(x: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    operands = [t.detach().clone().requires_grad_() for t in (x, w, b)]
+    out = Products()(*operands)
+    sum((y * y.detach().sign()).sum() for y in out).backward()
+    return [*out, *(t.grad for t in operands if t.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fast_products_run_in_fp32_forward_and_backward_and_equal_native_ones(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    # Sums of small integers: exact in fp32, so that any order gives the same.
+    x, w, b = (torch.randint(-2, 3, shape).to(dtype) for shape in ((64, 32), (48, 32), (48,)))
+    with Kernels() as kernels:
+        native = forward_and_gradients(x, w, b)
+    assert set(kernels.dtypes) == {dtype}
+    with Kernels() as kernels, FastProducts():
+        fast = forward_and_gradients(x, w, b)
+    assert set(kernels.dtypes) == {torch.float32}
+    assert len(kernels.dtypes) >= 2 * 3
+    assert len(fast) == 6
+    for a, c in zip(native, fast, strict=True):
+        assert a.dtype == c.dtype == dtype
+        assert torch.equal(a, c)
+
+
+def test_fast_products_leave_products_into_given_memory_alone() -> None:
+    x = torch.randn(8, 8)
+    out = torch.empty(8, 8, dtype=torch.float16)
+    with FastProducts():
+        assert torch.equal(x @ x, torch.mm(x, x))
+        torch.mm(x.half(), x.half(), out=out)
+        with SiteObserver(nn.Identity()):
+            torch.mm(x.half(), x.half(), out=out)
+    assert float((out.float() - x @ x).abs().max()) < 0.1
+    with FastProducts():
+        exact = x.half() @ x.half()
+    assert torch.equal(exact, (x.half().float() @ x.half().float()).half())

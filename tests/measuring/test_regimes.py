@@ -1,0 +1,445 @@
+"""Each regime is what it says, and its verdict sees what the logits hide."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support import exhaustive, masks, tiny
+
+from bf16_to_fp16.conversion.audit import audit
+from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.measuring import probe
+from bf16_to_fp16.measuring.batch import GENERATE, PADDED, RANDOM, Batch, describe_batches
+from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.regimes import (
+    LOSS_SCALE,
+    REGIMES,
+    RegimeResult,
+    audit_folder,
+    audit_model,
+    verdict,
+)
+from bf16_to_fp16.measuring.sites import MASK_REASON
+from bf16_to_fp16.measuring.stock import load, load_config, set_attention
+from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, OVERFLOWED, SATURATED_FROM
+from bf16_to_fp16.report import facts
+from bf16_to_fp16.report.remedies import unsafe_sites
+from bf16_to_fp16.report.schema import Report
+from bf16_to_fp16.results import AttackedSite, AttackEntry, RegimeEntry, SiteEntry, dump
+
+WO = "encoder.block.1.layer.1.DenseReluDense.wo"
+
+
+def saved(kind: str, folder: Path, change: Any = None) -> Path:
+    """Save a randomly initialised fp32 model, in which nothing is large unless ``change`` makes it so."""
+    torch.manual_seed(0)
+    model = tiny.KINDS[kind]()
+    if change is not None:
+        with torch.no_grad():
+            change(model)
+    model.save_pretrained(folder)
+    return folder
+
+
+def overflow(model: Any) -> None:
+    model.get_submodule(WO).weight[:2] *= 1e5
+
+
+Audits = Callable[..., dict[str, RegimeResult]]
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> Audits:
+    """Return a function that gives the audit in every regime of what ``saved`` saves, which it runs once."""
+
+    def audit_of(kind: str, change: Any = None) -> dict[str, RegimeResult]:
+        folder = saved(kind, tmp_path_factory.mktemp(kind), change)
+        return audit_folder(folder, inputs=batches(load_config(folder), None, None))
+
+    return functools.cache(audit_of)
+
+
+def few(folder: Path, *kinds: str) -> list[Batch]:
+    """Return a batch of each of these kinds for a folder: enough where the others would show no other site."""
+    every = batches(load_config(folder), None, None)
+    return [next(batch for batch in every if batch.kind == kind) for kind in kinds or (RANDOM, PADDED)]
+
+
+def half_of(folder: Path, **options: Any) -> RegimeResult:
+    return audit_folder(folder, inputs=few(folder), regimes=("half",), **options)["half"]
+
+
+def site(result: RegimeResult, name: str) -> Any:
+    return next(s for s in result.sites if s.name == name)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    exhaustive.beyond(["t5", "gated", "pegasus"], ["t5", "gated", "silu", "umt5", "pegasus", "mbart", "t5-encoder"]),
+)
+def test_a_model_that_fits_is_safe_in_every_regime(kind: str, audited: Audits) -> None:
+    results = audited(kind)
+    assert list(results) == list(REGIMES)
+    for result in results.values():
+        assert not result.broken
+        assert result.headroom_bits > 5
+        assert result.nonfinite_logits == 0
+        assert any(s.benign == MASK_REASON for s in result.sites)
+        assert result.underflow == []
+
+
+def test_an_overflow_that_the_clamp_hides_is_named_in_half_alone(audited: Audits) -> None:
+    results = audited("t5", overflow)
+    half = results["half"]
+    assert half.broken
+    assert half.nonfinite_logits == 0  # what a check of the logits would go by
+    assert half.sites[0].name == WO
+    assert half.sites[0].nonfinite > 0
+    assert half.saturated == sum(s.saturated for s in half.sites) > 0
+    assert half.nonfinite == sum(s.nonfinite for s in half.sites)
+    bits = [s.headroom_bits for s in half.sites if s.headroom_bits is not None]
+    assert bits == sorted(bits) and bits[0] == half.headroom_bits == math.log2(FP16_MAX / OVERFLOWED)
+    assert len({s.name for s in half.sites}) == len(half.sites)
+    # Stock code keeps wo, and with it the residual, in fp32; AMP rounds wo's output to fp16.
+    assert not results["stock"].broken
+    assert results["amp"].broken
+    assert results["amp"].sites[0].name == WO
+
+
+@pytest.mark.parametrize(
+    ("kind", "regime", "name", "dtype"),
+    [
+        ("t5", "stock", WO, "float32"),
+        ("t5", "half", WO, "float16"),
+        ("gated", "amp", WO, "float16"),
+        ("gated", "amp", "encoder.block.0.layer.0:add", "float32"),
+    ],
+)
+def test_a_regime_runs_in_the_formats_that_it_says(
+    kind: str, regime: str, name: str, dtype: str, audited: Audits
+) -> None:
+    shown = site(audited(kind)[regime], name)
+    assert shown.dtype == dtype and (shown.limit is None) is (dtype == "float32")
+
+
+def test_amp_that_does_not_happen_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load(saved("t5", tmp_path), torch.float32)
+    original = torch.autocast
+    monkeypatch.setattr(torch, "autocast", lambda device, dtype: original(device, dtype, enabled=False))
+    with pytest.raises(RuntimeError, match="autocast did not run"):
+        audit_model(model, batches(model.config, None, None)[:1], regime="amp")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_masked_position_that_counts_is_unsafe_where_the_mask_is_finite_alone(share: float) -> None:
+    model = masks.spanning("gated", 48000.0 * share)
+    ids = torch.tensor([[5, 6, 7, 8, masks.LOUD, masks.LOUD], [1, 2, 3, 4, 5, 6]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6])
+    batch = Batch("padded", ids, mask, ids, mask)
+    half = {"half": audit_model(model.half(), [batch], regime="half")}
+    amp = audit_model(model.float(), [batch], regime="amp")
+    wins = share == 1.0
+    names = {f"{stack}.block.0.layer.0.SelfAttention:masked" for stack in ("encoder", "decoder")}
+    rows = unsafe_sites(half)
+    assert not amp.broken and {row.signal for row in rows} == (names if wins else set())
+    assert all("masked positions that count in half" in row.reason and row.excess_bits > 0.5 for row in rows)
+    widest = next(s for s in half["half"].sites if s.name in names)
+    assert widest.amax == pytest.approx(2 * 48000 * share, rel=0.02)
+    assert half["half"].saturated == sum(row.saturated or 0 for row in rows)
+
+
+FEED_FORWARD = "encoder.block.1.layer.1.DenseReluDense"
+
+
+def test_signals_sunk_below_the_smallest_normal_number_are_named_and_do_not_move_the_verdict(tmp_path: Path) -> None:
+    def sink(model: Any) -> None:
+        model.get_submodule(FEED_FORWARD).wi_1.weight *= 1e-6
+
+    folder = saved("gated", tmp_path, sink)
+    results = audit_folder(folder, inputs=few(folder, RANDOM, PADDED, GENERATE))
+    assert verdict(results) == "safe"
+    for regime, names in {
+        "half": {"wi_1", "wo", ":mul"},
+        "amp": {"wi_1", "wo", ":mul"},
+        "stock": {"wi_1", ":mul"},  # wo is fp32 there
+    }.items():
+        expected = {FEED_FORWARD + (name if name.startswith(":") else f".{name}") for name in names}
+        assert {s.name for s in results[regime].underflow} == expected
+        assert all(0 < s.amax < 2.0**-14 for s in results[regime].underflow)
+    entry = json.loads(json.dumps(dump(results["half"]), allow_nan=False))["underflow"]
+    assert {s["name"]: s["amax"] for s in entry} == {s.name: s.amax for s in results["half"].underflow}
+
+
+def test_a_signal_that_is_zero_is_named_only_where_fp32_has_one(tmp_path: Path) -> None:
+    def sink(model: Any) -> None:
+        model.get_submodule(FEED_FORWARD).wi_1.weight *= 1e-9  # zero in fp16
+        model.encoder.block[2].layer[1].DenseReluDense.wi_1.weight.zero_()
+
+    half = half_of(saved("gated", tmp_path, sink))
+    silent = {s.name for s in half.sites if s.amax == 0 and "constant" not in s.name}
+    assert "encoder.block.2.layer.1.DenseReluDense.wi_1" in silent
+    assert {s.name for s in half.underflow} == {f"{FEED_FORWARD}{part}" for part in (".wi_1", ":mul", ".wo")}
+    assert all(s.amax == 0 for s in half.underflow)
+
+
+def test_what_is_small_by_nature_is_not_taken_for_a_sunken_signal(tmp_path: Path) -> None:
+    """Scores, position biases, the cube inside gelu_new, and gradients."""
+
+    def small(model: Any) -> None:
+        attention = model.encoder.block[0].layer[0].SelfAttention
+        attention.q.weight *= 2e-3
+        attention.k.weight *= 2e-3
+        attention.relative_attention_bias.weight *= 1e-5
+        model.get_submodule(FEED_FORWARD).wi_0.weight *= 2e-3
+
+    half = half_of(saved("gated", tmp_path, small), train_mode=True)
+    tiny_sites = {s.name for s in half.sites if 0 < s.amax < 2.0**-14}
+    assert {
+        "encoder.block.0.layer.0.SelfAttention:scores",
+        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias:embedding",
+        f"{FEED_FORWARD}.act:pow",
+    } <= tiny_sites
+    assert any(":grad" in name for name in tiny_sites)
+    assert half.underflow == []
+
+
+def test_train_mode_adds_dropout_and_the_backward(tmp_path: Path) -> None:
+    folder = saved("gated", tmp_path)
+    plain, training = (half_of(folder, train_mode=train) for train in (False, True))
+    assert not any(":grad" in s.name or "bernoulli" in s.name for s in plain.sites)
+    gradients = {s.name for s in training.sites if ":grad" in s.name}
+    assert {f"{WO}:grad", "lm_head:grad", "decoder.block.0.layer.1.EncDecAttention:scores:grad"} <= gradients
+    assert any("dropout:" in s.name for s in training.sites)
+    assert not training.broken
+    cubed = [s for s in training.sites if s.name.endswith(":cubed")]
+    assert all(s.limit == GELU_CUBE_BACKWARD_LIMIT for s in cubed)
+    assert len(cubed) == 5
+
+
+def test_an_overflow_of_the_gradients_alone_is_unsafe_in_training_alone(tmp_path: Path) -> None:
+    def cubed(model: Any) -> None:  # 0·inf in the derivative of x³, though gelu itself is fine
+        model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight *= 80
+
+    folder = saved("gated", tmp_path, cubed)
+    plain, training = (half_of(folder, train_mode=train) for train in (False, True))
+    assert not plain.broken
+    assert plain.nonfinite_logits == 0
+    assert training.broken
+    broken = [s.name for s in training.sites if s.nonfinite]
+    assert all(":grad" in name for name in broken)
+    assert training.sites[0].name == "encoder.block.1.layer.1.DenseReluDense.act:pow:grad"
+
+
+def test_a_model_is_left_as_it_was(tmp_path: Path) -> None:
+    model = load(saved("t5", tmp_path), torch.float16, half=True, attention="sdpa")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    inputs = batches(model.config, None, None)[:2]
+    audit_model(model, inputs, regime="half", loss_scale=LOSS_SCALE, attention=("eager",))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert model.config._attn_implementation == "sdpa"
+    assert not model.training
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_value_where_stock_code_clamps_is_unsafe_though_all_is_finite() -> None:
+    """65000 at the end of an encoder: nothing overflows, and nobody can tell it from a clamped infinity."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder().half().eval()
+    inputs = batches(model.config, None, None)[:1]
+    last = "encoder.final_layer_norm:mul#2"
+
+    def measured() -> RegimeResult:
+        return audit_model(model, inputs, regime="half", attention=("eager",))
+
+    with torch.no_grad():
+        model.encoder.final_layer_norm.weight *= 65000 / site(measured(), last).amax
+    result = measured()
+    assert SATURATED_FROM <= site(result, last).amax == result.amax <= FP16_MAX
+    assert result.nonfinite == result.nonfinite_logits == 0 < result.saturated
+    assert result.broken and verdict({"half": result}) == "unsafe"
+
+
+@pytest.mark.parametrize("attention", [("eager", "sdpa"), ("sdpa", "eager")])
+def test_what_breaks_under_one_attention_survives_the_other(attention: tuple[str, str]) -> None:
+    """Scores past 65504 are inf under eager attention alone, and with them all that follows, which runs under both."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder().half().eval()
+    last = model.encoder.block[-1].layer[0].SelfAttention
+    with torch.no_grad():
+        last.q.weight *= 400
+        last.k.weight *= 400
+    inputs = batches(model.config, None, None)[:1]
+    eager, sdpa, both = (
+        audit_model(model, inputs, regime="half", attention=chosen) for chosen in (("eager",), ("sdpa",), attention)
+    )
+    assert not sdpa.broken and eager.broken
+    shared = {s.name for s in sdpa.sites} & {s.name for s in eager.sites if s.nonfinite}
+    assert "encoder.block.2.layer.0.SelfAttention.o" in shared and "encoder.final_layer_norm:mul" in shared
+    for name in shared:
+        assert site(both, name).nonfinite == site(eager, name).nonfinite
+        assert site(both, name).headroom_bits == site(eager, name).headroom_bits
+    assert (both.nonfinite, both.saturated) == (eager.nonfinite, eager.saturated)
+    assert both.broken
+
+
+def test_gradients_carry_the_loss_scale(tmp_path: Path) -> None:
+    model = load(saved("gated", tmp_path), torch.float32)
+    inputs = batches(model.config, None, None)[:1]
+    amax = []
+    for scale in (LOSS_SCALE, 8 * LOSS_SCALE):
+        result = audit_model(model, inputs, regime="stock", loss_scale=scale, attention=("eager",))
+        amax.append(site(result, "lm_head:grad").amax)
+    assert amax[1] == 8 * amax[0] > 0
+
+
+def test_the_seed_is_that_of_dropout(tmp_path: Path) -> None:
+    folder = saved("t5-encoder", tmp_path)
+    one, again, other = (half_of(folder, attention=("eager",), train_mode=True, seed=seed) for seed in (1, 1, 2))
+    assert dump(one) == dump(again)
+    assert site(one, f"{WO}:grad").amax != site(other, f"{WO}:grad").amax
+
+
+def test_outputs_that_are_not_finite_are_counted_over_all_batches() -> None:
+    model = tiny.t5_encoder().half().eval()
+    with torch.no_grad():
+        model.encoder.final_layer_norm.weight[3] = torch.inf
+    inputs = batches(model.config, None, None)[:2]
+    result = audit_model(model, inputs, regime="half", attention=("eager", "sdpa"))
+    assert result.nonfinite_logits == 2 * sum(batch.input_ids.numel() for batch in inputs)
+
+
+def test_a_site_that_broke_has_the_counts_of_its_worst_regime() -> None:
+    def result(**counts: tuple[int, int]) -> RegimeResult:
+        bits = {name: math.log2(FP16_MAX / OVERFLOWED) if nonfinite else 0.0 for name, (nonfinite, _) in counts.items()}
+        whole: dict[str, Any] = {"limit": FP16_MAX, "benign": None, "amax": FP16_MAX}
+        sites = [
+            SiteEntry(name=n, headroom_bits=bits[n], nonfinite=c[0], saturated=c[1], **whole) for n, c in counts.items()
+        ]
+        return RegimeResult(nonfinite=1, saturated=1, amax=FP16_MAX, headroom_bits=0.0, sites=sites)
+
+    results = {"amp": result(wo=(7, 2), wi=(0, 0)), "half": result(wo=(5, 4), wi=(0, 3))}
+    wo, wi = unsafe_sites(results)
+    assert (wo.signal, wo.regimes, wo.nonfinite, wo.saturated) == ("wo", ["amp", "half"], 7, 4)
+    assert (wi.signal, wi.regimes, wi.nonfinite, wi.saturated) == ("wi", ["half"], 0, 3)
+    assert wo.reason == "7 inf/NaN, 4 saturated in amp, half"
+    assert wi.reason == "3 saturated in half"
+    # An inf was at least 65536.
+    assert wo.excess_bits == pytest.approx(math.log2(65536 / FP16_MAX)) and wi.excess_bits == 0
+
+
+def test_seed_and_train_mode_reach_inputs_attack_and_model(tmp_path: Path) -> None:
+    """The report of the whole audit; of a single step of attack the probe beats many findings."""
+    folder = saved("t5-encoder", tmp_path)
+    options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "seed": 3}
+    report = audit(folder, attack_steps=1, **options)
+    again = describe_batches(probe.audit_batches(load_config(folder), folder, None, seed=3), seed=3)
+    assert report["inputs"] == again and report["attack"]["seed"] == 3
+    half = {s["name"]: s["amax"] for s in report["regimes"]["half"]["sites"] if not s["nonfinite"]}
+    found = {s["name"]: s["worst"] for s in report["attack"]["sites"]}
+    seen = {s["name"]: s["observed"] for s in report["certificate"]["sites"] if s["name"] in half}
+    assert len(seen) > 20 and any(half[name] > found.get(name, 0.0) for name in seen)
+    assert seen == {name: max(half[name], found.get(name, 0.0)) for name in seen}
+    training = audit(folder, train_mode=True, **options)
+    assert training["train_mode"] and not report["train_mode"]
+    assert any(":grad" in s["name"] for s in training["regimes"]["half"]["sites"])
+    assert not any(":grad" in name for name in half)
+
+
+def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path) -> None:
+    """Scores that pass the limit in a few steps of search and not on the probe."""
+    torch.manual_seed(0)
+    model = tiny.t5_encoder(num_layers=1)
+    options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "attack_steps": 8}
+    report = audit(tiny.save(model, tmp_path / "small", torch.float32), **options)
+    name = "encoder.block.0.layer.0.SelfAttention:scores"
+    probed = next(s["amax"] for s in report["regimes"]["half"]["sites"] if s["name"] == name)
+    worst = next(s["worst"] for s in report["attack"]["sites"] if s["name"] == name)
+    assert worst > 1.06 * probed  # between them lies the limit, and what counts as saturated
+    attention = model.encoder.block[0].layer[0].SelfAttention
+    for linear in (attention.q, attention.k):
+        linear.weight.data.mul_((FP16_MAX / (worst * probed) ** 0.5) ** 0.5)
+    report = audit(tiny.save(model, tmp_path / "large", torch.float32), **options)
+    assert report["regimes"]["half"]["nonfinite"] == report["regimes"]["half"]["saturated"] == 0
+    assert report["attack"]["worst_headroom_bits"] < 0 and report["verdict"] == "unsafe"
+    reasons = {row["signal"]: row["reason"] for row in report["unsafe"]}
+    assert "on an input that 8 gradient steps of search found" in reasons[name]
+    assert all(row["excess_bits"] > 0 and "convert rescales" in row["remedy"] for row in report["unsafe"])
+
+
+def test_progress_rises_to_its_total(tmp_path: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    audit_folder(saved("t5", tmp_path), regimes=("half",), advance=lambda done, total: steps.append((done, total)))
+    total = steps[0][1]
+    assert steps == sorted(steps) and steps[-1] == (total, total)
+    assert total == 3 + 1 + 2 + 1 + 1 + 3  # blocks, final norms, head, embeddings
+
+
+def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(audited: Audits) -> None:
+    fits, breaks = audited("t5"), audited("t5", overflow)
+    ran = {name: [run.batches for run in result.runs] for name, result in fits.items()}
+    assert ran["stock"] == ran["amp"] == [3, 1] and ran["half"][0] > 4 and ran["half"][1] == 2
+    assert fits["amp"].runs[0].kinds == ["random ids", "padded", "generate"]
+    assert {tuple(run.batches for run in result.runs) for result in breaks.values()} == {tuple(ran["half"])}
+    assert {name: result.same_as for name, result in fits.items()} == dict.fromkeys(ran)
+    pegasus = audited("pegasus")
+    assert pegasus["stock"].same_as == "half" and pegasus["stock"].sites == pegasus["half"].sites
+
+
+def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
+    from transformers import ByT5Tokenizer
+
+    folder = saved("t5", tmp_path / "model")
+    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
+    (tmp_path / "data.txt").write_text("!!\n!\n")  # byte 33 is id 36, within the vocabulary
+    inputs = probe.audit_batches(load_config(folder), folder, str(tmp_path / "data.txt"), seed=0)
+    half = audit_folder(folder, regimes=("half",), inputs=inputs)["half"]
+    assert not half.broken
+    eager, sdpa = half.runs
+    assert (eager.attention, eager.batches, eager.kinds[-1]) == ("eager", len(inputs), "data")
+    assert (sdpa.attention, sdpa.batches, sdpa.kinds) == ("sdpa", 4, ["padded", "generate", "data"])
+
+
+def test_an_unknown_regime_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="fp8: no such regime; choose from stock, amp, half"):
+        audit_folder(tmp_path, regimes=("fp8",))
+
+
+@pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
+def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
+    found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "limit"), 1.0)
+    sites = [
+        AttackedSite.model_validate({"name": name, "headroom_bits": b, "ids": None} | found)
+        for name, b in (("a", 2.0), ("b", bits), ("c", 1.0))
+    ]
+
+    def attacked(steps: int) -> AttackEntry:
+        return AttackEntry(steps=steps, seed=0, worst_headroom_bits=bits, sites=sites)
+
+    half = RegimeEntry(nonfinite=0, saturated=0, amax=1.0, headroom_bits=15.9, sites=[])
+    assert facts.attack_breaks(Report(attack=attacked(1))) == (sites[1] if breaks else None)
+    assert facts.found_by(Report(attack=attacked(1))) == "1 step of gradient search"
+    assert facts.found_by(Report(attack=attacked(20), regimes={"half": half})).endswith("search and the probe")
+
+
+def test_an_attention_is_that_of_the_stacks_where_stock_code_leaves_them_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """transformers 5.17 changes the config of the whole model alone, of which each stack has a copy."""
+
+    def own_config(self: Any, implementation: str) -> None:
+        self.config._attn_implementation_internal = implementation
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "set_attn_implementation", own_config)
+    model = tiny.build("t5")
+    for implementation in ("sdpa", "eager"):
+        set_attention(model, implementation)
+        used = {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
+        assert used == {implementation}
