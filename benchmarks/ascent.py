@@ -23,8 +23,8 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.types import Attention, FeedForward
 from bf16_to_fp16.families.walk import walk
+from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.stock import set_attention
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights

@@ -53,7 +53,7 @@ from bf16_to_fp16 import UserError, audit, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Experts
+from bf16_to_fp16.families.wiring import Attention, Experts
 from bf16_to_fp16.measuring.attack import attack
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.fidelity import output_on

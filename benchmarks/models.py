@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.measuring.stock import load

@@ -30,7 +30,7 @@ from results import print_header, print_row
 from bf16_to_fp16 import certify, convert, verify
 from bf16_to_fp16.conversion.make_safe import set_eps
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..families.spread import spread_out
-from ..families.types import Rotary
+from ..families.wiring import Rotary
 from .arithmetic import COMPUTED, Arithmetic
 from .linear import (
     LinearBound,

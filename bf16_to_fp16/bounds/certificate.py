@@ -20,7 +20,8 @@ from ..errors import UserError
 from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
 from ..families.resolve import effective, stored
 from ..families.spread import spread_out
-from ..families.types import (
+from ..families.walk import walk
+from ..families.wiring import (
     MOST_MEAN,
     Attention,
     Experts,
@@ -32,7 +33,6 @@ from ..families.types import (
     StackEnds,
     Sublayer,
 )
-from ..families.walk import walk
 from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..ranges import NormRange, ScoreRange
 from ..targets import SQUARING, TARGETS

@@ -18,14 +18,15 @@ from torch import Tensor
 
 from ..families.layout import Layout, ResolvedStack, TensorReader
 from ..families.resolve import effective
-from ..families.types import (
+from ..families.signals import Kind
+from ..families.walk import walk
+from ..families.wiring import (
     MOST_MEAN,
     Attention,
     Experts,
     FeedForward,
     Head,
     HeadLinear,
-    Kind,
     Projector,
     Rotary,
     StackEnds,
@@ -33,7 +34,6 @@ from ..families.types import (
     feed_forwards_of,
     outputs_of,
 )
-from ..families.walk import walk
 from ..numerics import FP16_MAX
 from .activations import LOWEST
 from .arithmetic import Arithmetic, full_precision

@@ -14,7 +14,8 @@ from torch import Tensor
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.layout import Layout, TensorReader, TensorSource
-from ..families.types import LOGITS, Attention, columns_of
+from ..families.signals import LOGITS, columns_of
+from ..families.wiring import Attention
 from ..measuring import probe
 from ..measuring.batch import Batch
 from ..measuring.fidelity import (

@@ -25,7 +25,7 @@ from ..families.known import architectures
 from ..families.layout import Layout, TensorReader
 from ..families.other_class import headless, read_as
 from ..families.resolve import check_norms, resolve
-from ..families.types import LOGITS
+from ..families.signals import LOGITS
 from ..measuring.batch import Batch
 from ..measuring.every_output import EveryOutput, run_recording, smallest_batches
 from ..measuring.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on

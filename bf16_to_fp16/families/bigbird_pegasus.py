@@ -13,7 +13,8 @@ from . import pegasus
 from .parts import Style, head, states, tied_head, untied_head
 from .parts import attention as attention_part
 from .pegasus import BODY, HEAD, LOGITS_BIAS, PEGASUS, SHARED, stack_ends, stack_records
-from .types import Attention, Part, Stack, StockAttributes, StockClass
+from .types import Part, Stack, StockClass
+from .wiring import Attention, StockAttributes
 
 BLOCKS = (
     'attention over blocks has no bound yet; write "original_full" there: the weights are the same, and stock code'

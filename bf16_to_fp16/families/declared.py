@@ -11,7 +11,8 @@ from ..errors import UserError
 from .configs import axis_size, config_value, full_config, looked_up, whole_number
 from .known import class_of, placed_family
 from .layout import Layout
-from .types import Attention, Experts, Family, Head, Part, Stack
+from .types import Family, Part, Stack
+from .wiring import Attention, Experts, Head
 
 EARLY = 8  # where tensors are unknown, layers of each stack with records; all kinds of layer are among them
 

@@ -22,21 +22,11 @@ from .llama import (
     wired_attention,
     wired_feed_forward,
 )
+from .nested import keys_inside
 from .parts import Style, attention, ends, feed_forward, states, table
-from .types import (
-    RESIDUAL,
-    ImageInput,
-    Kind,
-    Part,
-    Projector,
-    Signal,
-    StackEnds,
-    StockAttributes,
-    Tensor,
-    keys_inside,
-    multiplied_by,
-    output_of,
-)
+from .signals import RESIDUAL, Kind, Signal, Tensor, multiplied_by, output_of
+from .types import Part
+from .wiring import ImageInput, Projector, StackEnds, StockAttributes
 
 STYLE = Style(offset=1.0)
 WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no place; its own checkpoints have none")}

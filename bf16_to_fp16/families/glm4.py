@@ -21,7 +21,8 @@ from .llama import (
     wired_feed_forward,
 )
 from .parts import Style, attention, feed_forward
-from .types import Part, Rotary
+from .types import Part
+from .wiring import Rotary
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:

@@ -30,7 +30,8 @@ from .llama import (
 )
 from .moe import ROUTER
 from .parts import Style, attention, feed_forward
-from .types import Part, Rotary, StoredExperts
+from .types import Part, StoredExperts
+from .wiring import Rotary
 
 PARTIAL = "partial_rotary_factor"
 UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names are read

@@ -18,6 +18,7 @@ from .longt5 import LONGT5
 from .mbart import MBART
 from .mistral3 import MINISTRAL3, MISTRAL3
 from .moe import MIXTRAL, OLMOE, QWEN3_MOE
+from .nested import family_inside
 from .olmo import OLMO2, OLMO3
 from .pegasus import PEGASUS
 from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
@@ -25,7 +26,8 @@ from .roles import Roles, roles
 from .switch import SWITCH
 from .t5 import MT5, T5, UMT5
 from .t5gemma import T5GEMMA
-from .types import Attention, Family, StockClass, family_inside
+from .types import Family, StockClass
+from .wiring import Attention
 
 INNER = "text_config"  # key of a text model's nested config
 

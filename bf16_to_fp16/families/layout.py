@@ -10,23 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import UserError
 from .configs import config_value, looked_up, number_of, positive
-from .types import (
-    Attention,
-    Axis,
-    Experts,
-    Family,
-    FeedForward,
-    Head,
-    Kind,
-    ObservationPoint,
-    Projector,
-    StackEnds,
-    StockClass,
-    Sublayer,
-    Topology,
-    carried_by,
-    feed_forwards_of,
-)
+from .signals import Axis, Kind, ObservationPoint, carried_by
+from .types import Family, StockClass
+from .wiring import Attention, Experts, FeedForward, Head, Projector, StackEnds, Sublayer, Topology, feed_forwards_of
 
 if TYPE_CHECKING:
     import torch

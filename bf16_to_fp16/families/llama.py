@@ -15,25 +15,9 @@ from typing import Any
 from ..errors import UserError
 from .configs import is_nested, kind_of, looked_up, positive, whole_number
 from .parts import PLAIN, Style, attention, ends, experts, feed_forward, head, states, table, tied_head, untied_head
-from .types import (
-    Attention,
-    Deviation,
-    Experts,
-    Family,
-    FeedForward,
-    Initialisation,
-    Part,
-    Quotient,
-    Rotary,
-    SameAs,
-    Spread,
-    Stack,
-    StackEnds,
-    StockAttributes,
-    StockClass,
-    StoredExperts,
-    Tensor,
-)
+from .signals import Spread, Tensor
+from .types import Deviation, Family, Initialisation, Part, Quotient, SameAs, Stack, StockClass, StoredExperts
+from .wiring import Attention, Experts, FeedForward, Rotary, StackEnds, StockAttributes
 
 Biases = Mapping[str, Collection[str]]  # linears with a bias, by the config key that switches it on, "" for always
 STORED = StoredExperts()

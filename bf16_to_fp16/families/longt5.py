@@ -11,21 +11,10 @@ from dataclasses import replace
 
 from ..errors import UserError
 from . import t5
+from .signals import RESIDUAL, Axis, Kind, Signal, Tensor, input_of, multiplied_by, output_of
 from .t5 import DEFAULTS, INPUTS, T5
-from .types import (
-    RESIDUAL,
-    Attention,
-    Axis,
-    Deviation,
-    Kind,
-    Part,
-    Signal,
-    Stack,
-    Tensor,
-    input_of,
-    multiplied_by,
-    output_of,
-)
+from .types import Deviation, Part, Stack
+from .wiring import Attention
 
 TYPE = "encoder_attention_type"
 LOCAL, GLOBAL = "local", "transient-global"

@@ -10,22 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from . import pegasus
+from .nested import renamed_signals
 from .parts import logits, states
 from .pegasus import BODY, FINAL_NORM, HEAD, LOGITS_BIAS, PEGASUS, STYLE
-from .types import (
-    LOGITS,
-    RESIDUAL,
-    Kind,
-    Part,
-    Signal,
-    Stack,
-    StockClass,
-    Tensor,
-    input_of,
-    multiplied_by,
-    output_of,
-    renamed_signals,
-)
+from .signals import LOGITS, RESIDUAL, Kind, Signal, Tensor, input_of, multiplied_by, output_of
+from .types import Part, Stack, StockClass
 
 
 def stack_ends(at: str, *tensors: Tensor) -> Part:

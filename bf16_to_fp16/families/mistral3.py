@@ -13,20 +13,11 @@ from dataclasses import replace
 from ..errors import UserError
 from .configs import looked_up
 from .llama import INSIDE, MISTRAL, block, classes, heads, image_classes, layers
+from .nested import keys_inside
 from .parts import Style
-from .types import (
-    RESIDUAL,
-    Attention,
-    FeedForward,
-    ImageInput,
-    Kind,
-    Part,
-    Projector,
-    Signal,
-    keys_inside,
-    multiplied_by,
-    output_of,
-)
+from .signals import RESIDUAL, Kind, Signal, multiplied_by, output_of
+from .types import Part
+from .wiring import Attention, FeedForward, ImageInput, Projector
 
 ACROSS = "spatial_merge_size"  # config key of the number of patches of a token, in height and in width
 

@@ -6,21 +6,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from .types import (
+from .signals import (
     LOGITS,
     RESIDUAL,
-    Attention,
     Axis,
-    Experts,
-    FeedForward,
-    Head,
-    HeadLinear,
     Kind,
-    Part,
     Signal,
     Spread,
-    StackEnds,
-    Sublayer,
     Tensor,
     before,
     columns_of,
@@ -29,6 +21,8 @@ from .types import (
     multiplied_by,
     output_of,
 )
+from .types import Part
+from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, StackEnds, Sublayer
 
 
 @dataclass(frozen=True)

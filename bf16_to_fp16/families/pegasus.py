@@ -11,22 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .parts import Style, ends, feed_forward, head, states, table, tied_head, untied_head
 from .parts import attention as attention_part
-from .types import (
-    LOGITS,
-    RESIDUAL,
-    Attention,
-    Deviation,
-    Family,
-    FeedForward,
-    Initialisation,
-    Part,
-    Stack,
-    StackEnds,
-    StockAttributes,
-    StockClass,
-    Tensor,
-    multiplied_by,
-)
+from .signals import LOGITS, RESIDUAL, Tensor, multiplied_by
+from .types import Deviation, Family, Initialisation, Part, Stack, StockClass
+from .wiring import Attention, FeedForward, StackEnds, StockAttributes
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,8 @@ from typing import Any
 
 from .layout import Layout
 from .roles import block_of, stack_in, stack_of
-from .types import Attention, Sublayer, feed_forwards_of
 from .walk import walk
+from .wiring import Attention, Sublayer, feed_forwards_of
 
 FEED_FORWARD = "feed-forward"
 ATTENTIONS = ("attention", "self-attention", "cross-attention")

@@ -12,21 +12,11 @@ from typing import Any
 
 from .configs import looked_up
 from .llama import INSIDE, QWEN2, QWEN3, STACK, heads, image_classes
+from .nested import keys_inside
 from .parts import PLAIN, Style, states
-from .types import (
-    RESIDUAL,
-    Family,
-    FeedForward,
-    ImageInput,
-    Kind,
-    Part,
-    Projector,
-    Signal,
-    StockClass,
-    keys_inside,
-    multiplied_by,
-    output_of,
-)
+from .signals import RESIDUAL, Kind, Signal, multiplied_by, output_of
+from .types import Family, Part, StockClass
+from .wiring import FeedForward, ImageInput, Projector
 
 TOWER = "visual"
 

@@ -18,8 +18,10 @@ from .configs import axis_size, looked_up
 from .declared import declared, in_folder
 from .known import named_as
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
+from .signals import Tensor, carried_by
 from .spread import channels_along
-from .types import Family, Head, OutputScale, Part, StackEnds, StockClass, Tensor, carried_by
+from .types import Family, OutputScale, Part, StockClass
+from .wiring import Head, StackEnds
 
 ROWS_AT_A_TIME = 4096
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .configs import full_config
-from .types import Attention, Experts, Family, FeedForward, Stack, Sublayer, feed_forwards_of
+from .types import Family, Stack
+from .wiring import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
 
 STACKS = ("encoder", "decoder")  # names of stacks in order; an only stack has the last
 

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from .types import Spread
+from .signals import Spread
 
 
 def without_ends(spread: Spread) -> tuple[int, Spread, int]:

@@ -14,13 +14,8 @@ from . import t5
 from .configs import number_of
 from .parts import experts as parts_of_experts
 from .t5 import DEFAULTS, INPUTS, T5
-from .types import (
-    Deviation,
-    Experts,
-    FeedForward,
-    Part,
-    Stack,
-)
+from .types import Deviation, Part, Stack
+from .wiring import Experts, FeedForward
 
 ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
 DENSE = {"feed_forward_proj": "relu"}

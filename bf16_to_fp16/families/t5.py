@@ -11,30 +11,9 @@ from typing import Any
 
 from .parts import Style, ends, feed_forward, head, states, table, tied_head, untied_head
 from .parts import attention as attention_part
-from .types import (
-    LOGITS,
-    Attention,
-    Axis,
-    Deviation,
-    Family,
-    FeedForward,
-    Head,
-    HeadLinear,
-    Initialisation,
-    Kind,
-    OutputScale,
-    Part,
-    SameAs,
-    Signal,
-    Stack,
-    StackEnds,
-    StockAttributes,
-    StockClass,
-    Tensor,
-    divided_by,
-    multiplied_by,
-    output_of,
-)
+from .signals import LOGITS, Axis, Kind, Signal, Tensor, divided_by, multiplied_by, output_of
+from .types import Deviation, Family, Initialisation, OutputScale, Part, SameAs, Stack, StockClass
+from .wiring import Attention, FeedForward, Head, HeadLinear, StackEnds, StockAttributes
 
 STYLE = Style(kv_inner="inner")
 

@@ -14,7 +14,8 @@ from .gemma2 import GEMMA2, WITHOUT_CAP
 from .gemma3 import CAP, STYLE, WITHOUT_BIASES, gate_norms
 from .llama import BODY, check_window, rotary_factor, shared_values, wired_attention, wired_feed_forward
 from .parts import Style, attention, ends, feed_forward, head, states, table, tied_head, untied_head
-from .types import Part, Rotary, SameAs, Stack, StackEnds, StockClass
+from .types import Part, SameAs, Stack, StockClass
+from .wiring import Rotary, StackEnds
 
 
 def style(stack: str) -> Style:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .layout import Layout, ResolvedStack
-from .types import Attention, Sublayer
+from .wiring import Attention, Sublayer
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ..bounds.findings import Certificate
 from ..bounds.kinds import SiteKind
 from ..families.layout import Layout
 from ..families.resolve import effective
-from ..families.types import Attention, outputs_of
+from ..families.wiring import Attention, outputs_of
 from ..numerics import FP16_MAX
 from .whole_weights import WholeWeights
 

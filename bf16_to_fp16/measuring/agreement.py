@@ -26,7 +26,8 @@ from ..families.configs import config_value, looked_up, with_value
 from ..families.known import FAMILIES, may_be_absent, stock_class
 from ..families.layout import Layout
 from ..families.resolve import resolve
-from ..families.types import Attention, Experts, Family, Quotient, StackEnds
+from ..families.types import Family, Quotient
+from ..families.wiring import Attention, Experts, StackEnds
 from ..rescaling.apply import eps_attribute
 from .stock import load_config, run_everywhere, without_values
 

@@ -14,7 +14,7 @@ from ..families.configs import config_value
 from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
 from ..families.resolve import unscaled
 from ..families.spread import spread_out
-from ..families.types import Attention, Experts, FeedForward, Sublayer
+from ..families.wiring import Attention, Experts, FeedForward, Sublayer
 
 
 class Weights:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..families.layout import Layout
-from ..families.types import Attention, Experts, FeedForward, feed_forwards_of
 from ..families.walk import norms_inside, walk
+from ..families.wiring import Attention, Experts, FeedForward, feed_forwards_of
 from .tap import Tap
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
-from ..families.types import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
+from ..families.wiring import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
 from ..optim.rounding import stochastic
 from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan

@@ -24,9 +24,10 @@ from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.older import differences
 from ..families.places import places
+from ..families.signals import RESIDUAL, ObservationPoint, Side
 from ..families.spread import carrying, spread_out
-from ..families.types import RESIDUAL, Attention, FeedForward, ObservationPoint, Side
 from ..families.walk import walk
+from ..families.wiring import Attention, FeedForward
 from ..measuring.fidelity import Outputs, Reference
 from ..measuring.regimes import RegimeResult, verdict
 from ..measuring.soft_side import LEAST, TIMES, SoftSide

@@ -9,7 +9,7 @@ from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
 from ..checkpoint.contents import MODULES
 from ..families.known import named
-from ..families.types import MOST_MEAN
+from ..families.wiring import MOST_MEAN
 from ..measuring.batch import IMAGE
 from ..rescaling.outputs import LAST, on_request
 from ..results import AttackedSite, RegimeEntry, SiteEntry

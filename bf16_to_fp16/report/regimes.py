@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..bounds.arithmetic import growth
 from ..families.layout import Layout
-from ..families.types import RESIDUAL
+from ..families.signals import RESIDUAL
 from ..measuring.regimes import RegimeResult, verdict
 from ..numerics import OVERFLOWED
 from ..ranges import Squares

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..families.layout import Layout, ResolvedSignal, TensorReader
-from ..families.types import before
+from ..families.signals import before
 from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..ranges import ModuleRange
 from .channels import ROUNDING, known_points, whole_log2

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..families.layout import Layout, TensorReader
-from ..families.types import Attention
+from ..families.wiring import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:

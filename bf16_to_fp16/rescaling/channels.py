@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ..families.layout import ResolvedSignal
+from ..families.signals import ObservationPoint
 from ..families.spread import shared
-from ..families.types import ObservationPoint
 from ..ranges import ChannelRange, ModuleRange
 
 RESIDUAL_RANGE = 24  # residual exponents are searched from −24 to 24

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..families.layout import Layout, TensorReader
-from ..families.types import Attention, Kind, carried_by, made_by
+from ..families.signals import Kind, carried_by, made_by
+from ..families.wiring import Attention
 from .exponents import OfChannels
 
 MOST_CHANNELS, MOST_BITS = 4, 24  # most channels that are cut, and by how many bits

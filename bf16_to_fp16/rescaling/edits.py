@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
-from ..families.types import LOGITS, Attention, Experts, Kind, made_by
+from ..families.signals import LOGITS, Kind, made_by
+from ..families.wiring import Attention, Experts
 from ..ranges import ModuleRange
 from ..results import InexactEntry
 from .apply import scale

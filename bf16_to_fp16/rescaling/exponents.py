@@ -8,8 +8,8 @@ import torch
 
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
+from ..families.signals import RESIDUAL, Axis, Kind, before, carried_by
 from ..families.spread import all_carry, channels_along, spread_out
-from ..families.types import RESIDUAL, Axis, Kind, before, carried_by
 from .centred import centrable
 from .plan import Plan
 

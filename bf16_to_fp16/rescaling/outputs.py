@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from ..families.layout import Layout
-from ..families.types import LOGITS
+from ..families.signals import LOGITS
 from .exponents import OfChannels, exponents_of
 from .plan import Plan
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..families.types import RESIDUAL, before
+from ..families.signals import RESIDUAL, before
 from ..numerics import LARGEST_EXPONENT
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]

@@ -21,8 +21,8 @@ import torch
 from ..bounds.arithmetic import growth
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
+from ..families.signals import RESIDUAL, Axis, Kind, ObservationPoint, Sign, before, carried_by
 from ..families.spread import shared, spread_out
-from ..families.types import RESIDUAL, Axis, Kind, ObservationPoint, Sign, before, carried_by
 from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_LIMIT, PROOF_MARGIN_BITS
 from ..progress import Advance
 from ..ranges import ChannelRange, ModuleRange

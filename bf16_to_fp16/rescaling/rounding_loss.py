@@ -10,8 +10,8 @@ from functools import cache, cached_property
 
 import torch
 
+from ..families.signals import Spread
 from ..families.spread import shared
-from ..families.types import Spread
 from ..numerics import FP16_SIGNIFICANT_BITS, lowest_bit_exponent
 
 GRID = 72  # exponents from −72 to 72 are tabulated: the residual's and those of two axes, 24 each

@@ -25,7 +25,7 @@ from bf16_to_fp16.bounds.attention import (
 )
 from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, rms_normalised
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Rotary
+from bf16_to_fp16.families.wiring import Rotary
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.rescaling.weights import ModelTensors
 

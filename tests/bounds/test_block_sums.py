@@ -13,7 +13,7 @@ from support.contract import broken, certified, layout_of
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.linear import NormOutput, block_sums
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.families.wiring import Attention
 
 BLOCK = 5  # positions of a block, of which a row of the adversary's has one and all but one of another: 9
 

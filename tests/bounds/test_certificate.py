@@ -19,7 +19,8 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.findings import is_inside
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import FAMILIES, of_model_type
-from bf16_to_fp16.families.types import Attention, DropoutKind, Experts
+from bf16_to_fp16.families.types import DropoutKind
+from bf16_to_fp16.families.wiring import Attention, Experts
 from bf16_to_fp16.measuring.batch import GENERATE, PADDED, RANDOM, REPEATED
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regimes import ATTENTIONS, LOSS_SCALE, audit_model

@@ -12,7 +12,7 @@ from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import effective
-from bf16_to_fp16.families.types import outputs_of
+from bf16_to_fp16.families.wiring import outputs_of
 
 
 def live(model: Any, *, stream: bool = True) -> tuple[Layout, dict[str, Tensor], DifferentiableBounds]:

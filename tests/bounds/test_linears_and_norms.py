@@ -43,7 +43,7 @@ from bf16_to_fp16.bounds.linear import (
 from bf16_to_fp16.bounds.onednn import times_rows
 from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, largest_eigenvalues
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import FeedForward
+from bf16_to_fp16.families.wiring import FeedForward
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 

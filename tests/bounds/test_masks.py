@@ -11,7 +11,7 @@ from support.contract import certified
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.attention import Capped, Turned, capped_span, turned_score_bounds
 from bf16_to_fp16.bounds.findings import Certificate
-from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.numerics import FP16_MAX
 

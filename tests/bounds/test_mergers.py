@@ -11,7 +11,7 @@ from support.contract import certified, layout_of
 from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.types import Projector
+from bf16_to_fp16.families.wiring import Projector
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.probe import images
 

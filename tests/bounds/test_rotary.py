@@ -11,7 +11,7 @@ from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
 from bf16_to_fp16.bounds.attention import pair_order, rotated, rotated_score_bounds
 from bf16_to_fp16.bounds.factored import Factored
 from bf16_to_fp16.bounds.linear import LinearBound, bound_linear, rms_normalised
-from bf16_to_fp16.families.types import Rotary
+from bf16_to_fp16.families.wiring import Rotary
 
 WIDTH, SIZE, HEADS, KV_HEADS = 24, 10, 4, 2
 

@@ -21,7 +21,7 @@ from bf16_to_fp16.conversion.convert import Conversion, convert
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.planning import Opened, decide
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import RESIDUAL
+from bf16_to_fp16.families.signals import RESIDUAL
 from bf16_to_fp16.measuring.regimes import RegimeResult
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import NORM_FLOOR

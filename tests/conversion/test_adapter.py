@@ -20,7 +20,7 @@ from bf16_to_fp16 import UserError, cli, convert, convert_adapter, make_fp16_saf
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.adapter import CONFIG, NOTE, TENSORS
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.adapters import scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply

@@ -20,7 +20,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion import make_safe
 from bf16_to_fp16.conversion.rescale import observed_plan
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.finetuning import run
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.json_text import loads

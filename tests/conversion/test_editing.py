@@ -32,7 +32,7 @@ from bf16_to_fp16.conversion.editing import (
     with_logits,
 )
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import LOGITS
+from bf16_to_fp16.families.signals import LOGITS
 from bf16_to_fp16.measuring.fidelity import add_outputs, compared, fidelity, reference_of
 from bf16_to_fp16.measuring.lanes import Walk
 from bf16_to_fp16.measuring.probe import batches

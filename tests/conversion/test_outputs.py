@@ -13,7 +13,7 @@ from support.contract import layout_of
 from support.forging import copied
 
 from bf16_to_fp16 import UserError, cli, convert, make_fp16_safe, undo, verify
-from bf16_to_fp16.families.types import LOGITS
+from bf16_to_fp16.families.signals import LOGITS
 from bf16_to_fp16.measuring.every_output import output_errors, smallest_batches, unscaled
 from bf16_to_fp16.measuring.interface import config_of
 from bf16_to_fp16.measuring.probe import few_rows, images

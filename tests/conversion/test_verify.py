@@ -20,7 +20,7 @@ from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Kind
+from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN

@@ -13,7 +13,8 @@ from support import parsed, tiny
 from support.contract import layout_of
 
 from bf16_to_fp16.families.known import FAMILIES, names_of
-from bf16_to_fp16.families.types import Family, Topology
+from bf16_to_fp16.families.types import Family
+from bf16_to_fp16.families.wiring import Topology
 
 ROLES = {"encoder", "decoder", "model", "output", "weight", "bias"}
 """Parts of paths that every family shares, and that the package speaks of itself."""

@@ -17,7 +17,7 @@ from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH
 from bf16_to_fp16.bounds.attention import MASK_ROUNDING
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import check_norms, resolve
-from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.apply import scale

@@ -20,7 +20,8 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.families.llama import rotary_factor
 from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, Kind
+from bf16_to_fp16.families.signals import Kind
+from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.weights import ModelTensors
 

@@ -20,7 +20,7 @@ from support.folders import rewritten
 from bf16_to_fp16 import UserError, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Experts
+from bf16_to_fp16.families.wiring import Experts
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.apply import apply
 

@@ -9,7 +9,7 @@ from support.contract import layout_of
 from support.priced import Check, Values, check_asymptotic, check_logits, left_out, logits_of, values_at_sites
 
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.types import LOGITS, Kind
+from bf16_to_fp16.families.signals import LOGITS, Kind
 
 HEADLESS = {"embeddinggemma", "mistral", "seed_oss-biased"}
 HEADLESS |= {kind for kind in tiny.KINDS if kind.endswith(("-encoder", "-states", "vl_text"))}

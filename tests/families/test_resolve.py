@@ -13,7 +13,8 @@ from bf16_to_fp16.families.configs import config_value, looked_up
 from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
 from bf16_to_fp16.families.older import differences, with_older_keys
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import RESIDUAL, Family, Kind
+from bf16_to_fp16.families.signals import RESIDUAL, Kind
+from bf16_to_fp16.families.types import Family
 from bf16_to_fp16.measuring.interface import gives_probabilities
 from bf16_to_fp16.rescaling.apply import apply, writes
 from bf16_to_fp16.rescaling.plan import Plan, inverse

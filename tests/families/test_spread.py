@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from bf16_to_fp16.families.signals import Spread
 from bf16_to_fp16.families.spread import carrying, channels_along, shared, spread_out
-from bf16_to_fp16.families.types import Spread
 
 HEADS, GROUP, SIZE = 2, 3, 4
 

@@ -18,7 +18,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.verify import different_config
 from bf16_to_fp16.families.configs import changes, looked_up, with_value, without_value
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.rescaling.apply import edited_config
 from bf16_to_fp16.rescaling.weights import ModelTensors

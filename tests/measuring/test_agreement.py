@@ -23,7 +23,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.configs import axis_size
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, FeedForward
+from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.measuring.agreement import agreed_layout, check_agreement
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.report.schema import REPORT

@@ -14,7 +14,7 @@ from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring import attack as attacking
 from bf16_to_fp16.measuring.attack import _Adversary, _Climb, _Elite, attack
 from bf16_to_fp16.measuring.observer import SiteObserver

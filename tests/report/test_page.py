@@ -15,7 +15,8 @@ from support.pages import Page, certified, finetuned, hostile, render, table, te
 from bf16_to_fp16 import wording
 from bf16_to_fp16.families.places import places
 from bf16_to_fp16.families.roles import STACKS, stack_in
-from bf16_to_fp16.families.types import RESIDUAL, Attention, Kind, Sublayer
+from bf16_to_fp16.families.signals import RESIDUAL, Kind
+from bf16_to_fp16.families.wiring import Attention, Sublayer
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.report import card, facts, page, sections, terminal
 from bf16_to_fp16.report import figures as pictures

@@ -20,7 +20,7 @@ from bf16_to_fp16 import UserError, audit, certify, convert, convert_pipeline, u
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.publish import prepare
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention
+from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.finetuning.trainer import Outcome

@@ -16,7 +16,8 @@ from bf16_to_fp16 import convert
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.layout import Layout, TensorReader
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Attention, before
+from bf16_to_fp16.families.signals import before
+from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring.gradients import measure_gradients
 from bf16_to_fp16.measuring.meter import observe_ranges
 from bf16_to_fp16.measuring.probe import batches

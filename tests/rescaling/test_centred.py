@@ -10,7 +10,8 @@ from support import tiny
 from support.contract import certified, layout_of, outputs, random_plan
 
 from bf16_to_fp16 import UserError
-from bf16_to_fp16.families.types import Attention, Kind
+from bf16_to_fp16.families.signals import Kind
+from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.rescaling.apply import apply, writes
 from bf16_to_fp16.rescaling.centred import centrable, centred, centred_bias, centred_tensors, tables_of
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan, inverse

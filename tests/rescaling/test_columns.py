@@ -5,7 +5,8 @@ import torch
 from support import tiny
 from support.contract import layout_of
 
-from bf16_to_fp16.families.types import Attention, columns_of
+from bf16_to_fp16.families.signals import columns_of
+from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.rescaling.columns import column_exponents
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 

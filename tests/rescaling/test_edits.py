@@ -13,7 +13,8 @@ from torch import Tensor
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.conversion.editing import needed_edits
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.types import LOGITS, Experts, Kind
+from bf16_to_fp16.families.signals import LOGITS, Kind
+from bf16_to_fp16.families.wiring import Experts
 from bf16_to_fp16.measuring.meter import observe_ranges
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.numerics import FP16_MAX, PROOF_MARGIN_BITS

@@ -22,7 +22,7 @@ from bf16_to_fp16.conversion.make_safe import set_eps
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import Kind, before
+from bf16_to_fp16.families.signals import Kind, before
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.apply import apply

@@ -15,7 +15,7 @@ from bf16_to_fp16 import convert
 from bf16_to_fp16.conversion.planning import uncorrected
 from bf16_to_fp16.families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.families.types import (
+from bf16_to_fp16.families.signals import (
     RESIDUAL,
     Axis,
     Kind,

@@ -26,8 +26,8 @@ from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.signals import RESIDUAL, Kind, carried_by
 from bf16_to_fp16.families.spread import channels_along
-from bf16_to_fp16.families.types import RESIDUAL, Kind, carried_by
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.every_output import RETURN_ALL, all_outputs, unscaled
 from bf16_to_fp16.measuring.interface import config_of

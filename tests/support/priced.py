@@ -16,7 +16,8 @@ from support.contract import layout_of, outputs
 from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout, ResolvedTensor
-from bf16_to_fp16.families.types import LOGITS, Attention, Axis, Experts, Kind, carried_by
+from bf16_to_fp16.families.signals import LOGITS, Axis, Kind, carried_by
+from bf16_to_fp16.families.wiring import Attention, Experts
 from bf16_to_fp16.measuring.points import watched
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan, inverse

@@ -1,0 +1,133 @@
+"""A family inside a larger model: its modules under another module, its config keys in a nested config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+
+from .signals import RESIDUAL, ROOT, Axis, ObservationPoint
+from .types import Family, Part, Quotient, SameAs, Stack
+from .wiring import FeedForward, Rotary, Topology
+
+_KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"})
+"""Fields of a topology that are config keys."""
+
+
+_OF_CONFIG = _KEYS | {"activation", "gives"}  # fields of a topology that are not paths
+
+
+def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
+    def axis(of: Axis | None) -> Axis | None:
+        return of and replace(of, signal=name(of.signal), others=tuple(filter(None, map(axis, of.others))))
+
+    return replace(
+        part,
+        signals=tuple(replace(signal, name=name(signal.name)) for signal in part.signals),
+        tensors=tuple(replace(t, axes=tuple(map(axis, t.axes))) for t in part.tensors),
+    )
+
+
+def inside(part: Part, body: str) -> Part:
+    """Return a part with its modules inside the one at ``body``, whose own sites begin with a colon; "" for none."""
+
+    def path(name: str) -> str:
+        if name.startswith(":"):
+            return f"{body or ROOT}{name}"
+        return ".".join(filter(None, (body, name))) if name else name
+
+    def topology(of: Topology) -> Topology:
+        new: dict[str, object] = {}
+        for each in fields(of):
+            value = getattr(of, each.name)
+            if each.name == "at":  # the stack itself may be the body
+                new[each.name] = path(value) or body
+            elif isinstance(value, str) and each.name not in _OF_CONFIG:
+                new[each.name] = path(value)
+            elif each.name == "dropouts":
+                new[each.name] = tuple(map(path, value))
+            elif each.name == "experts":
+                new[each.name] = tuple(map(topology, value))
+            elif isinstance(value, Rotary):
+                new[each.name] = replace(value, at=path(value.at))
+            elif isinstance(value, FeedForward):
+                new[each.name] = topology(value)
+        return replace(of, **new)  # type: ignore[arg-type]
+
+    def moved(points: Iterable[ObservationPoint]) -> tuple[ObservationPoint, ...]:
+        return tuple(replace(point, module=path(point.module)) for point in points)
+
+    part = renamed_signals(part, lambda name: name if name == RESIDUAL else path(name))
+    return Part(
+        tuple(replace(signal, seen=moved(signal.seen), beside=moved(signal.beside)) for signal in part.signals),
+        tuple(replace(tensor, name=path(tensor.name)) for tensor in part.tensors),
+        None if part.topology is None else topology(part.topology),
+    )
+
+
+def keys_inside(family: Family, part: str) -> Family:
+    """Return a family of one stack with its config nested under ``part``; keys set afterwards stay unnested."""
+
+    def key(name: str) -> str:
+        return f"{part}.{name}" if name else name
+
+    def keys(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(map(key, names))
+
+    def default(value: object) -> object:
+        if isinstance(value, SameAs):
+            return SameAs(key(value.key))
+        return Quotient(key(value.over), key(value.under)) if isinstance(value, Quotient) else value
+
+    def moved(of: Part) -> Part:
+        if (topology := of.topology) is None:
+            return of
+        names = [f.name for f in fields(topology) if f.name in _KEYS]
+        keyed = replace(topology, **{n: key(getattr(topology, n)) for n in names})  # type: ignore[arg-type]
+        return replace(of, topology=keyed)
+
+    def block(config: Mapping[str, object], i: int) -> list[Part]:
+        inner, dotted = config.get(part), {n: value for n, value in config.items() if n.startswith(f"{part}.")}
+        own = dict(inner) if isinstance(inner, Mapping) else {}
+        own |= {name.removeprefix(f"{part}."): value for name, value in dotted.items()}
+        return [moved(each) for each in family.encoder.block(own, i)]
+
+    return replace(
+        family,
+        sizes={name: tuple(f if isinstance(f, int) else key(f) for f in of) for name, of in family.sizes.items()},
+        defaults={key(name): default(value) for name, value in family.defaults.items()},
+        encoder=Stack(key(family.encoder.layers), block),
+        encoder_ends=moved(family.encoder_ends),
+        tied_head=moved(family.tied_head),
+        untied_head=moved(family.untied_head),
+        eps_key=family.eps_key and key(family.eps_key),
+        dropout={kind: key(name) for kind, name in family.dropout.items()},
+        free_keys=keys(family.free_keys),
+        nullable=keys(family.nullable),
+        alone={key(name): of for name, of in family.alone.items()},
+        initialisation=replace(family.initialisation, factor=key(family.initialisation.factor)),
+        tie_keys=keys(family.tie_keys),
+    )
+
+
+def family_inside(family: Family, body: str) -> Family:
+    """Return a family with its stacks inside the module at ``body``, "" for none. Parts of another model that are
+    brought into them stand one module further out, where a model with images has both."""
+    if not body:
+        return family
+    brings, around = family.brings, body.rpartition(".")[0]
+
+    def stack(of: Stack) -> Stack:
+        return replace(of, block=lambda config, i: [inside(part, body) for part in of.block(config, i)])
+
+    return replace(
+        family,
+        encoder=stack(family.encoder),
+        decoder=family.decoder and stack(family.decoder),
+        encoder_ends=inside(family.encoder_ends, body),
+        encoder_output=inside(family.encoder_output, body),
+        decoder_ends=family.decoder_ends and inside(family.decoder_ends, body),
+        embedding=f"{body}.{family.embedding}",
+        copies=tuple(f"{body}.{name}" for name in family.copies),
+        ignorable=tuple(f"{body}.{name}" for name in family.ignorable),
+        brings=brings and (lambda config: [inside(part, around) for part in brings(config)]),
+    )

@@ -1,0 +1,179 @@
+"""Signals, and the tensors that carry them, as pure data: nothing here computes on weights.
+
+A *signal* flows between weights: the residual stream, one attention's values, the output of one norm. It may carry a
+power of two, one for each channel. A weight that writes a signal is multiplied by its factor along the axis that
+produces it; a weight that reads the signal is divided along the axis that consumes it. Queries and keys meet in a
+product that must not move, so queries are multiplied and keys divided. An element's exponent is the sum over its axes,
+each of which is ``multiplied_by(signal)``, ``divided_by(signal)`` or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Kind(StrEnum):
+    """The kind of a signal, which decides how its exponent may be chosen."""
+
+    RESIDUAL = "residual"
+    """A residual stream: one exponent for all stacks that share an embedding or the config's eps, else one for each."""
+    NORM = "norm"  # output of one norm, per channel
+    VALUE = "value"  # values of one attention, per channel; convex weights carry them on unchanged
+    QUERY_KEY = "query_key"  # queries (+) and keys (−) of one attention, per channel
+    NEURON = "neuron"  # neurons behind a homogeneous function (ReLU, a gate's linear branch), per channel
+    ASYMPTOTIC = "asymptotic"
+    """Input of a function that is homogeneous or constant for large |x|, per channel: pre-activations of a gate,
+    queries. A power of two there costs little where all inputs are large, and much elsewhere."""
+    LOGITS = "logits"
+    """Input of a softmax over choices, with a price as ``ASYMPTOTIC``: one exponent where the embedding serves as head,
+    since the norm in front carries it, else one for each choice."""
+    COLUMNS = "columns"
+    """The share of queries, or of a gate's pre-activations, that comes from each channel of their input: a power of two
+    there changes nothing for inputs that lack the channel."""
+    BEFORE_NORM = "before_norm"
+    """Output of a linear that a norm alone reads: one exponent besides the stream's. The norm takes it out again but
+    for its eps, so that gradients there need not grow as the stream shrinks."""
+    FIXED = "fixed"  # a signal that no power of two can move: states that users read
+
+    @property
+    def has_price(self) -> bool:
+        """Whether an exponent of such a signal changes the function, so that no exact plan has one."""
+        return self in (Kind.ASYMPTOTIC, Kind.LOGITS, Kind.COLUMNS)
+
+    @property
+    def may_be_one_number(self) -> bool:
+        """Whether axes of any length can carry such a signal, which then has one exponent."""
+        return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
+
+
+ROOT = "model"  # the model itself in names of sites
+
+
+RESIDUAL = "residual"  # name of the residual signal, or the encoder's where each stack has one
+
+
+LOGITS = "logits"  # name of the signal that a softmax over choices reads
+
+
+Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
+
+
+Side = Literal["input", "output"]  # side of a module
+
+
+Spread = tuple[int, ...]
+"""How the elements of an axis share the channels of a signal: factors of the axis, outermost first, of which every
+second one only repeats. () where each element has a channel of its own.
+
+Values that several query heads read: (heads of values, query heads for each, size of a head). Pairs of channels that a
+rotation turns into one another: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2). A
+negative number at either end stands for so many elements that carry nothing: neurons behind their gates in one matrix,
+(-neurons, neurons).
+"""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The signal whose exponent an axis of a tensor carries, its sign there, and how its elements share channels.
+    ``others``: further signals that these elements carry, or that others of the axis's elements carry, where several
+    linears stand in one matrix."""
+
+    sign: Sign
+    signal: str
+    spread: Spread = ()
+    others: tuple[Axis, ...] = ()
+
+    def beside(self, *others: Axis) -> Axis:
+        """Return this axis with further signals, carried by some or all of its elements."""
+        return replace(self, others=others)
+
+
+def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
+    """Return an axis signal by signal; () for None."""
+    return () if axis is None else (replace(axis, others=()), *axis.others)
+
+
+def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
+    """Return an axis that a signal's factor multiplies: where a weight writes the signal."""
+    return Axis(1, signal, spread)
+
+
+def divided_by(signal: str, spread: Spread = ()) -> Axis:
+    """Return an axis that a signal's factor divides: where a weight reads the signal, or cancels its factor (keys)."""
+    return Axis(-1, signal, spread)
+
+
+@dataclass(frozen=True)
+class ObservationPoint:
+    """A site where a signal is observed: the sign of its exponent there, the module's path, the module's side, and how
+    the elements seen there share channels."""
+
+    sign: Sign
+    module: str
+    side: Side
+    spread: Spread = ()
+
+
+def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
+    """Return a module's output as a point where a signal's exponent is observed with this sign."""
+    return ObservationPoint(sign, module, "output", spread)
+
+
+def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
+    """Return a module's input as a point where a signal's exponent is observed."""
+    return ObservationPoint(1, module, "input", spread)
+
+
+def columns_of(signal: str) -> str:
+    """Return the name of the ``COLUMNS`` signal of a signal with a price."""
+    return f"{signal}.columns"
+
+
+def made_by(columns: str) -> str:
+    """Return the name of the signal that has these columns."""
+    return columns.removesuffix(columns_of(""))
+
+
+def before(norm: str) -> str:
+    """Return the name of the ``BEFORE_NORM`` signal of the norm at a path."""
+    return f"{norm}.input"
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A signal. ``size``: the named size of its channels, or with ``spread`` of an axis whose elements share them so.
+    ``seen``: the sites where it can be observed. ``beside``: sites of another signal whose factor it joins."""
+
+    name: str
+    kind: Kind
+    size: str
+    seen: tuple[ObservationPoint, ...]
+    spread: Spread = ()
+    beside: tuple[ObservationPoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter: its name, the named sizes of its axes, and the signal whose exponent each axis carries, or None.
+
+    ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled values
+    from its shape where stock code would. ``offset``: added to it by stock code, in fp32, before anything else;
+    exponents are of the sum, and the file holds the sum less the offset, rounded. ``ahead``: rows of a table of
+    positions before the first position's. ``in_fp32``: whether stock code keeps it in fp32 and chooses by it, so that
+    it is not rounded.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    axes: tuple[Axis | None, ...]
+    absent: str = ""
+    generate: Callable[[int, int], torch.Tensor] | None = None
+    offset: float = 0.0
+    ahead: int = 0
+    in_fp32: bool = False

@@ -1,0 +1,312 @@
+"""The connections of a model's modules, as pure data: sublayers, the ends of a stack, heads and projectors."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+
+
+@dataclass(frozen=True)
+class StockAttributes:
+    """Attributes of the stock class's modules with numbers that the bounds depend on; "" where the class has none.
+    ``heads``, ``head_size``: of an attention; ``groups``: the number of query heads for each head of keys and values.
+    ``embedding_scale``: the factor on the embedding, of a stack or of an embedding that scales itself."""
+
+    head_size: str
+    heads: str = ""
+    embedding_scale: str = ""
+    groups: str = ""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary positions: each pair of channels of a query or key is turned by an angle. at: the module of the cosines
+    and sines. factor: their largest multiplier, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i
+    + head_dim/2. runs: the number of equal runs of a head, each paired by itself or not turned at all. growth: (g, n)
+    multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
+
+    at: str
+    factor: float = 1.0
+    interleaved: bool = False
+    runs: int = 1
+    growth: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The connections of an attention sublayer's modules, for the bounds on the values between them. Names without
+    another remark are module paths or, with a colon, sites as audits name them; "" is for none."""
+
+    at: str  # the module that forms the scores
+    norm: str  # "" where its linears read the stream itself
+    query: str
+    key: str
+    value: str
+    output: str
+    _: KW_ONLY
+    heads: str  # config key of their number
+    add: str  # the site where the output joins the residual stream
+    memory: bool = False  # whether keys and values read the encoder's output
+    bias: str = ""  # tensor of the position bias
+    scaled: bool = True  # whether scores are multiplied by head_dim^-1/2 after the product
+    dropout: str = ""  # the dropout module of the output, "" where it is a function
+    post_norm: str = ""  # the norm between the output projection and the stream
+    query_norm: str = ""  # the norm of each head of queries, as wide as a head
+    key_norm: str = ""
+    norms_by_position: bool = False  # whether these norms read [rows, positions, heads, channels]
+    norms_whole: bool = False  # whether these norms are over all heads together, as wide as the projection
+    rotary: Rotary | None = None
+    kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
+    scale: str = ""  # config key of a number whose power of -1/2 multiplies ``scaled`` scores, "" for head_dim
+    cap: str = ""  # config key of the c of a soft cap c·tanh(x/c) on scaled scores, before the mask; null for none
+    radius: str = ""
+    """Config key of how far a position sees, "" for no limit. With one, sequences are cut into blocks of radius + 1
+    positions that see themselves and their two neighbours. The stock class masks with −1e10, which is −inf in fp16."""
+    block: str = ""
+    """Config key of the number of positions in each sum that makes further keys and values, "" for no sums. A remainder
+    at the end joins the last sum."""
+    block_norm: str = ""  # the norm of the sums
+    block_bias: str = ""  # tensor of their position bias
+    divides: bool = False  # whether scores are divided by √head_dim instead, by a module without SDPA
+    weights_dropout: str = ""  # the dropout module of the attention weights, "" for a function
+    attributes: StockAttributes | None = None  # of its module, where they are not the family's
+    fused: tuple[int, ...] = ()  # numbers of rows of queries, keys and values in the matrix of one module
+
+    @property
+    def entrance(self) -> str:
+        """The module that reads the stream; without a norm, one of the linears."""
+        return self.norm or self.query
+
+    @property
+    def scaling(self) -> tuple[str, ...]:
+        """The sites at which scores are multiplied by a number, or queries and keys by its root. Rotary positions take
+        four products before, and growing queries one more."""
+        if self.divides:
+            return (f"{self.at}:div",)
+        first = 1 if self.rotary is None else 6 if self.rotary.growth else 5
+        return tuple(f"{self.at}:mul#{count}".removesuffix("#1") for count in (first, first + 1))
+
+    @property
+    def capping(self) -> str:
+        """The site at which eager attention multiplies a soft cap's tanh by c, after scaling the scores."""
+        return self.scaling[1]
+
+    @property
+    def joining(self) -> str:
+        """The site at which bias and mask join the scores."""
+        return f"{self.at}:add#3" if self.rotary else f"{self.at}:add"
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """The connections of a feed-forward sublayer's modules. ``at``: the module that forms the product. ``gate``: path
+    of the linear whose activation multiplies ``linear``'s output, "" for a plain sublayer, whose ``linear`` is
+    activated itself. ``activation``: its name in the config; ``act``: the module that applies it. ``norm``, ``add``,
+    ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of the output. ``fused``: numbers of rows of gate
+    and ``linear``, where one module computes both."""
+
+    at: str
+    norm: str
+    gate: str
+    linear: str
+    output: str
+    activation: str
+    act: str
+    add: str
+    dropouts: tuple[str, ...] = ()
+    post_norm: str = ""
+    fused: tuple[int, ...] = ()
+
+    @property
+    def entrance(self) -> str:
+        return self.norm or self.linear
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The connections of a sublayer with several feed-forwards, of which each token takes some.
+
+    ``at``: the module that hands tokens out and gathers their outputs, 0 for a token that no expert takes. ``norm``,
+    ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses by its scores. ``classifier``: the
+    linear whose outputs are the logits of that choice. ``noise``: config key of the largest distance from 1 of a random
+    factor on the norm's output in training, for the router alone or for the experts too; "" for none. ``experts``:
+    plain or gated feed-forwards that read the norm's output. ``dropouts``: of the output.
+
+    ``chosen``: config key of the number of experts that take a token. "" means one or none, chosen by the largest
+    probability in fp32; the router then returns the choice, [rows, positions, experts], and its probability. With a key
+    it returns its logits, the weights of the outputs, and their experts' numbers, [tokens, experts of a token].
+    ``sigmoid``: whether scores are sigmoids of the logits, and not a softmax. ``normalised``: config key of whether a
+    token's weights are divided by their sum, "" for always. ``scaling``: config key of a number that multiplies them,
+    "" for none. ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a feed-forward
+    that also takes every token, with a weight of 1; ``sum``: the site where it joins the others.
+    """
+
+    at: str
+    norm: str
+    router: str
+    classifier: str
+    noise: str
+    experts: tuple[FeedForward, ...]
+    add: str
+    dropouts: tuple[str, ...] = ()
+    post_norm: str = ""
+    chosen: str = ""
+    sigmoid: bool = False
+    normalised: str = ""
+    scaling: str = ""
+    correction: str = ""
+    shared: FeedForward | None = None
+    sum: str = ""
+
+    @property
+    def every(self) -> tuple[FeedForward, ...]:
+        """Its feed-forwards, the shared one last."""
+        return self.experts if self.shared is None else (*self.experts, self.shared)
+
+    @property
+    def entrance(self) -> str:
+        return self.norm
+
+
+@dataclass(frozen=True)
+class StackEnds:
+    """The beginning and the end of a stack.
+
+    ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" for none. ``scale``:
+    config key of the switch that multiplies the embedding by √d, "" for none. ``norm``: the final one. ``dropouts``:
+    after the embedding, after the final norm. ``scales_itself``: the embedding's own module multiplies by √d; with
+    ``scale`` "" it always does, by √d rounded to the dtype of its weight. ``scales``: the stack multiplies by √d,
+    rounded likewise, also what is passed in place of the embedding. ``table``: tensor of the embedding, "" for the
+    family's.
+
+    ``first_norm``: the norm of the embedding and its positions, whose output begins the residual stream, "" for none.
+    Its input carries no factor, so its eps stays: the family must have no ``eps_key``.
+    """
+
+    at: str
+    embedding: str
+    norm: str
+    positions: str = ""
+    scale: str = ""
+    dropouts: tuple[str, ...] = ()
+    scales_itself: bool = False
+    first_norm: str = ""
+    scales: bool = False
+    table: str = ""
+
+    @property
+    def rounds_scale(self) -> bool:
+        """Whether √d is rounded to the dtype of the embedding before it multiplies."""
+        return self.scales or (self.scales_itself and not self.scale)
+
+    @property
+    def scaling(self) -> str:
+        """The site at which stock code multiplies by √d, where it does."""
+        return f"{self.embedding if self.scales_itself else self.at}:mul"
+
+    @property
+    def embedded(self) -> str:
+        """The site of the embedding with everything added to it."""
+        if self.positions:
+            return f"{self.at}:add"
+        return self.scaling if self.scales_itself or self.scales else f"{self.embedding}:embedding"
+
+
+@dataclass(frozen=True)
+class HeadLinear:
+    """A linear of a head. ``at``: its module path. ``weight``, ``bias``: tensors; the embedding where it serves as
+    head, "" for no bias. ``tanh``: the site of the tanh behind it, "" for none."""
+
+    at: str
+    weight: str
+    bias: str = ""
+    tanh: str = ""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The reader of the last norm's output: linears, one after another. ``at``: the module that computes them.
+    ``dropout``: the dropout module before each of the linears, "" for none. ``cap``: config key of a soft cap on the
+    logits, as in ``Attention``, which the model itself applies."""
+
+    at: str
+    linears: tuple[HeadLinear, ...]
+    dropout: str = ""
+    cap: str = ""
+
+
+MOST_MEAN = 1024.0  # largest mean magnitude of another model's outputs for which a LayerNorm's output is bounded
+
+
+@dataclass(frozen=True)
+class Projector:
+    """The part that brings another model's outputs into the stream: a norm, and linears behind it.
+
+    ``at``: the module that computes both. ``pool``: the site that averages several outputs into each input of the norm,
+    "" for none. ``add``: the site where they replace embeddings, or join the stream. ``norm``: module path, with an eps
+    of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm. A LayerNorm may lose the variation beside a
+    large mean, so that bounds hold for outputs of up to ``MOST_MEAN`` in the mean. ``joined``: number of the norm's
+    outputs that the first linear reads at once; ``by_channel``: with one channel's values side by side. ``shares_eps``:
+    whether the norm has the text model's eps, which scales with the stream's exponent, so that its output drifts.
+    ``weight``: tensor of the only linear, [inputs, outputs], "" where there are several: ``merging``, "" for none, then
+    those of ``feed_forward`` with the activation between them. ``tower``: the other model's module, of which nothing is
+    known: its tensors are carried over as they are, and no bound covers its inside. ``behind``: the site of the
+    stream's sum to which these outputs are added, "" where they replace embeddings. ``image``: the inputs of the tower.
+    ``gives``: the field of the stock class's output with the brought values, "" for none.
+    """
+
+    at: str
+    add: str
+    norm: str
+    tower: str
+    image: ImageInput
+    pool: str = ""
+    layer_norm_eps: float | None = None
+    joined: int = 1
+    by_channel: bool = False
+    shares_eps: bool = False
+    weight: str = ""
+    merging: str = ""
+    feed_forward: FeedForward | None = None
+    behind: str = ""
+    gives: str = ""
+
+
+@dataclass(frozen=True)
+class ImageInput:
+    """The inputs by which a stock class takes an image. Fields without another remark are config keys.
+
+    ``token``: of the id that the outputs replace. ``channels``: of an image. ``size``: of its height and width in
+    pixels; "" where the model takes any size, and the audit's image has two merged patches each way. ``tokens``: of the
+    number of such ids for one image, "" for four. ``patch``: of a patch's height and width in pixels. ``merged``: of
+    the number of patches that make a token, in height and in width. ``frames``: of the number of times that each pixel
+    is given; "" for whole images. ``marks``: the argument that is 1 at these ids, "" for none. ``sizes``: the argument
+    with an image's size: for whole images in pixels, else as the numbers of frames and of patches in height and width.
+    """
+
+    token: str
+    channels: str
+    size: str = ""
+    tokens: str = ""
+    patch: str = ""
+    merged: str = ""
+    frames: str = ""
+    marks: str = ""
+    sizes: str = ""
+
+
+Sublayer = Attention | FeedForward | Experts
+
+
+def feed_forwards_of(sublayer: Sublayer) -> tuple[FeedForward, ...]:
+    """Return the feed-forwards of a sublayer: itself, each expert, or none of an attention."""
+    if isinstance(sublayer, Attention):
+        return ()
+    return sublayer.every if isinstance(sublayer, Experts) else (sublayer,)
+
+
+def outputs_of(sublayer: Sublayer) -> tuple[str, ...]:
+    """Return the module paths of a sublayer's output projections: one, or one for each expert."""
+    return tuple(each.output for each in sublayer.every) if isinstance(sublayer, Experts) else (sublayer.output,)
+
+
+Topology = Sublayer | StackEnds | Head | Projector
