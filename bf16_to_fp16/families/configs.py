@@ -11,6 +11,9 @@ from .types import Family, Quotient, SameAs
 
 _NOWHERE = object()
 
+OF_LABELS: Mapping[str, object] = {"id2label": SameAs("num_labels"), "num_labels": 2, "classifier_dropout": 0.1}
+"""What stock classes with labels take where no config says it."""
+
 
 def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
     """Return a key's value; dots in the key lead into nested configs."""
@@ -56,7 +59,7 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
         value = looked_up(config, other)
     optional = key in family.nullable
     if value is None and not (optional and looked_up(config, key, _NOWHERE) is None):
-        value = family.defaults.get(key)
+        value = family.defaults.get(key, OF_LABELS.get(key))
         if isinstance(value, SameAs):
             return config_value(family, config, value.key)
         if isinstance(value, Quotient):

@@ -30,7 +30,7 @@ GEMMA = replace(
     name="gemma",
     title="Gemma",
     model_type="gemma",
-    classes=classes("GemmaForCausalLM", "GemmaModel", STYLE),
+    classes=classes("Gemma", STYLE),
     defaults={key: value for key, value in GEMMA2.defaults.items() if key not in OTHERS}
     | {
         "hidden_size": 3072,

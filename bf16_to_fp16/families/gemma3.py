@@ -12,6 +12,7 @@ from dataclasses import replace
 from .llama import (
     INSIDE,
     LLAMA,
+    OF_ROWS,
     check_window,
     classes,
     head_norms,
@@ -53,7 +54,7 @@ GEMMA3 = replace(
     name="gemma3",
     title="Gemma 3 (text), EmbeddingGemma",
     model_type="gemma3_text",
-    classes=classes("Gemma3ForCausalLM", "Gemma3TextModel", STYLE),
+    classes=classes("Gemma3", STYLE, bare="TextModel", labels=(f"Text{OF_ROWS}",)),
     defaults={
         "vocab_size": 262_208,
         "hidden_size": 2304,

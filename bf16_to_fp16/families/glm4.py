@@ -51,7 +51,7 @@ GLM4 = replace(
     name="glm4",
     title="GLM-4-0414",
     model_type="glm4",
-    classes=classes("Glm4ForCausalLM", "Glm4Model"),
+    classes=classes("Glm4"),
     sizes={**LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2)},
     defaults={
         **WITHOUT_MLP_BIAS,

@@ -79,7 +79,7 @@ GLM4_MOE = replace(
     name="glm4_moe",
     title="GLM-4.5",
     model_type="glm4_moe",
-    classes=classes("Glm4MoeForCausalLM", "Glm4MoeModel"),
+    classes=classes("Glm4Moe", labels=()),
     sizes={
         **LLAMA.sizes,
         "experts": ("n_routed_experts",),

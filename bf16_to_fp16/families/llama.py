@@ -14,10 +14,23 @@ from typing import Any
 
 from ..errors import UserError
 from .configs import is_nested, kind_of, looked_up, positive, whole_number
-from .parts import PLAIN, Style, attention, ends, experts, feed_forward, head, states, table, tied_head, untied_head
+from .parts import (
+    PLAIN,
+    Style,
+    attention,
+    ends,
+    experts,
+    feed_forward,
+    head,
+    head_linear,
+    states,
+    table,
+    tied_head,
+    untied_head,
+)
 from .signals import Spread, Tensor
 from .types import Deviation, Family, Initialisation, Part, Quotient, SameAs, Stack, StockClass, StoredExperts
-from .wiring import Attention, Experts, FeedForward, Rotary, StackEnds, StockAttributes
+from .wiring import Attention, Experts, FeedForward, Head, Rotary, StackEnds, StockAttributes
 
 Biases = Mapping[str, Collection[str]]  # linears with a bias, by the config key that switches it on, "" for always
 STORED = StoredExperts()
@@ -196,10 +209,25 @@ def heads(style: Style = PLAIN, *, body: str = BODY, cap: str = "") -> dict[str,
     return {"tied_head": tied_head(norm, tied, style), "untied_head": untied_head(norm, own, style)}
 
 
-def classes(causal: str, bare: str, style: Style = PLAIN) -> tuple[StockClass, ...]:
+OF_ROWS, OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
+LABELS = (OF_ROWS, OF_TOKENS)
+
+
+def classes(
+    prefix: str, style: Style = PLAIN, *, bare: str = "Model", labels: Sequence[str] = LABELS
+) -> tuple[StockClass, ...]:
+    """Return the classes with and without a language-modelling head, and those that give labels of rows or tokens."""
+
+    def labelled(name: str) -> StockClass:
+        rows = name.endswith(OF_ROWS)
+        score = Head("score", (head_linear("score", biased=not rows),), dropout="" if rows else "dropout")
+        end = untied_head(f"{BODY}.norm", score, style, sizes=("labels",))
+        return StockClass((f"{prefix}{name}",), body=BODY, end=end, reads_last_token=rows)
+
     return (
-        StockClass((causal,), body=BODY),
-        StockClass((bare,), end=states("norm", style), gives=("last_hidden_state",)),
+        StockClass((f"{prefix}ForCausalLM",), body=BODY),
+        StockClass((f"{prefix}{bare}",), end=states("norm", style), gives=("last_hidden_state",)),
+        *map(labelled, labels),
     )
 
 
@@ -219,7 +247,7 @@ LLAMA = Family(
     name="llama",
     title="Llama",
     model_type="llama",
-    classes=classes("LlamaForCausalLM", "LlamaModel"),
+    classes=classes("Llama"),
     sizes={
         "vocab": ("vocab_size",),
         "model": ("hidden_size",),
@@ -227,6 +255,7 @@ LLAMA = Family(
         "kv_inner": ("num_key_value_heads", "head_dim"),
         "head": ("head_dim",),
         "ff": ("intermediate_size",),
+        "labels": ("id2label",),
     },
     defaults={
         "vocab_size": 32_000,
@@ -252,7 +281,7 @@ LLAMA = Family(
     eps=1e-6,
     made_in_fp32=True,
     blind_padding=True,
-    dropout={"attention": "attention_dropout"},
+    dropout={"attention": "attention_dropout", "head": "classifier_dropout"},
     # `pretraining_tp` cut products in slices in older versions, which changes no product.
     free_keys=("max_position_embeddings", "pretraining_tp", "rope_parameters", "rope_scaling", "rope_theta"),
     attributes=StockAttributes(head_size="head_dim", groups="num_key_value_groups"),
@@ -273,7 +302,7 @@ MISTRAL = replace(
     name="mistral",
     title="Mistral",
     model_type="mistral",
-    classes=classes("MistralForCausalLM", "MistralModel"),
+    classes=classes("Mistral"),
     defaults=SHARED_DEFAULTS | {"intermediate_size": 14_336, "num_key_value_heads": 8},
     encoder=layers(block, biases={}),
     free_keys=(*LLAMA.free_keys, "sliding_window"),
@@ -284,7 +313,7 @@ QWEN2 = replace(
     name="qwen2",
     title="Qwen2",
     model_type="qwen2",
-    classes=classes("Qwen2ForCausalLM", "Qwen2Model"),
+    classes=classes("Qwen2"),
     defaults=SHARED_DEFAULTS | {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32},
     encoder=layers(block, biases={"": QUERIES_KEYS_VALUES}),
     free_keys=(*LLAMA.free_keys, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
@@ -295,7 +324,7 @@ QWEN3 = replace(
     name="qwen3",
     title="Qwen3",
     model_type="qwen3",
-    classes=classes("Qwen3ForCausalLM", "Qwen3Model"),
+    classes=classes("Qwen3"),
     defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     encoder=layers(block, biases={"attention_bias": ATTENTION}, normed=True),
 )
@@ -305,7 +334,7 @@ SEED_OSS = replace(
     name="seed_oss",
     title="Seed-OSS",
     model_type="seed_oss",
-    classes=classes("SeedOssForCausalLM", "SeedOssModel"),
+    classes=classes("SeedOss"),
     defaults={
         **LLAMA.defaults,
         "vocab_size": 155_136,
@@ -328,5 +357,5 @@ SEED_OSS = replace(
         },
         dropped=True,
     ),
-    dropout={"branch": "residual_dropout", "attention": "attention_dropout"},
+    dropout={**LLAMA.dropout, "branch": "residual_dropout"},
 )

@@ -67,7 +67,7 @@ MIXTRAL = replace(
     name="mixtral",
     title="Mixtral",
     model_type="mixtral",
-    classes=classes("MixtralForCausalLM", "MixtralModel"),
+    classes=classes("Mixtral"),
     sizes={**MISTRAL.sizes, "experts": ("num_local_experts",)},
     defaults={**MISTRAL.defaults, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
     encoder=layers(mixtral_block),
@@ -81,7 +81,7 @@ QWEN3_MOE = replace(
     name="qwen3_moe",
     title="Qwen3-MoE",
     model_type="qwen3_moe",
-    classes=classes("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+    classes=classes("Qwen3Moe"),
     sizes={**QWEN3.sizes, "experts": ("num_experts",), "expert_ff": ("moe_intermediate_size",)},
     defaults={
         **QWEN3.defaults,
@@ -109,7 +109,7 @@ OLMOE = replace(
     name="olmoe",
     title="OLMoE",
     model_type="olmoe",
-    classes=classes("OlmoeForCausalLM", "OlmoeModel"),
+    classes=classes("Olmoe", labels=()),
     sizes={**LLAMA.sizes, "experts": ("num_experts",)},
     defaults={
         **WITHOUT_MLP_BIAS,

@@ -11,6 +11,7 @@ from dataclasses import replace
 from .llama import (
     ATTENTION,
     LLAMA,
+    OF_ROWS,
     WITHOUT_MLP_BIAS,
     check_window,
     classes,
@@ -39,7 +40,7 @@ OLMO2 = replace(
     name="olmo2",
     title="OLMo 2",
     model_type="olmo2",
-    classes=classes("Olmo2ForCausalLM", "Olmo2Model"),
+    classes=classes("Olmo2", labels=(OF_ROWS,)),
     defaults={**WITHOUT_MLP_BIAS, "vocab_size": 50_304},
     encoder=layers(block),
     eps=1e-5,
@@ -52,7 +53,7 @@ OLMO3 = replace(
     name="olmo3",
     title="OLMo 3",
     model_type="olmo3",
-    classes=classes("Olmo3ForCausalLM", "Olmo3Model"),
+    classes=classes("Olmo3", labels=(OF_ROWS,)),
     free_keys=(*LLAMA.free_keys, "layer_types", "sliding_window"),
     older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_theta", "")},
 )

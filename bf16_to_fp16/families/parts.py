@@ -281,9 +281,23 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
     )
 
 
-def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
+def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
+    """Return a final norm and a head of its own. sizes: of the linears' outputs. Nothing moves behind the first linear:
+    a tanh passes no factor, and users read differences of logits."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors
-    own = Tensor(of.linears[0].weight, ("vocab", style.model), (multiplied_by(LOGITS), style.reads(norm)))
-    return Part((*normed, logits(of)), (*gains, own, *others), of)
+    signals, tensors = [*normed], [*gains]
+    reads, width = style.reads(norm), style.model
+    for linear, size in zip(of.linears, sizes, strict=True):
+        name, kind = (f"{linear.at}.tanh", Kind.ASYMPTOTIC) if linear.tanh else (LOGITS, Kind.LOGITS)
+        tensors.append(Tensor(linear.weight, (size, width), (multiplied_by(name), reads)))
+        if linear.bias:
+            tensors.append(Tensor(linear.bias, (size,), (multiplied_by(name),)))
+        signals.append(Signal(name, kind, size, (output_of(linear.at),)))
+        reads, width = None, size
+    return Part(tuple(signals), (*tensors, *others), of)
+
+
+def head_linear(at: str, tanh: str = "", *, biased: bool = True) -> HeadLinear:
+    return HeadLinear(at, f"{at}.weight", f"{at}.bias" if biased else "", tanh)

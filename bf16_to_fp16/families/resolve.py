@@ -141,7 +141,8 @@ def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock
     of_logits = () if stock.is_language_model else (family.head, family.logits_bias)
     others = (each.end for each in family.classes if each.end is not None and each is not stock)
     heads = [part.topology for part in others if isinstance(part.topology, Head)]
-    of_others = {*of_logits, *(name for head in heads for each in head.linears for name in (each.weight, each.bias))}
+    own = {tensor.name for tensor in stock.end.tensors} if stock.end is not None else set()
+    of_others = {*of_logits, *(n for head in heads for each in head.linears for n in (each.weight, each.bias))} - own
     for name in checkpoint.tensors:
         if name in family.ignorable:
             dropped[name] = "stock classes ignore it"

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .parts import Style, ends, feed_forward, head, states, table, tied_head, untied_head
+from .parts import Style, ends, feed_forward, head, head_linear, states, table, tied_head, untied_head
 from .parts import attention as attention_part
-from .signals import LOGITS, Axis, Kind, Signal, Tensor, divided_by, multiplied_by, output_of
+from .signals import Tensor
 from .types import Deviation, Family, Initialisation, OutputScale, Part, SameAs, Stack, StockClass
-from .wiring import Attention, FeedForward, Head, HeadLinear, StackEnds, StockAttributes
+from .wiring import Attention, FeedForward, Head, StackEnds, StockAttributes
 
 STYLE = Style(kv_inner="inner")
 
@@ -89,27 +89,7 @@ def stack_ends(stack: str, *tensors: Tensor) -> Part:
     return ends(wiring, *tensors)
 
 
-def head_of(norm: str, topology: Head, *sizes: str) -> Part:
-    """Return a final norm and its own head of biased linears with these output sizes. Nothing moves after the first
-    linear: a tanh passes no factor, and users read differences of logits."""
-    tensors = [Tensor(f"{norm}.weight", ("model",), (multiplied_by(norm),))]
-    signals = [Signal(norm, Kind.NORM, "model", (output_of(norm),))]
-    reads: Axis | None = divided_by(norm)
-    width = "model"
-    for linear, size in zip(topology.linears, sizes, strict=True):
-        name, kind = (f"{linear.at}.tanh", Kind.ASYMPTOTIC) if linear.tanh else (LOGITS, Kind.LOGITS)
-        tensors.append(Tensor(linear.weight, (size, width), (multiplied_by(name), reads)))
-        tensors.append(Tensor(linear.bias, (size,), (multiplied_by(name),)))
-        signals.append(Signal(name, kind, size, (output_of(linear.at),)))
-        reads, width = None, size
-    return Part(tuple(signals), tuple(tensors), topology)
-
-
-def head_linear(at: str, tanh: str = "") -> HeadLinear:
-    return HeadLinear(at, f"{at}.weight", f"{at}.bias", tanh)
-
-
-CLASSIFIER = head_of(
+CLASSIFIER = untied_head(
     f"transformer.{DECODER_NORM}",
     Head(
         "classification_head",
@@ -119,15 +99,16 @@ CLASSIFIER = head_of(
         ),
         dropout="classification_head.dropout",
     ),
-    "model",
-    "labels",
+    sizes=("model", "labels"),
 )
 
-TOKEN_CLASSIFIER = head_of(
-    f"transformer.{ENCODER_NORM}", Head("classifier", (head_linear("classifier"),), dropout="dropout"), "labels"
+TOKEN_CLASSIFIER = untied_head(
+    f"transformer.{ENCODER_NORM}",
+    Head("classifier", (head_linear("classifier"),), dropout="dropout"),
+    sizes=("labels",),
 )
 
-SPANS = head_of(DECODER_NORM, Head("qa_outputs", (head_linear("qa_outputs"),)), "labels")
+SPANS = untied_head(DECODER_NORM, Head("qa_outputs", (head_linear("qa_outputs"),)), sizes=("labels",))
 
 ENCODER_OUTPUT = states(ENCODER_NORM)
 STATES = ("last_hidden_state",)
@@ -165,8 +146,6 @@ DEFAULTS = {
     "tie_word_embeddings": True,
     "dropout_rate": 0.1,
     "classifier_dropout": 0.0,
-    "id2label": SameAs("num_labels"),
-    "num_labels": 2,
 }
 
 # Scores are not scaled: queries begin smaller by 1/√d_kv instead.

@@ -30,7 +30,8 @@ class StockClass:
     whether it must be given the decoder's ids; else it makes them from the encoder's. ``end``: the reader of the last
     norm's output; None for a language-modelling head, whose tensors say whether it is the embedding. ``gives``: the
     fields of its output. ``body``: the module that holds the stacks, "" for the model itself. ``reads_end_token``:
-    whether its head reads only the last end token of a row. ``auto``: the Auto class that loads it, "" for the usual
+    whether its head reads only the last end token of a row; ``reads_last_token``: only the last token that is not
+    padding. ``auto``: the Auto class that loads it, "" for the usual
     one.
     """
 
@@ -41,7 +42,13 @@ class StockClass:
     gives: tuple[str, ...] = ("logits",)
     body: str = ""
     reads_end_token: bool = False
+    reads_last_token: bool = False
     auto: str = ""
+
+    @property
+    def answers_rows(self) -> bool:
+        """Whether it has one output for a row."""
+        return self.reads_end_token or self.reads_last_token
 
     @property
     def is_language_model(self) -> bool:

@@ -123,7 +123,7 @@ class Corpus:
         self.spare = int(spare) if spare < math.inf else 0
         self.predicts, self.causal = predicts_tokens(config), is_causal(config)
         stock = class_in(config)
-        self.reads_end_token = stock is not None and stock.reads_end_token
+        self.answers_rows = stock is not None and stock.answers_rows
         self.objective = self._objective()
         longest = longest_sequence(config)
         self.target_length = min(data.target_length, longest)
@@ -245,7 +245,7 @@ class Corpus:
         if self.predicts:
             labels, _ = stack([torch.tensor(target) for _, target in pairs], IGNORED_LABEL)
         examples = tuple((epoch, row) for epoch, row, _ in rows)
-        return TrainingBatch(ids, mask, labels, examples, row_wise=self.reads_end_token, causal=self.causal)
+        return TrainingBatch(ids, mask, labels, examples, row_wise=self.answers_rows, causal=self.causal)
 
     def training_batches(self, rank: int = 0, world: int = 1) -> TrainingBatches:
         return TrainingBatches(self, rank, world)

@@ -62,7 +62,7 @@ class Evaluator:
             return {}
         probe = compared(batches(self.stock.config, None, None, seed=self.recipe.seed))
         others: dict[str, Sequence[TrainingBatch | Batch]] = {"audit": probe, "unlike": self.corpus.unlike()}
-        if self.corpus.reads_end_token and self.teacher.chooses:
+        if self.corpus.answers_rows and self.teacher.chooses:
             others["class"] = self._of_every_class(self.teacher)
         return others
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import UserError, first_line, shortened
 from ..families.known import of_model_type
 from .interface import config_of, is_causal
-from .stock import setting
+from .stock import setting, several_rows
 
 IGNORED_LABEL = -100  # the label that stock losses leave out
 LOGIT_BUDGET = 2**27  # most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows
@@ -182,7 +182,8 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, **images, **shown}
     if batch.decoder_input_ids is None or batch.decoder_attention_mask is None:
         if not is_causal(config_of(stock)):
-            return stock(**given)
+            with several_rows(stock):
+                return stock(**given)
         given |= {"use_cache": False}
         if not batch.head:
             stock.base_model(**given)

@@ -58,8 +58,7 @@ def decoder_start(config: Any) -> int:
 
 
 def pad_id(config: Any) -> int:
-    token = setting(config, "pad_token_id")
-    return 0 if token is None else int(token)
+    return next(iter(_named(config, "pad_token_id")), 0)
 
 
 def special_ids(config: Any) -> list[int]:

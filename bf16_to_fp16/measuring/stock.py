@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
@@ -18,7 +19,7 @@ from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
 from ..families.declared import check_ids, in_folder
 from ..families.experts import experts_apart
-from ..families.known import may_be_absent, of_model_type, placed_family, stock_class
+from ..families.known import class_named, may_be_absent, of_model_type, placed_family, stock_class
 from ..families.layout import Layout
 from ..families.types import Part, StockClass
 from ..progress import Progress
@@ -90,6 +91,35 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
     return all_half(model).eval() if half else model.eval()
 
 
+def ready(model: Any) -> Any:
+    """Split joined experts, and let a head that reads the last token of a row take several rows."""
+    if takes_one_row(model):
+        model.config.get_text_config().pad_token_id = NO_PADDING
+    return experts_apart(model, of_model_type(model.config.model_type))
+
+
+NO_PADDING = -1
+"""Is no id. Stock code that reads a row's last token refuses several rows without a padding token; with this one it
+reads the last token of each, as it does of one."""
+
+
+def takes_one_row(model: Any) -> bool:
+    stock = class_named(type(model).__name__)
+    return stock is not None and stock.reads_last_token and model.config.get_text_config().pad_token_id is None
+
+
+@contextmanager
+def several_rows(model: Any) -> Iterator[None]:
+    config, changes = model.config.get_text_config(), takes_one_row(model)
+    if changes:
+        config.pad_token_id = NO_PADDING
+    try:
+        yield
+    finally:
+        if changes:
+            config.pad_token_id = None
+
+
 def all_half(model: Any) -> Any:
     """Cast parameters and stored buffers to fp16 in place, T5's ``wo`` too. ``.half()`` would also cast rotary
     frequencies, which changes the function."""
@@ -115,7 +145,7 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
             )
     except Exception as error:  # safetensors, pickle and transformers each raise their own kinds
         raise cannot_be_loaded(folder, error) from error
-    return experts_apart(model, of_model_type(model.config.model_type)), sorted(info["missing_keys"])
+    return ready(model), sorted(info["missing_keys"])
 
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
@@ -187,7 +217,7 @@ def without_values(
             ignore_mismatched_sizes=any_shape,
             output_loading_info=True,
         )
-    return experts_apart(model, of_model_type(config.model_type)), info
+    return ready(model), info
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:

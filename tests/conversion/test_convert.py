@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from support import brief, exhaustive, tiny
 from support.folders import compared
 from support.program import refused
+from transformers import AutoModelForSequenceClassification
 
-from bf16_to_fp16 import UserError, audit, cli, convert, undo
+from bf16_to_fp16 import UserError, audit, cli, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
-from bf16_to_fp16.conversion import evidence as measuring
+from bf16_to_fp16.conversion import evidence
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.measuring import probe
 from bf16_to_fp16.measuring.meter import observe_ranges
@@ -29,7 +30,7 @@ from bf16_to_fp16.rescaling.plan import Plan, mark_of
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import dump
 
-HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans")
+HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans", "llama-reward", "qwen3-labels", "gemma2-classifier")
 GEMMA = ("gemma3", "embeddinggemma", "gemma2")
 LLAMA = ("llama-biased", "qwen3", "glm4", "olmo2")
 PEGASUS = ("pegasus", "mbart")
@@ -84,6 +85,24 @@ def test_half_is_broken_before_and_clean_and_close_after_and_nearly_every_weight
     corrected = len(result.plan.gain_correction) * 24  # of a norm that drifts
     assert weights["lossless_fraction"] >= (0.99 if gemma else 0.999) - corrected / weights["elements"]
     assert weights["nonfinite"] == 0
+
+
+def test_a_reward_without_a_padding_token_is_converted_verified_made_safe_and_taken_back(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("llama-reward", pad_token_id=None), tmp_path / "source")
+    report = convert(source, tmp_path / "out").report
+    assert (report["verdict"], report["proof"]) == ("safe", "certified")
+    assert report["fidelity"]["measure"] == "relative squared error"  # one label is no choice
+    assert verify(tmp_path / "out", original=source)["verified"]
+    undo(tmp_path / "out", tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert all(torch.equal(weight, back[name]) for name, weight in load_file(source / "model.safetensors").items())
+    model = AutoModelForSequenceClassification.from_pretrained(source, dtype=torch.float32).eval()
+    ids = torch.arange(3, 20)[None]
+    before = model(ids).logits
+    make_fp16_safe(model)
+    assert torch.equal(model(ids).logits, before) and model.config.pad_token_id is None
+    half = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float16).eval()
+    torch.testing.assert_close(half(ids).logits.float(), before, rtol=0.02, atol=2e-3)
 
 
 def test_the_written_files_compute_the_sources_function(converted: Converted) -> None:
@@ -177,7 +196,7 @@ def test_a_failure_after_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     # After the last write no input fails: the failure has to be planted.
-    monkeypatch.setattr(measuring, "run_regimes", fail)
+    monkeypatch.setattr(evidence, "run_regimes", fail)
     with pytest.raises(RuntimeError, match="planted"):
         convert(source, tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"source"}

@@ -24,7 +24,7 @@ from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
 pytestmark = pytest.mark.usefixtures("first_batch")
-KINDS = ("t5-classifier", "t5-token-classifier", "t5-spans", "t5-states")
+KINDS = ("t5-classifier", "t5-token-classifier", "t5-spans", "t5-states", "llama-reward")
 
 
 def source_of(kind: str, folder: Path) -> Path:
@@ -68,9 +68,9 @@ def test_a_model_is_no_way_from_itself_and_some_from_another(kind: str, tmp_path
         out = one.model(**arguments(one.model, batch, one.device))
     assert float(one.divergence(out, batch)) == pytest.approx(0.0, abs=1e-6)
     assert float(other.divergence(out, batch)) > 1e-4
-    # A classifier of rows gives one output for a row, the others one for every token.
+    # A classifier or reward of rows gives one output for a row, the others one for every token.
     rows, tokens = len(batch.input_ids), int(batch.attention_mask.sum())
-    count = rows if kind == "t5-classifier" else tokens
+    count = rows if kind in ("t5-classifier", "llama-reward") else tokens
     assert len(counted_values(out, batch)) == int(counted_positions(batch).sum()) == count
 
 

@@ -330,18 +330,27 @@ ENTRIES = (
         alike=("gemma3-images", "gemma3-images-states"),
     ),
     Entry(
-        {"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)},
+        {"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)}
+        | {"gemma2-classifier": stock("Gemma2ForSequenceClassification", GEMMA3_SHAPE, **CAPS)},
         GEMMA_DRAWN | {"attn_logit_softcapping": (0.5, 50.0, None)},
+        alike=("gemma2-classifier",),
     ),
     Entry({"gemma": stock("GemmaForCausalLM", GEMMA3_SHAPE)}, LLAMA_DRAWN),
     Entry(
         {"llama": stock("LlamaForCausalLM", LLAMA_SHAPE)}
-        | {"llama-biased": stock("LlamaForCausalLM", LLAMA_SHAPE, **BIASED_LLAMA)},
+        | {"llama-biased": stock("LlamaForCausalLM", LLAMA_SHAPE, **BIASED_LLAMA)}
+        | {"llama-reward": stock("LlamaForSequenceClassification", LLAMA_SHAPE, num_labels=1, pad_token_id=0)},
         LLAMA_DRAWN | {"attention_bias": (False, True), "mlp_bias": (False, True)},
+        alike=("llama-reward",),
     ),
     Entry({"mistral": stock("MistralModel", LLAMA_SHAPE, sliding_window=6)}, LLAMA_DRAWN, alike=("mistral",)),
     Entry({"qwen2": stock("Qwen2ForCausalLM", LLAMA_SHAPE, **SLIDING_QWEN2)}, LLAMA_DRAWN),
-    Entry({"qwen3": stock("Qwen3ForCausalLM", LLAMA_SHAPE)}, LLAMA_DRAWN),
+    Entry(
+        {"qwen3": stock("Qwen3ForCausalLM", LLAMA_SHAPE)}
+        | {"qwen3-labels": stock("Qwen3ForTokenClassification", LLAMA_SHAPE, num_labels=3)},
+        LLAMA_DRAWN,
+        alike=("qwen3-labels",),
+    ),
     Entry(
         {"seed_oss": stock("SeedOssForCausalLM", LLAMA_SHAPE)}
         | {"seed_oss-biased": stock("SeedOssModel", LLAMA_SHAPE, attention_out_bias=True, mlp_bias=True)},
