@@ -3,6 +3,7 @@ has their training and enlargement."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from .progress import Progress
 from .report import terminal
 from .report.remedies import next_command
 from .report.schema import Report, read
+from .report.screen import console
+from .report.tables import Column, Table, numbers
+from .results import Fidelity
+from .wording import factor, percent
 
 CHECKPOINTS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
 
@@ -45,5 +50,35 @@ def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, 
                 terminal.print_conversion(read(Report, result.report), out / name)
             reports.append(dict(result.report) | {"name": name, "before": before})
     if show:
-        terminal.print_demo([(each["name"], read(Report, each["before"]), read(Report, each)) for each in reports])
+        print_table([(each["name"], read(Report, each["before"]), read(Report, each)) for each in reports])
     return reports
+
+
+def print_table(pairs: Sequence[tuple[str, Report, Report]]) -> None:
+    def proven(report: Report) -> str:
+        if report.certificate is None or not report.certificate.holds:
+            return "not proven"
+        return f"{factor(report.certificate.headroom_bits)} ×"
+
+    def moved(report: Report) -> str:
+        return "" if report.plan is None else ", ".join(f"2^{r}" for r in report.plan.residual_exponents)
+
+    def run(report: Report) -> str:
+        return f"{factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
+
+    before, after = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
+    close = [report.fidelity or Fidelity() for report in after]
+    broken = [max(regime.nonfinite + regime.saturated for regime in report.regimes.values()) for report in after]
+    share = [report.weights.lossless_fraction if report.weights else 0.0 for report in after]
+    rows = [
+        ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
+        ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
+        ("largest value run, below the limit", [run(report) for report in after]),
+        ("any input, by proof", [proven(report) for report in after]),
+        ("residual stream, times", [moved(report) for report in after]),
+        ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
+        ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
+        ("weights carried over bit for bit", [percent(each) for each in share]),
+    ]
+    columns = [Column("", 0), *(numbers(pair[0], i, str) for i, pair in enumerate(pairs, 1))]
+    console().table(Table(columns, [(title, *cells) for title, cells in rows], "the three checkpoints"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,7 +14,13 @@ from ..checkpoint.pipeline import is_pipeline
 from ..checkpoint.places import written_folder
 from ..checkpoint.recorded import recorded
 from ..errors import UserError
+from ..report.screen import console
+from ..report.tables import Column, Table, numbers
+from ..wording import bytes_in_words, counted
 from .shared import FOLDER, SAFE, UNSAFE, endpoint, json_file, make_progress, write_result
+
+if TYPE_CHECKING:
+    from ..conversion.publish import Upload
 
 
 @click.command("publish")
@@ -41,11 +48,10 @@ def publish_command(
     check_name(repo_id)
     if not is_pipeline(written_folder(folder)):  # ``publish`` itself refuses a pipeline
         recorded(folder)
-    from ..conversion.publish import Upload, publish
-    from ..report import terminal
+    from ..conversion.publish import publish
 
     def confirm(upload: Upload) -> bool:
-        terminal.print_upload(upload, repo_id, public=public, aside=json_file == "-")
+        print_upload(upload, repo_id, public=public, aside=json_file == "-")
         if yes or dry_run:
             return True
         if not sys.stdin.isatty():
@@ -59,5 +65,35 @@ def publish_command(
     result = publish(folder, repo_id, **how, **options)
     write_result(json_file, result)
     if json_file != "-":
-        terminal.print_published(result)
+        print_published(result)
     return SAFE if result["verdict"] == "safe" else UNSAFE
+
+
+def print_upload(upload: Upload, repo: str, *, public: bool, aside: bool) -> None:
+    """Print the planned upload. aside: to standard error, where standard output is for data."""
+    screen = console(stderr=aside)
+    screen.say(
+        "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
+    )
+    items = upload.items()
+    sizes = [(item.name, item.nbytes or 0) for item in items]
+    sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))
+    screen.table(Table((Column("file", 0), numbers("size", 1, bytes_in_words)), sizes, f"for {repo}"))
+    if upload.card_edited:
+        screen.say("README.md: edited since the conversion")
+
+
+def print_published(result: Mapping[str, Any]) -> None:
+    screen = console()
+    if result["dry_run"]:
+        screen.print("dry run: nothing was sent")
+    elif result["url"] is None:
+        screen.print("nothing was uploaded")
+    elif not result["uploaded"]:
+        screen.say(f"{result['url']} has all of it already")
+    else:
+        kind = "private" if result["private"] else "public"
+        files = counted(len(result["uploaded"]), "file")
+        screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
+    if result["kept"]:
+        screen.say(f"these stay: {', '.join(result['kept'])}")

@@ -38,7 +38,7 @@ from ..measuring.regimes import ATTENTIONS, REGIMES, Audited, RegimeResult, audi
 from ..measuring.stock import attentions_of, load_config
 from ..measuring.tokenizer import has_tokenizer, load_tokenizer, tokenised
 from ..progress import Advance, Progress
-from ..report.build import Decided, Measured
+from ..report.steps import Decided, Measured
 from ..rescaling.edits import edits_of, listed_edits
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Drift, Plan, inverse

@@ -34,8 +34,8 @@ from ..families.resolve import effective, resolve, stored
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..quiet import quiet
-from ..report.build import signals_of
-from ..report.facts import tower_of
+from ..report.coverage import tower_aside
+from ..report.signals import signals_of
 from ..report.stored import originals as stored_originals
 from ..report.stored import read_origin, read_plan
 from ..rescaling.adapters import scaled_adapter
@@ -112,7 +112,6 @@ class MadeSafe:
         over = (
             f"is {-self.headroom_bits:.2f} bits over its limit" if math.isfinite(self.headroom_bits) else "is infinite"
         )
-        aside = f", the {tower} aside" if (tower := tower_of(self.plan.family)) else ""
         observed = (
             f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
             " checkpoint, which can edit it, or train it in bf16"
@@ -120,8 +119,8 @@ class MadeSafe:
             else "safe on what was observed only"
         )
         proof = (
-            f"certified {WHERE[self.target]}: no input overflows these weights in fp16{aside} (least headroom {at});"
-            " training moves them, so certify what you save"
+            f"certified {WHERE[self.target]}: no input overflows these weights in fp16"
+            f"{tower_aside(self.plan.family)} (least headroom {at}); training moves them, so certify what you save"
             if self.certified
             else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over}; {observed}"
         )

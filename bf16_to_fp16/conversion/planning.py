@@ -36,7 +36,7 @@ from ..measuring.stock import load_config
 from ..numerics import PROOF_MARGIN_BITS
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange
-from ..report.build import Decided
+from ..report.steps import Decided
 from ..rescaling.apply import eps_attribute, through_fp16
 from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE

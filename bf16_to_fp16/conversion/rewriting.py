@@ -15,7 +15,7 @@ from ..json_text import write_json
 from ..measuring.tokenizer import has_tokenizer
 from ..numerics import FP16_MAX
 from ..progress import Progress
-from ..report.build import Decided, Rewritten
+from ..report.steps import Decided, Rewritten
 from ..rescaling.apply import edited_config, writes
 from .options import Options
 from .planning import Opened

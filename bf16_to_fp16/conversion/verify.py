@@ -40,21 +40,13 @@ from ..measuring.stock import load_config
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import answers, schema
-from ..report.build import (
-    Decided,
-    Rewritten,
-    cost_of,
-    harmed,
-    is_exact,
-    moved_by,
-    signals_of,
-    source_of,
-    too_inexact,
-    weight_counts,
-)
+from ..report.build import moved_by, source_of, weight_counts
 from ..report.facts import missed
+from ..report.judgement import cost_of, harmed, is_exact, too_inexact
 from ..report.regimes import tiers_of
 from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
+from ..report.signals import signals_of
+from ..report.steps import Decided, Rewritten
 from ..report.stored import originals, read_packed
 from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
 from ..rescaling.edits import listed_edits

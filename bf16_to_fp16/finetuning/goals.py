@@ -10,8 +10,8 @@ import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..report.build import FP16_RANGE_BITS
 from ..report.facts import Distance, distances
+from ..report.judgement import FP16_RANGE_BITS
 from ..report.remedies import tower_alone, with_next
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, in_bits, scientific

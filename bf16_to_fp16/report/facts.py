@@ -5,15 +5,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ..bounds.arithmetic import MAX_LENGTH
-from ..bounds.kinds import SiteKind
-from ..checkpoint.contents import MODULES
 from ..families.known import named
-from ..families.wiring import MOST_MEAN
-from ..measuring.batch import IMAGE
 from ..rescaling.outputs import LAST, on_request
 from ..results import AttackedSite, RegimeEntry, SiteEntry
-from ..targets import MARGIN_BITS, TIERS, WHERE
+from ..targets import MARGIN_BITS, TIERS, Tier
 from ..wording import (
     about,
     below_limit,
@@ -27,44 +22,14 @@ from ..wording import (
     reached,
     scientific,
 )
-from . import answers, schema
+from . import answers, coverage, schema
 from .remedies import OVER, SQUARES_UNSEEN, described, prices
-
-STRICTEST = TIERS[-1].name
 
 REGIME_MEANINGS = {
     "stock": "as from_pretrained(dtype=torch.float16) loads it",
     "amp": "fp32 weights under torch.autocast",
     "half": "every parameter in fp16, .half()",
 }
-
-
-def for_target(report: schema.Report | answers.Verification) -> str:
-    return f" {where(report.target)}" if report.target else ""
-
-
-def where(target: str) -> str:
-    return WHERE.get(target, f"for {target}") if target else ""
-
-
-AT_LEAST = " at least"  # follows an arithmetic whose own bounds may be tighter
-
-
-def by_proof(report: schema.Report) -> list[tuple[str, float]]:
-    """Return (arithmetic, bits of headroom) that the certificate proves: in PyTorch, and with norms that square in
-    fp16. Bounds for norms in fp16 also hold in PyTorch, where ``certify`` finds tighter ones: ``AT_LEAST``."""
-    certificate, target = report.certificate, report.target or ""
-    assert certificate is not None  # it holds
-    squares = [site.headroom_bits for site in certificate.sites if site.kind == SiteKind.SQUARES]
-    if not squares:
-        return [(where(target), certificate.headroom_bits)]
-    others = [site.headroom_bits for site in certificate.sites if site.kind != SiteKind.SQUARES]
-    plain, normed = (tier.target for tier in TIERS[:2])
-    place = f"{where(plain)}{AT_LEAST}" if target == normed else where(target)
-    return [(place, min(others)), (where(normed), min(squares))]
-
-
-PROVEN = "proven; a proof needs no margin"
 
 
 def measured_on(report: schema.Report) -> str:
@@ -190,110 +155,6 @@ def found_by(report: schema.Report) -> str:
     return "the inputs that were run, in pure fp16" if half else ""
 
 
-def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return the exceptions to a claim (padding, vision tower, class), as words to follow "every input"."""
-    aside = f", the {tower} aside" if (tower := tower_of(family)) else ""
-    aside += f", run as {model_class} alone" if model_class else ""
-    if padding == 0:
-        return (" but for padding that sees no token" if has_blind_padding(family) else "") + aside
-    if padding is None:
-        return f" without padding{aside}"
-    return f" (padded on the right by at least {counted(padding, 'position')}, or not at all){aside}"
-
-
-def every_input(report: schema.Report, *, length: bool = False) -> str:
-    """Return "every input" with its limits; with its length where ``length`` asks for it or it is less than usual."""
-    certificate = report.certificate
-    shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
-    of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""
-    aside = " to the encoder's last states" if MODULES in report.source.carried_over else ""
-    return f"every input{of}{claim_end(report.padding, report.family, report.model_class)}{aside}"
-
-
-def tower_of(family: str | None) -> str:
-    known = named(family)
-    return "" if known is None or known.projector is None else "vision tower"
-
-
-def tower_advice(report: schema.Report) -> tuple[str, str]:
-    if not (tower := tower_of(report.family)):
-        return "", ""
-    seen = report.regimes and report.inputs and any(entry.kind == IMAGE for entry in report.inputs.batches)
-    ran = "; an image of noise was run through it" if seen else ""
-    known = named(report.family)
-    centred = known is not None and known.projector is not None and known.projector.layer_norm_eps is not None
-    most = f"no larger than {MOST_MEAN:,.0f} in the mean" if centred else "finite"
-    return (
-        f"what the {tower} brings into the stream, whatever it gives, as long as that is {most}",
-        f"what happens inside the {tower}, which is carried over as it is{ran}",
-    )
-
-
-def has_blind_padding(family: str | None) -> bool:
-    known_family = named(family)
-    return known_family is not None and known_family.blind_padding
-
-
-def padding_advice(report: schema.Report) -> str:
-    title = "the stock class" if (family := named(report.family)) is None else f"stock {family.title}"
-    if report.padding == 0:
-        if not report.blind_padding and not has_blind_padding(report.family):
-            return ""
-        ran = {entry.attention for regime in report.regimes.values() for entry in regime.runs}
-        first = "" if ran == {"eager"} else f"use SDPA{'' if ran else ', where the class has it'}, or "
-        return (
-            "under eager attention in fp16, left padding and padding beyond a sliding window can make their row NaN;"
-            f" {first}batch rows of one length"
-        )
-    why = f"{title} masks with −inf in fp16"
-    filled = "; encoder_attentions are NaN for the places that fill up a short row's last block"
-    if report.padding is None:
-        return f"every padded row is NaN: {why}; batch rows of one length{filled}"
-    least = counted(report.padding, "position")
-    enough = f"pad the longest row by {least}, on the right"
-    return f"a row with less than {least} of padding can be NaN: {why}; {enough}{filled}"
-
-
-def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return what the bounds cover, and what they do not, each with the option that would cover it."""
-    certificate = report.certificate
-    if certificate is None:
-        return [], []
-    squares = any(site.kind == SiteKind.SQUARES for site in certificate.sites)
-    sums = counted(certificate.splits, "partial sum")
-    covers = [
-        "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
-        f"{every_input(report, length=True)}: any tokens, and embeddings anywhere in the hull of the table",
-        f"kernels that accumulate in fp32 in any order, or in up to {sums} rounded to fp16 and added in fp16",
-    ]
-    leaves = [
-        ("a LayerNorm that computes E[x²] − E[x]²", ""),
-        ("the loss and the backward pass", ""),
-        ("what is inf by design and harms nothing: masked scores, the cube inside GELU", ""),
-        ("encoder outputs and caches from elsewhere, quantised caches, embeddings beyond the table's hull", ""),
-        ("hardware that flushes subnormal numbers to zero", ""),
-        ("rows of attention that see no position at all, such as a decoder's that are padded on the left", ""),
-        ("other weights than those in the files: adapters, quantisation (quantise the source, or undo first)", ""),
-        ("precision: it says that nothing overflows, not that nothing is lost", ""),
-    ]
-    brought, inside = tower_advice(report)
-    covers += [brought] if brought else []
-    leaves += [(inside, "")] if inside else []
-    if squares:
-        covers.append("norms that square the residual stream and compute in fp16, where mean squares stay over 2⁻¹⁷")
-    else:
-        leaves.insert(1, ("norms that square the residual stream in fp16", "--target norm-safe"))
-    if report.tiers and report.tiers[STRICTEST].proof == "certified":
-        covers.append("kernels that make every sum in fp16, in any order")
-    else:
-        leaves.insert(0, ("kernels that accumulate everything in fp16", "--target fp16-accumulate"))
-    if certificate.train_mode:
-        covers.append("training mode: dropout at the config's rates")
-    else:
-        leaves.insert(1, ("training mode, with dropout", "--target train"))
-    return covers, leaves
-
-
 STANDINGS = {"safe": "safe", "short": "safe, but short", "unsafe": "unsafe"}
 """Words for the verdict; "short" is unsafe only by missed goals of a recipe or target."""
 
@@ -318,19 +179,19 @@ def verdict_of(report: schema.Report) -> Verdict:
         parts.append(worst)
     label = "safe, but short of what was asked" if report.short else "safe"
     if report.safe and (unmet := unmet_target(report)):
-        label, parts = f"safe {where(TIERS[0].target)}", [*parts, unmet]
+        label, parts = f"safe {coverage.where(TIERS[0].target)}", [*parts, unmet]
     return Verdict(label, "; ".join(filter(None, parts)))
 
 
 def claim(report: schema.Report) -> str:
     certificate = report.certificate
     if certificate is not None and certificate.holds:
-        return f"proven for {every_input(report, length=True)}"
+        return f"proven for {coverage.every_input(report, length=True)}"
     said = "nothing overflowed on what was run" if report.regimes else ""
     if certificate is None or not certificate.over:
         return said
     sites = counted(len(certificate.sites), "site")
-    unproven = f"not proven at {len(certificate.over)} of {sites}{for_target(report)}"
+    unproven = f"not proven at {len(certificate.over)} of {sites}{coverage.for_target(report)}"
     return "; ".join(filter(None, (said, unproven)))
 
 
@@ -357,7 +218,7 @@ def broken_when_run(report: schema.Report) -> str:
 def verdict_sentence(report: schema.Report) -> str:
     label, sentence = verdict_of(report)
     whole = f"{label.replace('safe', 'safe in fp16', 1)}: {sentence}"
-    parts = filter(None, (whole, inexactness(report), padding_advice(report)))
+    parts = filter(None, (whole, inexactness(report), coverage.padding_advice(report)))
     return " ".join(f"{said[:1].upper()}{said[1:]}." for said in parts)
 
 
@@ -419,10 +280,12 @@ def inexactness(report: schema.Report) -> str:
     return f"edited at {sites}: fp16 is {scientific(close.kl_fp16)} {unit} from the source{beside}"
 
 
-def centred_rows(report: schema.Report) -> list[tuple[str, str]]:
-    number = 0 if report.plan is None else len(report.plan.centred_keys)
-    said = f"key or position biases of {counted(number, 'attention')}, less what a softmax ignores"
-    return [("centred", said)] if number else []
+def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
+    """Return what a reader of the model must know of its outputs, class and function. most: edits that are named."""
+    keys = 0 if report.plan is None else len(report.plan.centred_keys)
+    centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
+    rows = [("outputs", scaled_outputs(report)), ("class", other_class(report)), ("centred", centred)]
+    return [(what, words) for what, words in rows if words] + edit_rows(report, most)
 
 
 def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
@@ -494,17 +357,20 @@ def unmet_target(report: schema.Report | answers.Verification) -> str:
     entry = report.tiers.get(name)
     if entry is None or entry.holds:
         return ""
-    return f"{where(report.target or '')}: {held_in(entry, '', broken=False)}, {entry.reason}"
+    return f"{coverage.where(report.target or '')}: {held_in(entry, '', broken=False)}, {entry.reason}"
+
+
+def held_tiers(report: schema.Report, proven: str) -> list[tuple[Tier, schema.TierEntry, str]]:
+    """Return the tiers with whether each holds, in words. proven: follows "yes" where the certificate proves it."""
+    entries = [(tier, report.tiers[tier.name]) for tier in TIERS if tier.name in report.tiers]
+    return [(tier, each, held_in(each, proven, broken=bool(report.broken_regimes))) for tier, each in entries]
 
 
 def tier_rows(report: schema.Report) -> list[tuple[str, str, str, str]]:
-    rows, proven = [], f"for {every_input(report)}"
-    for tier in TIERS:
-        if (entry := report.tiers.get(tier.name)) is not None:
-            said = held_in(entry, proven, broken=bool(report.broken_regimes))
-            why = f": {entry.reason}" if entry.reason else ""
-            rows.append((tier.title, tier.words, f"{said}{why}", ", ".join(entry.runtimes)))
-    return rows
+    return [
+        (tier.title, tier.words, held + (f": {entry.reason}" if entry.reason else ""), ", ".join(entry.runtimes))
+        for tier, entry, held in held_tiers(report, f"for {coverage.every_input(report)}")
+    ]
 
 
 def gradients_in_words(report: schema.Report) -> str:

@@ -25,7 +25,7 @@ from ..wording import (
     scientific,
     signed,
 )
-from . import facts
+from . import coverage, facts
 from .remedies import unsafe_sites
 from .schema import Report, WeightsEntry
 from .tables import Column, Table, names, numbers
@@ -83,13 +83,13 @@ def headline(report: Report) -> list[Figure]:
         result.append(Figure("headroom under attack", kept, note))
     if certificate is not None and certificate.holds:
         sites = counted(len(certificate.sites), "site")
-        (nearest, least), *further = facts.by_proof(report)
+        (nearest, least), *further = coverage.by_proof(report)
         note = "".join(f"{place}: {headroom(bits)}; " for place, bits in further)
-        note += f"{facts.PROVEN}; up to {counted(certificate.max_length, 'position')}, by bounds at {sites}"
+        note += f"{coverage.PROVEN}; up to {counted(certificate.max_length, 'position')}, by bounds at {sites}"
         result.append(Figure(f"any input, {nearest}" if nearest else "any input", headroom(least), note))
     elif certificate is not None:
         unproven = report.uncertified
-        of = f"of {len(certificate.sites):,}{facts.for_target(report)}"
+        of = f"of {len(certificate.sites):,}{coverage.for_target(report)}"
         note = f"{of}, the furthest over its limit: {unproven[0].name}" if unproven else of
         result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))
     close, run = report.fidelity, report.finetune
@@ -180,10 +180,6 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     rows = [("residual stream", ", ".join(moved))]
     for stream, room in report.for_proof.items():
         rows.append(("for the proof", f"{stream} from {power(room)}, which what was observed asks for"))
-    if scaled := facts.scaled_outputs(report):
-        rows.append(("outputs", scaled))
-    if other := facts.other_class(report):
-        rows.append(("class", other))
     # After a finetune these start from the trained config, which was rescaled once, not from the original's.
     family = named(report.family)
     whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
@@ -195,7 +191,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         rows.append(("norm eps", f"{where}, so it drifts (below)"))
     if plan.untied_head:
         rows.append(("head", "separated from the embedding, which could not carry its exponents"))
-    rows += facts.centred_rows(report) + facts.edit_rows(report, MOST_EDITS)
+    rows += facts.function_rows(report, MOST_EDITS)
     if plan.gain_correction:
         n = len(plan.gain_correction)
         rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))

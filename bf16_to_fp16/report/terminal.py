@@ -17,10 +17,10 @@ from ..checkpoint.contents import MODULES
 from ..families.known import half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
-from ..rescaling.planner import Planned, Violation
-from ..results import AttackEntry, CertificateEntry, Fidelity, RegimeEntry
+from ..rescaling.planner import Planned
+from ..results import AttackEntry, CertificateEntry, RegimeEntry
 from ..targets import TIERS
-from . import answers, facts, schema, uses
+from . import answers, coverage, facts, schema, uses
 from .screen import Output, bad, console, good
 from .sections import (
     REGIME_COLUMNS,
@@ -80,36 +80,6 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype={dtype})')
 
 
-def print_demo(pairs: Sequence[tuple[str, schema.Report, schema.Report]]) -> None:
-    def proven(report: schema.Report) -> str:
-        if report.certificate is None or not report.certificate.holds:
-            return "not proven"
-        return f"{wording.factor(report.certificate.headroom_bits)} ×"
-
-    def moved(report: schema.Report) -> str:
-        return "" if report.plan is None else ", ".join(f"2^{r}" for r in report.plan.residual_exponents)
-
-    def run(report: schema.Report) -> str:
-        return f"{wording.factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
-
-    before, after = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
-    close = [report.fidelity or Fidelity() for report in after]
-    broken = [max(regime.nonfinite + regime.saturated for regime in report.regimes.values()) for report in after]
-    share = [report.weights.lossless_fraction if report.weights else 0.0 for report in after]
-    rows = [
-        ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
-        ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
-        ("largest value run, below the limit", [run(report) for report in after]),
-        ("any input, by proof", [proven(report) for report in after]),
-        ("residual stream, times", [moved(report) for report in after]),
-        ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
-        ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
-        ("weights carried over bit for bit", [wording.percent(each) for each in share]),
-    ]
-    columns = [Column("", 0), *(numbers(pair[0], i, str) for i, pair in enumerate(pairs, 1))]
-    console().table(Table(columns, [(title, *cells) for title, cells in rows], "the three checkpoints"))
-
-
 def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
     screen = console()
     print_outcome(screen, report)
@@ -127,24 +97,21 @@ def print_outcome(screen: Output, report: schema.Report) -> None:
 
 
 def print_advice(screen: Output, report: schema.Report) -> None:
-    _, inside = facts.tower_advice(report)
+    _, inside = coverage.tower_advice(report)
     proofs = [
-        f"{place} {wording.below_limit(bits)}" for place, bits in (facts.by_proof(report) if report.proven else ())
+        f"{place} {wording.below_limit(bits)}" for place, bits in (coverage.by_proof(report) if report.proven else ())
     ]
     older = "; ".join(report.older)
     for what, advice in (
-        ("any input", f"{'; '.join(proofs)} ({facts.PROVEN})" if proofs else ""),
+        ("any input", f"{'; '.join(proofs)} ({coverage.PROVEN})" if proofs else ""),
         ("accuracy", accuracy(report)),
         ("function", facts.inexactness(report)),
-        *facts.edit_rows(report, MOST_EDITS),
-        *facts.centred_rows(report),
+        *facts.function_rows(report, MOST_EDITS),
         ("eps", facts.held_eps(report)),
-        ("outputs", facts.scaled_outputs(report)),
         ("to finetune", uses.finetuning(report)),
         ("beware", uses.harm(report)),
-        ("class", facts.other_class(report)),
         ("older versions", older),
-        ("padding", facts.padding_advice(report)),
+        ("padding", coverage.padding_advice(report)),
         ("not covered", inside),
     ):
         if advice:
@@ -167,9 +134,9 @@ def source_line(report: schema.Report) -> Text:
         name = f"{whose}, from a rescaled start" if run.recipe.get("rescale", True) else whose
     largest = max(signals, key=lambda signal: signal.before)
     over = sum(signal.before > FP16_MAX for signal in signals)
-    aside = f", the {tower} aside" if (tower := facts.tower_of(report.family)) else ""
     if not over:
         kept = wording.below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
+        aside = coverage.tower_aside(report.family)
         said = f"did not overflow on what was run{aside}; its largest value, {plain(largest.before)}, is {kept}"
         adds = "; plain fp16 may do, and this adds the proof" if report.proven and run is None else ""
         return good(name, f"{said}{adds}")
@@ -179,16 +146,12 @@ def source_line(report: schema.Report) -> Text:
 
 
 def runtimes_line(report: schema.Report) -> str:
-    said, proven = [], "proven"
-    if tower := facts.tower_of(report.family):
-        proven += f", the {tower} aside"
-    if MODULES in report.source.carried_over:
-        proven += " to the encoder's last states"
-    for tier in TIERS:
-        if (entry := report.tiers.get(tier.name)) is not None:
-            why = f" ({entry.reason})" if entry.reason and tier.target == report.target else ""
-            said.append(f"{tier.title}: {facts.held_in(entry, proven, broken=bool(report.broken_regimes))}{why}")
-    return "safe in: " + " · ".join(said)
+    proven = f"proven{coverage.tower_aside(report.family)}{coverage.states_aside(report)}"
+    parts = []
+    for tier, entry, held in facts.held_tiers(report, proven):
+        why = f" ({entry.reason})" if entry.reason and tier.target == report.target else ""
+        parts.append(f"{tier.title}: {held}{why}")
+    return "safe in: " + " · ".join(parts)
 
 
 def verdict_line(report: schema.Report, whose: str = "") -> Text:
@@ -202,7 +165,8 @@ def print_next(screen: Output, then: str) -> None:
 
 
 def check_next(report: schema.Report, out: Path) -> str:
-    how = f"verify it on the target machine, if possible with your own text (--data): {verify_command(out)}"
+    command = shlex.join(["bf16-to-fp16", "verify", str(out)])
+    how = f"verify it on the target machine, if possible with your own text (--data): {command}"
     return how if report.safe else ""
 
 
@@ -217,10 +181,6 @@ def load_line(out: Path) -> str:
         return f'load: SentenceTransformer("{out}"{options}){half}'
     kind = loading_class(architecture)
     return f'load: {kind}.from_pretrained("{out}", dtype=torch.float16){half}'
-
-
-def verify_command(out: Path) -> str:
-    return shlex.join(["bf16-to-fp16", "verify", str(out)])
 
 
 def print_title(title: str) -> None:
@@ -245,7 +205,8 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
         which = "first broken" if regime.broken_sites else "tightest"
         title = f"{name}: the {which} of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
-    print_found(screen, report)  # the tables show what broke
+    found = [f"{entry.signal}, {entry.reason}" for entry in report.unsafe if entry.kind == "found"]
+    print_first(screen, "unsafe", found)  # the tables show what broke
     if report.attack is not None and report.certificate is not None:
         print_attack(screen, report.attack, report.certificate)
         print_uncertified(screen, report)
@@ -299,12 +260,10 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     assert certificate is not None  # certify always has one
     over = certificate.over
     if certificate.holds:
-        inputs = facts.every_input(report, length=True).removeprefix("every ")
         sites = wording.counted(len(certificate.sites), "site")
-        screen.print(good("certified", f"no {inputs} can overflow it, by bounds at {sites}"))
+        screen.print(good("certified", f"{facts.claim(report)}, by bounds at {sites}"))
     else:
-        count = f"{len(over)} of {wording.counted(len(certificate.sites), 'bound')}"
-        screen.print(bad("not certified", f"{count} can pass their limit{facts.for_target(report)}"))
+        screen.print(bad("not certified", facts.claim(report)))
     print_advice(screen, report)
     ranked = sorted(certificate.sites, key=lambda site: site.headroom_bits)
     shown = ranked[: max(WORST_SITES, min(len(over), 4 * WORST_SITES))]
@@ -318,9 +277,9 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
         numbers("headroom", "headroom_bits", wording.headroom_by_bound),
         Column("why", lambda site: why.get(site.name, "")),
     )
-    screen.table(Table(columns, shown, f"tightest by bound{facts.for_target(report)}"))
+    screen.table(Table(columns, shown, f"tightest by bound{coverage.for_target(report)}"))
     print_tiers(screen, report)
-    print_more(screen, len(over), "over their limit", len(shown))
+    print_more(screen, len(over) - len(shown), "over their limit")
     print_next(screen, then or report.next)
 
 
@@ -358,12 +317,10 @@ def came_through(whose: str, weights: schema.WeightsEntry) -> str:
 
 
 def print_uncertified(screen: Output, report: schema.Report) -> None:
-    unproven = report.uncertified
-    for site in unproven[:WORST_SITES]:
-        screen.print(f"not certified: {site.name}, bound {bound_of(site.bound)}; {site.reason}")
-    print_more(screen, len(unproven), "not certified")
+    lines = [f"{site.name}, bound {bound_of(site.bound)}; {site.reason}" for site in report.uncertified]
+    print_first(screen, "not certified", lines)
     if not report.next:
-        for remedy in dict.fromkeys(site.remedy for site in unproven):
+        for remedy in dict.fromkeys(site.remedy for site in report.uncertified):
             screen.print(f"what helps: {remedy}")
 
 
@@ -385,23 +342,15 @@ REGIMES = (*REGIME_COLUMNS, names("tightest or first broken", itemgetter("tighte
 PAIRS = (Column("what", 0), Column("value", 1))
 
 
-def print_found(screen: Output, report: schema.Report) -> None:
-    found = [entry for entry in report.unsafe if entry.kind == "found"]
-    for entry in found[:WORST_SITES]:
-        screen.print(f"unsafe: {entry.signal}, {entry.reason}")
-    print_more(screen, len(found), "unsafe")
+def print_first(screen: Output, what: str, lines: Sequence[str]) -> None:
+    for line in lines[:WORST_SITES]:
+        screen.print(f"{what}: {line}")
+    print_more(screen, len(lines) - WORST_SITES, what)
 
 
-def print_limits(screen: Output, violations: Sequence[Violation]) -> None:
-    for each in violations[:WORST_SITES]:
-        bits = wording.excess(each.excess_bits, 2)
-        screen.print(f"over its limit with margin: {each.signal} by {bits} bits")
-    print_more(screen, len(violations), "over their limit with margin")
-
-
-def print_more(screen: Output, count: int, what: str, shown: int = WORST_SITES) -> None:
-    if count > shown:
-        screen.print(f"and {count - shown:,} more {what}; --json FILE lists all")
+def print_more(screen: Output, hidden: int, what: str) -> None:
+    if hidden > 0:
+        screen.print(f"and {hidden:,} more {what}; --json FILE lists all")
 
 
 def print_planned(report: schema.Report, planned: Planned | None) -> None:
@@ -411,9 +360,7 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         after = max(signal.after for signal in report.signals)
         kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
-    scaled = facts.scaled_outputs(report)
-    rows = [("outputs", scaled)] if scaled else []
-    for what, how in rows + facts.edit_rows(report, MOST_EDITS) + facts.centred_rows(report):
+    for what, how in facts.function_rows(report, MOST_EDITS):
         screen.say(f"{what}: {how}")
     if planned is None:
         return
@@ -436,37 +383,9 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
     screen.table(Table(PAIRS, rows, f"plan for {plan.family}"))
     for name, factor in plan.gain_correction.items():
         screen.print(f"{name} times {factor:.6f} against the drift of eps")
-    if planned is not None:
-        print_limits(screen, planned.violations)
-
-
-def print_upload(upload: Any, repo: str, *, public: bool = False, aside: bool = False) -> None:
-    """Print the planned upload. aside: to standard error, where standard output is for data."""
-    screen = console(stderr=aside)
-    seen = "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
-    screen.say(seen)
-    items = upload.items()
-    sizes = [(item.name, item.nbytes) for item in items]
-    sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))
-    screen.table(Table((Column("file", 0), numbers("size", 1, wording.bytes_in_words)), sizes, f"for {repo}"))
-    if upload.card_edited:
-        screen.say("README.md: edited since the conversion")
-
-
-def print_published(result: Mapping[str, Any]) -> None:
-    screen = console()
-    if result["dry_run"]:
-        screen.print("dry run: nothing was sent")
-    elif result["url"] is None:
-        screen.print("nothing was uploaded")
-    elif not result["uploaded"]:
-        screen.say(f"{result['url']} has all of it already")
-    else:
-        kind = "private" if result["private"] else "public"
-        files = wording.counted(len(result["uploaded"]), "file")
-        screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
-    if result["kept"]:
-        screen.say(f"these stay: {', '.join(result['kept'])}")
+    violations = [] if planned is None else planned.violations
+    lines = [f"{each.signal} by {wording.excess(each.excess_bits, 2)} bits" for each in violations]
+    print_first(screen, "over the limit with margin", lines)
 
 
 def print_verification(result: answers.Verification) -> None:
@@ -483,9 +402,9 @@ def print_verification(result: answers.Verification) -> None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
         said = "nothing was run" if kept is None else f"the largest value run is {wording.below_limit(kept)}"
         inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
-        aside = facts.claim_end(result.padding, result.report.family)
+        aside = coverage.claim_end(result.padding, result.report.family)
         unmet = facts.unmet_target(result)
-        there = f" {facts.where(TIERS[0].target)}" if unmet else facts.for_target(result)
+        there = f" {coverage.where(TIERS[0].target)}" if unmet else coverage.for_target(result)
         every = f"proven for every input of {inputs}{aside}{there}"
         proof = every if result.certificate.holds else "safe on what was run"
         edits = f"; edited at {wording.counted(result.edits, 'site')}, so not quite the source's function"

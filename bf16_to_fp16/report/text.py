@@ -8,7 +8,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..wording import bound_magnitude
-from . import facts, sections
+from . import coverage, facts, sections
 from .schema import Report
 from .tables import Table
 
@@ -52,7 +52,7 @@ def environment() -> Environment:
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown, "bound": bound_magnitude}
-    made.globals |= {"facts": facts, "sections": sections, "notice": notice}
+    made.globals |= {"coverage": coverage, "facts": facts, "sections": sections, "notice": notice}
     return made
 
 

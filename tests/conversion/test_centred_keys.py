@@ -26,8 +26,8 @@ from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.build import Decided
 from bf16_to_fp16.report.schema import PAGE, REPORT, Report, read
+from bf16_to_fp16.report.steps import Decided
 from bf16_to_fp16.report.terminal import print_conversion
 from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply

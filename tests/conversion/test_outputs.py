@@ -17,9 +17,9 @@ from bf16_to_fp16.families.signals import LOGITS
 from bf16_to_fp16.measuring.every_output import output_errors, smallest_batches, unscaled
 from bf16_to_fp16.measuring.interface import config_of
 from bf16_to_fp16.measuring.probe import few_rows, images
-from bf16_to_fp16.report.build import other_outputs
 from bf16_to_fp16.report.card import render_card
 from bf16_to_fp16.report.facts import scaled_outputs
+from bf16_to_fp16.report.judgement import other_outputs
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.rescaling import outputs
 from bf16_to_fp16.rescaling.plan import Plan

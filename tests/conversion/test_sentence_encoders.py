@@ -16,7 +16,7 @@ from torch import Tensor
 from bf16_to_fp16 import UserError, audit, certify, convert, undo, verify
 from bf16_to_fp16.measuring import sentence_vectors
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.facts import every_input
+from bf16_to_fp16.report.coverage import every_input
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.report.terminal import load_line
 

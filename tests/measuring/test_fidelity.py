@@ -18,8 +18,9 @@ from bf16_to_fp16.measuring.batch import Batch, run_batch
 from bf16_to_fp16.measuring.fidelity import Fidelity, compared, fidelity, output_on
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regimes import RegimeResult
+from bf16_to_fp16.numerics import NOISE
 from bf16_to_fp16.report import schema
-from bf16_to_fp16.report.build import NOISE, conclude, is_exact, passed_limits, too_inexact
+from bf16_to_fp16.report.judgement import conclude, is_exact, passed_limits, too_inexact
 from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
 from bf16_to_fp16.rescaling.plan import Drift, Plan
 from bf16_to_fp16.rescaling.planner import Planned, Violation

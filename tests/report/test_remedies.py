@@ -11,7 +11,7 @@ from support import contract, parsed, tiny
 from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report import remedies
-from bf16_to_fp16.report.build import uncertified_sites
+from bf16_to_fp16.report.judgement import uncertified_sites
 from bf16_to_fp16.report.remedies import next_command
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Fallback, Planned

@@ -214,7 +214,7 @@ def test_what_is_said_of_bounds_names_their_arithmetic_and_one_headroom_for_each
     over = pages.bound("a (sum of squares)", "squares", 131_008.0)
     terminal.print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
     said = capsys.readouterr().out
-    assert "1 of 1 bound can pass their limit with norms in fp16" in said and "2 × over" in said
+    assert "not proven at 1 of 1 site with norms in fp16" in said and "2 × over" in said
 
 
 def test_a_search_shows_how_large_a_site_is_by_itself_and_that_what_follows_an_overflow_is_inf(

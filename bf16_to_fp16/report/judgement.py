@@ -1,0 +1,186 @@
+"""The verdict of a conversion: what makes it unsafe, what is close to a limit, and which sites have no proof."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from ..bounds.findings import Certificate
+from ..bounds.kinds import SiteKind, traits
+from ..families.layout import Layout
+from ..families.signals import RESIDUAL
+from ..families.walk import walk
+from ..measuring.regimes import RegimeResult, verdict
+from ..measuring.soft_side import LEAST, TIMES
+from ..numerics import NOISE
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED
+from ..rescaling.outputs import on_request
+from ..rescaling.plan import Plan
+from ..rescaling.planner import Fallback, Planned, Violation
+from ..results import ExceptionEntry, Fidelity, InexactEntry, OutputEntry
+from ..targets import SQUARING, TIERS, WHERE
+from . import remedies, schema
+from .steps import Measured
+
+FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted as lost where a model gives inf or NaN
+
+
+def judged(
+    planned: Planned | None,
+    measured: Measured,
+    weights: schema.WeightsEntry,
+    source: schema.Source,
+    max_kl: float | None,
+) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
+    """Return what makes a conversion unsafe besides values that broke, and the limits that are held by less than the
+    margin. max_kl: the accepted distance from the source, with which edits may cost more."""
+    plan, edits, proven, ran = measured.plan, measured.edits, measured.certificate.holds, bool(measured.regimes)
+    over, close = passed_limits(planned, measured.regimes, plan, measured.certificate)
+    if measured.fidelity is not None:
+        exact, cost = is_exact(plan, weights, source, edits), cost_of(edits)
+        how: dict[str, Any] = {"max_kl": max_kl, "edits": cost, "proven": proven, "eps_held": plan.eps_held}
+        over += too_inexact(measured.fidelity, exact=exact, ran=ran, **how)
+    if max_kl is None:
+        over += other_outputs(measured.outputs, drifts=bool(plan.drift or edits), ran=ran)
+    return over + harmed(measured.soft.found if measured.soft is not None else (), max_kl), close
+
+
+def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.UnsafeEntry]:
+    name = next((tier.name for tier in TIERS if tier.target == target), "")
+    if target not in SQUARING or tiers[name].holds or tiers[name].reason == remedies.SQUARES_UNSEEN:
+        return []
+    reason = f"not known to hold {WHERE[target]}: {tiers[name].reason}"
+    return [schema.UnsafeEntry(signal=name, kind="goal", excess_bits=0.0, reason=reason, remedy=remedies.IN_PYTORCH)]
+
+
+def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
+    """Return an entry for each output that is not the source's times its factor. Inner states, which the class returns
+    on request, do not count where the plan drifts or edits."""
+    remedy = remedies.A_BUG if not drifts else remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
+    return [
+        schema.UnsafeEntry(signal=name, kind="inexact", reason=remedies.OTHER_OUTPUT, remedy=remedy)
+        for name, entry in outputs.items()
+        if not entry.fits(drifts=drifts) and not (drifts and on_request(name, outputs))
+    ]
+
+
+def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
+    """Return an entry for the worst single id with which edits harm every text."""
+    worst = next((each for each in exceptions if len(each.ids) == 1 and each.kl > (max_kl or 0.0)), None)
+    return [] if worst is None else [remedies.harmed(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST)))]
+
+
+def passed_limits(
+    planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
+) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
+    """Return the limits that the plan could not hold: those passed, and those held by less than the margin. Without
+    regimes the certificate decides which."""
+    over: list[schema.UnsafeEntry] = []
+    close: list[schema.UnsafeEntry] = []
+    for entry in map(passed_limit, planned.violations if planned else ()):
+        if entry.excess_bits > (plan.margin_bits or 0.0) if regimes else not certificate.holds:
+            over.append(entry)
+        else:
+            close.append(entry.model_copy(update={"reason": remedies.THIN}))
+    return over, close
+
+
+def conclude(
+    regimes: Mapping[str, RegimeResult], over: Sequence[schema.UnsafeEntry], certificate: Certificate
+) -> Literal["safe", "unsafe"]:
+    if over or not regimes:
+        return "safe" if certificate.holds and not over else "unsafe"
+    return verdict(regimes)
+
+
+def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned | None) -> list[schema.UnprovenEntry]:
+    fallbacks = {f.signal: f for f in planned.fallbacks} if planned else {}
+    # A site is its module's output.
+    points = [(point, signal.name) for signal in layout.signals.values() for point in signal.seen]
+    of_module = {point.module: name for point, name in points if point.side == "output"}
+    streams = {reader.site: layout.entrances[reader.entrance] for reader in walk(layout)}
+    streams |= {f"{norm} (sum of squares)": stream for norm, stream in layout.streams_read.items()}
+    rows = []
+    for site in sorted(certificate.sites, key=lambda s: s.headroom_bits):
+        if site.holds:
+            continue
+        name = of_module.get(site.name.partition(":")[0], "")
+        name = streams.get(site.name, RESIDUAL) if site.kind in (SiteKind.RESIDUAL, SiteKind.SQUARES) else name
+        reason, remedy = why_unproven(site.kind, fallbacks.get(name))
+        rows.append(remedies.unproven(site, reason, remedy))
+    return rows
+
+
+def is_exact(
+    plan: Plan | None,
+    weights: schema.WeightsEntry | None,
+    source: schema.Source,
+    edits: Sequence[InexactEntry] = (),
+) -> bool:
+    """Return whether no weight was rounded, made, replaced or edited and no eps drifts: the function is equal."""
+    if (
+        edits
+        or plan is None
+        or weights is None
+        or plan.drift
+        or plan.gain_correction
+        or plan.centred_keys
+        or source.made
+    ):
+        return False
+    return weights.lossless_fraction == 1
+
+
+def cost_of(edits: Sequence[InexactEntry]) -> float:
+    return sum(edit.measured or 0.0 for edit in edits)
+
+
+def too_inexact(
+    fidelity: Fidelity,
+    *,
+    exact: bool = False,
+    ran: bool = True,
+    max_kl: float | None = None,
+    edits: float = 0.0,
+    proven: bool = False,
+    eps_held: bool = False,
+) -> list[schema.UnsafeEntry]:
+    """Return an entry if fp16 is further from the source than bf16 and ``max_kl``, or if an ``exact`` plan's output
+    differs in fp32. Where the output is ``proven``, its ``edits`` may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
+    bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
+    fp16 = fidelity.kl_fp16
+    if exact and fp32 is not None and fp32 > NOISE:
+        return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
+    edited = edits > fp16 / 2
+    bf16 = min(bf16, RUINED) if bf16 is not None and edited else bf16
+    if bf16 is None or not math.isfinite(bf16) or fp16 <= (most := max(bf16, NOISE, max_kl or 0.0)):
+        return []
+    if edited and proven and fp16 <= bf16 * MOST_FOR_A_PROOF:
+        return []
+    drifted = eps_held and not edited and (fidelity.kl_fp32 or 0.0) > fp16 / 2
+    how: dict[str, Any] = {"finite": math.isfinite(fp16), "ran": ran, "edited": edited, "drifted": drifted}
+    return [remedies.inexact(bits_between(fp16, most), **how)]
+
+
+def bits_between(error: float, other: float) -> float:
+    return math.log2(error / other) / 2 if math.isfinite(error) else FP16_RANGE_BITS
+
+
+def passed_limit(violation: Violation) -> schema.UnsafeEntry:
+    return schema.UnsafeEntry(
+        signal=violation.signal,
+        kind="limit",
+        excess_bits=violation.excess_bits,
+        remedy=remedies.PENALTY,
+        reason=remedies.PASSED,
+    )
+
+
+def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
+    if not traits(kind).movable:
+        return remedies.UNMOVED, remedies.PENALTY
+    if fallback is not None and not fallback.impossible:
+        cost = f"predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e}"
+        return f"{remedies.TOO_COSTLY} ({cost})", remedies.OBSERVED
+    return remedies.OVER_AT_EVERY_EXPONENT, remedies.PENALTY
