@@ -12,7 +12,6 @@ import click
 from ..checkpoint.contents import check_lone
 from ..checkpoint.places import CONVERTED, local_source
 from ..conversion.options import check_data
-from ..errors import UserError
 from ..targets import RECORDS, TARGETS
 from . import shared
 from .shared import SAFE, UNSAFE
@@ -72,17 +71,13 @@ def audit_command(
 
     result = audit(source, data=data, subfolder=subfolder, config=config, progress=shared.make_progress(), **options)
     shared.write_result(json_file, result)
+    report = read(Report, result)
     if html is not None:
-        from ..checkpoint.staging import replacing
         from ..report.page import write_page
 
-        try:
-            with replacing(html) as new:
-                write_page(new, read(Report, result))
-        except OSError as error:
-            raise UserError(f"{html}: {error.strerror}; choose another file for --html") from error
+        with shared.replacing_for("--html", html) as new:
+            write_page(new, report)
     if json_file != "-":
-        report = read(Report, result)
         terminal.print_audit(report, exact_next(report, source, subfolder), page=html)
     return SAFE if result["verdict"] == "safe" else UNSAFE
 

@@ -14,7 +14,7 @@ from ..checkpoint.contents import is_converted
 from ..checkpoint.folder import converted_already
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packing import check_out_file
-from ..checkpoint.pipeline import is_pipeline
+from ..checkpoint.pipeline import Pipeline, is_pipeline, open_pipeline
 from ..checkpoint.places import subfolder_of, written_folder
 from ..checkpoint.recorded import recorded_plan
 from ..checkpoint.staging import check_out
@@ -27,7 +27,6 @@ from .checking import provable
 from .shared import SAFE, UNSAFE
 
 if TYPE_CHECKING:
-    from ..checkpoint.pipeline import Pipeline
     from ..conversion.convert import Conversion
 
 OTHER_OPTIONS = (  # the options of ``convert`` that are not fields of ``Options``
@@ -84,39 +83,22 @@ def convert_command(
     options = Options(**fields)
     options.check()
     folder = options.layout == FOLDER_LAYOUT
-    idle = [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]
-    if not folder and recipe is not None:
-        raise UserError("--layout writes one file; leave it out with --finetune, which makes a folder")
-    if recipe is not None and idle:
-        raise UserError(f"a finetune follows from the audit; leave out either --finetune or {' and '.join(idle)}")
-    if out is None and not dry_run:
-        raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
-    if out is not None:
-        try:
-            (check_out if folder else check_out_file)(out, Path(source), force=force)
-        except UserError as error:
-            if not dry_run:
-                raise
-            show(f"the conversion itself would stop: {error}", aside=True)
-    out = out or Path("OUT")  # of a dry run, which writes nothing
+    out = checked_place(out, Path(source), dry_run=dry_run, folder=folder, force=force)
+    if recipe is not None:
+        check_finetunes(options, recipe, source, out, dry_run=dry_run)
     fit = partial(check_convertible, options)
     shared.check_given(source, options.data, options.config, options.subfolder, check=fit)
     place = Destination(out, force=force, dry_run=dry_run)
     if folder and options.subfolder is None and options.config is None:
-        from ..checkpoint.pipeline import open_pipeline
         from ..families.known import is_known
 
-        if (pipeline := open_pipeline(source, is_known, None)) is not None:
+        if (pipeline := open_pipeline(source, is_known)) is not None:
             if recipe is not None:
                 one = f"--finetune takes one model, and {source} is a whole pipeline"
                 raise UserError(f"{one}; give --subfolder NAME as well")
             return convert_whole(options, pipeline, place, copy, json_file=json_file)
     if copy:
         raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
-    if recipe is not None:
-        from ..finetuning.recipe import read_recipe_for
-
-        read_recipe_for(recipe, source, out, options.target, options.subfolder)
     if folder and out.suffix == ".safetensors":
         raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single")
     from ..conversion.convert import convert_by, convert_to_file
@@ -131,6 +113,31 @@ def convert_command(
     if json_file != "-":
         show_conversion(result)
     return SAFE if dry_run or result.safe else UNSAFE
+
+
+def checked_place(out: Path | None, source: Path, *, dry_run: bool, folder: bool, force: bool) -> Path:
+    """Return ``out``; raise UserError where nothing can be written there, which a dry run only says."""
+    if out is None:
+        if dry_run:
+            return Path("OUT")
+        raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
+    try:
+        (check_out if folder else check_out_file)(out, source, force=force)
+    except UserError as error:
+        if not dry_run:
+            raise
+        show(f"the conversion itself would stop: {error}", aside=True)
+    return out
+
+
+def check_finetunes(options: Options, recipe: Path, source: str, out: Path, *, dry_run: bool) -> None:
+    if options.layout != FOLDER_LAYOUT:
+        raise UserError("--layout writes one file; leave it out with --finetune, which makes a folder")
+    if idle := [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]:
+        raise UserError(f"a finetune follows from the audit; leave out either --finetune or {' and '.join(idle)}")
+    from ..finetuning.recipe import read_recipe_for
+
+    read_recipe_for(recipe, source, out, options.target, options.subfolder)
 
 
 UNCOVERED = (

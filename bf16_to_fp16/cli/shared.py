@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +185,16 @@ def write_result(target: str | None, data: Mapping[str, Any]) -> None:
     if target == "-":
         print(visible(json.dumps(finite(data), indent=2, ensure_ascii=False), as_json=True))
         return
+    with replacing_for("--json", Path(target)) as new:
+        write_json(new, data)
+
+
+@contextmanager
+def replacing_for(option: str, path: Path) -> Iterator[Path]:
     from ..checkpoint.staging import replacing
 
     try:
-        with replacing(Path(target)) as new:
-            write_json(new, data)
+        with replacing(path) as new:
+            yield new
     except OSError as error:
-        raise UserError(f"{target}: {error.strerror}; choose another file for --json") from error
+        raise UserError(f"{path}: {error.strerror}; choose another file for {option}") from error

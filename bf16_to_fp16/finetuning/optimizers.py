@@ -49,3 +49,12 @@ def make_optimizer(
     # No decay: the original, not zero, is where weights should stay.
     options: dict[str, Any] = {"betas": BETAS, "eps": EPSILON, "weight_decay": 0.0, "fused": fused or None}
     return torch.optim.AdamW(groups, recipe.schedule.learning_rate, **options)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        scaled = rate * group.get("scale", 1.0)
+        if isinstance(group["lr"], Tensor):  # as torchao has it
+            group["lr"].fill_(scaled)
+        else:
+            group["lr"] = scaled

@@ -131,8 +131,7 @@ class ActivationPenalty:
             _check_attention(self.model)
         self._modules = dict(paths(self.model))
         distributed = torch.distributed
-        joined = distributed.is_available() and distributed.is_initialized()
-        self._world = distributed.get_world_size() if joined else 1
+        self._world = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         self._tap.__enter__()
         self._attached = True
         return self
@@ -144,8 +143,7 @@ class ActivationPenalty:
             self._attached = False
         self._forget()
 
-    def __enter__(self) -> ActivationPenalty:
-        return self.attach()
+    __enter__ = attach
 
     def __exit__(self, *error: Any) -> None:
         self.detach()

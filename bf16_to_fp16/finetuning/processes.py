@@ -6,19 +6,25 @@ did.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..cards import computes_in_bf16
+from ..devices import find_device
+from ..environment import how_to_install
 from ..errors import UserError
-from .mixed_precision import CLIP_NORM
+from .mixed_precision import CLIP_NORM, MixedPrecision
 from .recipe import Recipe
 
 
@@ -133,6 +139,27 @@ class Processes:
         norm = self._engine.get_global_grad_norm()
         return float("inf") if self._skipped > skipped else float(norm) if norm is not None else 0.0
 
+    def finish_step(self, finite: bool, mixed_precision: MixedPrecision, optimizer: Any) -> float:
+        """Take the optimizer's step, unless the gradient overflowed; return its norm, infinite or NaN where it did.
+        finite: the losses were, by which an engine goes."""
+        if self.engine:
+            norm = math.inf
+            if finite:
+                norm = self.engine_norm()
+            else:
+                self.drop_gradients()
+            if mixed_precision.loss_scale is not None:
+                mixed_precision.loss_scale.update(overflowed=not norm < math.inf)
+            return norm
+        groups = optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        units = [group.get("scale", 1.0) for group in groups for _ in group["params"]]
+        norm = mixed_precision.finish(parameters, units)
+        if norm < math.inf:
+            with _disable_current_modes():  # which an optimizer that compiles its step cannot trace
+                optimizer.step()
+        return norm
+
     # ---- a state -------------------------------------------------------------------------------------------------
 
     def load(self, folder: Path) -> None:
@@ -164,6 +191,56 @@ def begun_by() -> tuple[str, ...]:
     count = os.environ.get("WORLD_SIZE", "1")
     by_another = ("accelerate", "launch", "--num_processes", count, "-m", "bf16_to_fp16", "finetune")
     return by_another if count != "1" else ("bf16-to-fp16", "finetune")
+
+
+def make_accelerator(recipe: Recipe) -> Any:
+    """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.utils import parse_flag_from_env
+
+    place = find_device(recipe.device)
+    on_cpu = place.type == "cpu"
+    if place.type == "cuda" and place.index is not None:
+        torch.cuda.set_device(place)  # which is then the one that "cuda" means
+    engine = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    wanted = int(os.environ.get("WORLD_SIZE", "1"))
+    # Given to a single process it would look for a group that nobody made.
+    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timedelta(hours=2))
+    # Whatever the launcher says: fp16 on a CPU would otherwise quietly be fp32, and elsewhere be applied twice.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    # The recipe decides, whatever a launcher's configuration says.
+    passes = recipe.data.share(wanted).gradient_accumulation
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
+    if engine and find_spec("deepspeed") is None:
+        raise UserError(
+            f"deepspeed is not installed; {how_to_install('train')}, or launch with `bf16-to-fp16 launch --kind fsdp`"
+        )
+    if engine and on_cpu:
+        import deepspeed.ops
+
+        # A module that it would first compile, with a compiler that may be missing, and announce among data; gloo does.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # With DeepSpeed cpu=True would quietly turn it off.
+    device = {} if engine else {"cpu": on_cpu}
+    accelerator = Accelerator(
+        mixed_precision="no",
+        gradient_accumulation_steps=passes,
+        kwargs_handlers=[group] if wanted > 1 or engine else [],
+        log_with=None if recipe.wandb == "off" else "wandb",
+        **device,
+    )
+    if engine:
+        # Under ZeRO-3 stock loading would else cut every model into parts, the teacher's and the audited one's too, and
+        # wait for processes that load nothing.
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+    if accelerator.num_processes != wanted:
+        raise UserError(
+            f"{wanted} processes were launched and each believes that it is one of {accelerator.num_processes};"
+            " launch with `bf16-to-fp16 launch`, or with `accelerate launch --multi_gpu`"
+        )
+    return accelerator
 
 
 def weights_in_parts(accelerator: Any) -> bool:

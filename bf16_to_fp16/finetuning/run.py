@@ -1,7 +1,4 @@
-"""From a recipe to an fp16-safe checkpoint: rescale, train under a penalty with the original as teacher, convert.
-
-The rescaled start is a checkpoint on the disk, so that a continued run begins from the same bits.
-"""
+"""From a recipe to an fp16-safe checkpoint: rescale, train under a penalty with the original as teacher, convert."""
 
 from __future__ import annotations
 
@@ -11,68 +8,46 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from ..cards import computes_in_bf16
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import carry_over, tokenizer_beside
+from ..checkpoint.folder import tokenizer_beside
 from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
-from ..checkpoint.staging import check_out, overlap, put_in_place, scratch, staged
-from ..checkpoint.writer import write_fp16
+from ..checkpoint.staging import check_out, overlap, put_in_place, scratch
 from ..conversion.convert import Conversion, convert_by
 from ..conversion.opening import say_where_saved_again
-from ..conversion.options import MOST_MARGIN, Destination, Options, Provenance
-from ..conversion.planning import Opened, decide
+from ..conversion.options import Destination, Options, Provenance
 from ..devices import Device, check_auto_uses_the_card, find_device, shown
-from ..environment import how_to_install
 from ..errors import UserError
 from ..families.known import class_of, spare_padding, stock_class
-from ..families.resolve import resolve
-from ..json_text import write_json
 from ..measuring.agreement import agreed_layout
 from ..measuring.attack import GROUP, attacked
-from ..measuring.observer import SiteObserver
-from ..measuring.probe import batches as probe_batches
-from ..measuring.probe import checkpoint_batches
 from ..measuring.stock import attentions_of, load, load_config
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
-from ..rescaling.apply import edited_config, set_dtype, writes
-from ..rescaling.outputs import moved, output_factors
-from ..rescaling.plan import Plan, describe_plan
-from ..rescaling.planner import MARGIN_BITS
+from ..rescaling.plan import Plan
 from ..results import AttackEntry
 from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
 from .log import LOG, lines, start_tracker
-from .mixed_precision import MixedPrecision
-from .processes import begun_by, precisions_of, weights_in_parts
+from .processes import begun_by, make_accelerator, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
-from .states import RunFolder, on_a_disk, read_state
+from .start import START_FOLDER, START_RECORD, check_start, options_of, write_start, written_trained
+from .states import RunFolder, read_state
 from .trainer import Outcome, Trainer, check_same_recipe
 
-START_FOLDER, TRAINED_FOLDER = "start", "trained"
-START_RECORD = "start.json"
-"""In the folder of a run, where the start is rescaled: its plan, and by output the log2 of what it is times the
-original's."""
-
 UNNEEDED = "Nothing to train: after a conversion alone no input can overflow it (--force trains all the same)"
-
-START_BATCHES = 4  # batches that the start must hold before the first step
 
 
 @quiet()
@@ -138,19 +113,6 @@ def saying_where_it_stopped(folder: Path) -> Iterator[None]:
         step = max([states[-1], *(step for step, _ in logged)])
         words = f"interrupted at step {step}; the same command goes on from step {states[-1]}"
         raise KeyboardInterrupt(words) from None
-
-
-def options_of(recipe: Recipe, **others: Any) -> Options:
-    # A quarter of a bit more, since the audit's values are rounded otherwise than those that are observed.
-    asked = 0.0 if recipe.penalty.form == "none" else recipe.penalty.headroom_bits + 0.25
-    margin = max(MARGIN_BITS, asked)
-    return Options(
-        target=recipe.planned_target,
-        margin_bits=min(margin, MOST_MARGIN),
-        device=recipe.device,
-        prove=bool(recipe.penalty.certify),
-        **others,
-    )
 
 
 @dataclass(frozen=True)
@@ -347,56 +309,6 @@ def check_run_folder(folder: Path, recipe: Recipe) -> None:
         raise UserError(f"{folder} holds other files; give an empty or new checkpointing.folder")
 
 
-def make_accelerator(recipe: Recipe) -> Any:
-    """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
-    from accelerate import Accelerator, InitProcessGroupKwargs
-    from accelerate.utils import parse_flag_from_env
-
-    place = find_device(recipe.device)
-    on_cpu = place.type == "cpu"
-    if place.type == "cuda" and place.index is not None:
-        torch.cuda.set_device(place)  # which is then the one that "cuda" means
-    engine = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-    wanted = int(os.environ.get("WORLD_SIZE", "1"))
-    # Given to a single process it would look for a group that nobody made.
-    group = InitProcessGroupKwargs(backend="gloo" if on_cpu else "nccl", timeout=timedelta(hours=2))
-    # Whatever the launcher says: fp16 on a CPU would otherwise quietly be fp32, and elsewhere be applied twice.
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-    # The recipe decides, whatever a launcher's configuration says.
-    passes = recipe.data.share(wanted).gradient_accumulation
-    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
-    if engine and find_spec("deepspeed") is None:
-        raise UserError(
-            f"deepspeed is not installed; {how_to_install('train')}, or launch with `bf16-to-fp16 launch --kind fsdp`"
-        )
-    if engine and on_cpu:
-        import deepspeed.ops
-
-        # A module that it would first compile, with a compiler that may be missing, and announce among data; gloo does.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # With DeepSpeed cpu=True would quietly turn it off.
-    device = {} if engine else {"cpu": on_cpu}
-    accelerator = Accelerator(
-        mixed_precision="no",
-        gradient_accumulation_steps=passes,
-        kwargs_handlers=[group] if wanted > 1 or engine else [],
-        log_with=None if recipe.wandb == "off" else "wandb",
-        **device,
-    )
-    if engine:
-        # Under ZeRO-3 stock loading would else cut every model into parts, the teacher's and the audited one's too, and
-        # wait for processes that load nothing.
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        unset_hf_deepspeed_config()
-    if accelerator.num_processes != wanted:
-        raise UserError(
-            f"{wanted} processes were launched and each believes that it is one of {accelerator.num_processes};"
-            " launch with `bf16-to-fp16 launch`, or with `accelerate launch --multi_gpu`"
-        )
-    return accelerator
-
-
 def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Teacher | None:
     device = accelerator.device
     if recipe.distillation.weight == 0 and class_of(checkpoint.config).is_language_model:
@@ -409,86 +321,6 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
         device,
         in_parts=weights_in_parts(accelerator),
     )
-
-
-def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: Progress) -> None:
-    layout = resolve(checkpoint)
-    plan = Plan(family=layout.family.name)
-    if recipe.rescale:
-        inputs = checkpoint_batches(checkpoint, layout, None, recipe.seed)
-        opened = Opened(checkpoint, layout, inputs, Device(recipe.device))
-        decided = decide(opened, options_of(recipe, max_length=recipe.data.input_length), progress)
-        layout, plan = decided.layout, decided.plan
-    with staged(start) as work:
-        if plan.moves:
-            record = {"plan": describe_plan(plan), "outputs": moved(output_factors(layout, plan))}
-            write_json(start.with_name(START_RECORD), record)
-        tensors = [write.as_dtype("F32") for write in writes(checkpoint, layout, plan)]
-        with progress.step(
-            f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
-        ) as a:
-            write_fp16(checkpoint, tensors, work, advance=a)
-        config = edited_config(layout, plan)
-        config.pop(CONVERTED_KEY, None)  # which tells of a report, and a start has none
-        set_dtype(config, "float32")
-        write_json(work / "config.json", config)
-        carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint.folder, recipe.subfolder))
-
-
-def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
-    """Return whether a few batches, and what else the penalty is to hold, are finite everywhere in the recipe's
-    precision.
-
-    Raises UserError where they are not and nothing would make them fit, or the precision before it does not hold them
-    either: a penalty on an infinity has no gradient.
-    """
-    (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
-    given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
-    if recipe.penalty.form != "none":
-        probe = probe_batches(student.config, None, None, seed=recipe.seed)
-        given += [arguments(student, batch, device) for batch in probe if not batch.generate]
-    student.to(device).eval()
-    broken = overflowing(student, given, wanted, device, progress)
-    if broken is None:
-        return True
-    if before != wanted and recipe.penalty.form == "none":
-        # The bounds that certify holds do bring it down.
-        why = "says when it is" if recipe.penalty.certify else "brings it down"
-        raise UserError(
-            f"{broken} is not finite in {wanted} before the first step, and without a penalty nothing {why};"
-            " set penalty.form"
-        )
-    if before != wanted:
-        broken = overflowing(student, given, before, device, progress)
-    if broken is not None:
-        raise UserError(
-            f"{broken} is not finite in {before} before the first step, and a penalty on it has no gradient;"
-            f" set {'' if recipe.rescale else 'rescale: true, or '}precision: fp32"
-        )
-    return False
-
-
-def overflowing(
-    student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
-) -> str | None:
-    """Return the first site that is not finite in a precision, or None; raise RuntimeError if linears compute in
-    another one."""
-    mixed_precision = MixedPrecision(precision, device)
-    with (
-        progress.step(f"Checking that the start is finite in {precision}") as advance,
-        torch.no_grad(),
-        mixed_precision.whole_step(),
-    ):
-        observer = SiteObserver(student)
-        for done, each in enumerate(given, 1):
-            with observer, mixed_precision.forward():
-                student(**each)
-            advance(done, len(given))
-    linears = {path for path, module in student.named_modules() if isinstance(module, torch.nn.Linear)}
-    if not any(site.dtype == mixed_precision.dtype for site in observer.sites() if site.name in linears):
-        raise RuntimeError(f"the linears do not compute in {precision}")
-    broken = sorted((s for s in observer.sites() if s.nonfinite and s.limit is not None), key=lambda s: s.order)
-    return broken[0].name if broken else None
 
 
 def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Mapping[str, Any]:
@@ -513,34 +345,6 @@ def attack_unproven(
         return None
     rows = unproven * max(1, GROUP // len(unproven))
     return attacked(folder, agreed_layout(open_checkpoint(folder)), steps, 0, device, progress, sites=rows)
-
-
-@contextmanager
-def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-    """Yield the trained weights in fp32 as a checkpoint under the names of the run's start, which is then removed."""
-    start = folder / START_FOLDER
-    checkpoint = open_checkpoint(start)
-    layout = resolve(checkpoint)
-    with scratch(folder / TRAINED_FOLDER) as beside:
-        trained = beside / TRAINED_FOLDER
-        with on_a_disk(trained):
-            trained.mkdir()
-            tensors = {}
-            for tensor in layout.tensors.values():
-                # Processes that hold parts of a model give a shared weight under one of its names only.
-                shared = layout.family.embedding if tensor.name in layout.family.copies else tensor.name
-                value = weights.get(tensor.name, weights.get(shared))
-                if value is None and tensor.source is not None:
-                    value = checkpoint.read(tensor.source)
-                if value is not None:
-                    tensors[tensor.name] = value.float().contiguous()
-            # One storage under two names is refused.
-            copies, names = layout.family.copies, checkpoint.stored_names
-            tensors = {names.get(n, n): value.clone() if n in copies else value for n, value in tensors.items()}
-            save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
-            shutil.copyfile(start / "config.json", trained / "config.json")
-            carry_over(start, trained)
-        yield trained
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:

@@ -17,15 +17,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import resolve
-from ..measuring.batch import Batch, values_of
-from ..measuring.padding import spared
-from ..measuring.probe import batches as probe_batches
-from ..measuring.probe import random_rows
 from ..progress import Progress
 from ..rescaling.weights import ModelTensors
 from . import distillation
@@ -33,8 +28,9 @@ from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
 from .evaluation import MOST_EXAMPLES, Evaluator, nearest
 from .log import LOG, RunLog
+from .losses import Losses
 from .mixed_precision import MixedPrecision, recomputation
-from .optimizers import make_optimizer
+from .optimizers import make_optimizer, set_rate
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
@@ -42,7 +38,6 @@ from .stability import RunPosition, check_progress
 from .states import STATE, TENSORS, RunFolder, read_state, read_tensors
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before bf16 turns to fp16
-BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
 _DROPOUT = 0  # what a step's random numbers are for
 
 CHANGEABLE = ("out", "wandb", "checkpointing", "evaluation", "quality", "source")
@@ -110,24 +105,16 @@ class Trainer:
         trained = [p for p in student.parameters() if p.requires_grad]
         optimizer = make_optimizer(recipe, trained, fused=self.processes.offloads)
         self.model, self.optimizer = self.processes.prepare(student, optimizer, recipe, calls)
-        self.penalty = self._penalty(calls) if recipe.penalty.form != "none" else None
-        self.constraint = None
+        self.penalty = self.constraint = None
+        if recipe.penalty.form != "none":
+            bits, train_mode = recipe.penalty.trained_bits, recipe.target == "train"
+            self.penalty = ActivationPenalty(student, headroom_bits=bits, train_mode=train_mode, accumulation=calls)
         if recipe.penalty.certify:
             self.constraint = BoundConstraint(self.layout, student, engine=self.processes.engine)
+        self.losses = Losses(recipe, student, self.model, teacher, self.penalty, self.processes, self.passes)
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.states = RunFolder(folder)
         self.evaluator = Evaluator(recipe, corpus, student, self.model, teacher, self.processes)
-
-    # ---- setting up ----------------------------------------------------------------------------------------------
-
-    def _penalty(self, calls: int) -> ActivationPenalty:
-        wanted = self.recipe.penalty
-        return ActivationPenalty(
-            self.stock,
-            headroom_bits=wanted.trained_bits,
-            train_mode=self.recipe.target == "train",
-            accumulation=calls,
-        )
 
     def _mixed_precision(self, phase: int) -> MixedPrecision:
         return MixedPrecision(self.precisions[phase], self.device)
@@ -163,12 +150,7 @@ class Trainer:
         batches = [next(self.training_batches) for _ in range(self.passes)]
         positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
         rate = learning_rate(recipe.schedule, p.step)
-        for group in self.optimizer.param_groups:
-            scaled = rate * group.get("scale", 1.0)
-            if isinstance(group["lr"], Tensor):  # as torchao has it
-                group["lr"].fill_(scaled)
-            else:
-                group["lr"] = scaled
+        set_rate(self.optimizer, rate)
         # What holds the bounds afterwards is thousands of small fp32 operations, which its modes would only slow.
         with self.mixed_precision.whole_step():
             norm, sums = self._search_scale(batches, positions)
@@ -241,15 +223,15 @@ class Trainer:
         if not self.processes.engine:
             self.optimizer.zero_grad()
         sums = torch.zeros(3, dtype=torch.float64)
-        finite, calls = True, self._calls(batches)
+        finite, calls = True, self.losses.calls(batches)
         for number, part in enumerate(calls, 1):
             with self.processes.synchronised(self.model, number == len(calls)):
                 shown = torch.zeros(2, dtype=torch.float64)
                 with self.mixed_precision.forward():
                     if isinstance(part, int):
-                        objective = self._reach_beyond_the_data(part)
+                        objective = self.losses.beyond_the_data(p.step, part)
                     else:
-                        loss, shown = self._losses(part)
+                        loss, shown = self.losses.of_batch(part)
                         objective = loss / max(1.0, positions)
                 penalty = self.penalty() if self.penalty is not None else torch.zeros((), device=self.device)
                 # Processes and calls are averaged; of the objective the sum over all of them is what is wanted.
@@ -264,76 +246,8 @@ class Trainer:
                     break
                 scale = 1.0 if self.processes.engine else self.mixed_precision.scale
                 self.processes.accelerator.backward(total if scale == 1 else total * scale)
-        norm = self._finish_step(finite)
+        norm = self.processes.finish_step(finite, self.mixed_precision, self.optimizer)
         return norm, self.processes.sum(sums)
-
-    def _calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
-        """Return what goes through the model before each backward of a step: a pass's batch, then the number of its
-        share of the probe. In one backward both would hold their activations, and a model in parts what it gathers."""
-        if self.penalty is None:
-            return list(batches)
-        return [call for index, batch in enumerate(batches) for call in (batch, index)]
-
-    def _losses(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the objective (with its graph), and the task's loss and the divergence, summed over positions."""
-        mix = self.recipe.distillation
-        out = self.model(**distillation.arguments(self.stock, batch, self.device))
-        task = kl = torch.zeros((), device=self.device)
-        with torch.autocast(self.device.type, enabled=False):
-            if self.teacher is not None and (mix.weight > 0 or batch.labels is None):
-                kl = self.teacher.divergence(out, batch)
-            loss = kl
-            if batch.labels is not None:
-                learnt = out.logits if mix.weight < 1 else out.logits.detach()  # then it is only shown
-                task = distillation.task_loss(learnt, batch.labels.to(self.device))
-                loss = kl if mix.weight == 1 else task * (1 - mix.weight) + kl * mix.weight
-        return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
-
-    def _reach_beyond_the_data(self, index: int) -> Tensor:
-        """Run a pass's share of the audit's probe and return its part of the loss. The backward goes through every
-        forward: processes that have parts of a model must gather the same weights."""
-        assert self.penalty is not None
-        whole, world = spared(self.stock.config, self._drawn()), self.processes.world
-        count, first = len(whole.input_ids), index + self.passes * self.processes.rank
-        part = whole.rows(slice(min(first, count - 1), None, self.passes * world))
-        # A wrapped model's forwards are for all processes: one for which no row is left repeats the last, unseen.
-        self.penalty.watches = first < count
-        out = self.model(**distillation.arguments(self.stock, part, self.device))
-        self.penalty.watches = True
-        share = BEYOND * self.recipe.distillation.weight
-        if not share or self.teacher is None or not bool(values_of(out).isfinite().all()):
-            # Under ZeRO and FSDP every forward has a backward, even if an infinity in it then skips the step.
-            return values_of(out)[..., :0].sum() if self.processes.sharded else torch.zeros((), device=self.device)
-        with torch.autocast(self.device.type, enabled=False):
-            far = self.teacher.damped_divergence(out, part) * (first < count)
-        return far * (share / int(distillation.counted_positions(whole).sum()))
-
-    def _drawn(self) -> Batch:
-        config, step = self.stock.config, self.position.step
-        seed = self.recipe.seed + 1 + step  # fixed random ids would be learnt by heart
-        if step % 2 == 0:  # most of the probe is random ids, and in short rows nothing is averaged
-            return random_rows(config, seed=seed, left=step % 4 == 2)
-        drawn = [b for b in probe_batches(config, None, None, seed=seed) if not b.generate]
-        return drawn[step // 2 % len(drawn)]
-
-    def _finish_step(self, finite: bool) -> float:
-        if self.processes.engine:
-            norm = math.inf
-            if finite:
-                norm = self.processes.engine_norm()
-            else:
-                self.processes.drop_gradients()
-            if self.mixed_precision.loss_scale is not None:
-                self.mixed_precision.loss_scale.update(overflowed=not norm < math.inf)
-            return norm
-        groups = self.optimizer.param_groups
-        parameters = [p for group in groups for p in group["params"]]
-        units = [group.get("scale", 1.0) for group in groups for _ in group["params"]]
-        norm = self.mixed_precision.finish(parameters, units)
-        if norm < math.inf:
-            with _disable_current_modes():  # which an optimizer that compiles its step cannot trace
-                self.optimizer.step()
-        return norm
 
     def _choose_precision(self) -> None:
         p = self.position
@@ -394,8 +308,7 @@ class Trainer:
             self.log.rewind(steps[-1] if steps else -1)
 
     def _save(self) -> None:
-        processes = self.processes
-        place = self.states.of(self.position.step)
+        processes, place = self.processes, self.states.of(self.position.step)
         with self.states.writing(place, main=processes.main, wait=processes.accelerator.wait_for_everyone) as work:
             state: dict[str, Any] = {
                 "progress": vars(self.position),
@@ -429,10 +342,9 @@ class Trainer:
         self.mixed_precision = self._mixed_precision(self.position.phase)
         self.mixed_precision.load_state_dict(state["amp"])
         self.training_batches.load_state_dict(state["stream"])
-        if self.penalty is not None:
-            self.penalty.load_state_dict(state["penalty"])
-        if self.constraint is not None:
-            self.constraint.load_state_dict(state["constraint"])
+        for name, part in (("penalty", self.penalty), ("constraint", self.constraint)):
+            if part is not None:
+                part.load_state_dict(state[name])
         if self.processes.sharded:
             self.processes.load(folder / "accelerate")
             if state["untouched"]:

@@ -21,7 +21,7 @@ from bf16_to_fp16.conversion import make_safe
 from bf16_to_fp16.conversion.rescale import observed_plan
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import Kind
-from bf16_to_fp16.finetuning import run
+from bf16_to_fp16.finetuning import start
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.measuring.stock import load
@@ -145,8 +145,8 @@ def test_a_finetune_of_a_converted_folder_begins_with_the_same_function_centred_
     _, out, plan = converted
     checkpoint = open_checkpoint(out)
     recipe = parse_recipe({"source": str(out), "out": "out", "data": {"path": "texts.jsonl"}})
-    monkeypatch.setattr(run, "decide", lambda opened, *_: Decided(opened.layout, plan, "half"))
-    run.write_start(checkpoint, recipe, tmp_path / "start", Progress(quiet=True))
+    monkeypatch.setattr(start, "decide", lambda opened, *_: Decided(opened.layout, plan, "half"))
+    start.write_start(checkpoint, recipe, tmp_path / "start", Progress(quiet=True))
     before, after = (outputs(load(folder, torch.float32)) for folder in (out, tmp_path / "start"))
     assert all((x - y).abs().max() <= 1e-6 * x.abs().max() for x, y in zip(before, after, strict=True))
     layout = resolve(checkpoint)

@@ -31,7 +31,8 @@ from bf16_to_fp16.conversion.options import Destination, Options
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.finetuning.bound_constraint import MARGIN_BITS, TOLERANCE_BITS, BoundConstraint
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe, read_recipe
-from bf16_to_fp16.finetuning.run import convert_or_finetune, options_of
+from bf16_to_fp16.finetuning.run import convert_or_finetune
+from bf16_to_fp16.finetuning.start import options_of
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.measuring.stock import load

@@ -21,8 +21,9 @@ from bf16_to_fp16.conversion.undo import undo
 from bf16_to_fp16.conversion.verify import verify
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus
+from bf16_to_fp16.finetuning.processes import make_accelerator
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
-from bf16_to_fp16.finetuning.run import converted_alone, finetune, make_accelerator, train
+from bf16_to_fp16.finetuning.run import converted_alone, finetune, train
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.finetuning.trainer import Trainer
 from bf16_to_fp16.measuring.stock import load, load_config

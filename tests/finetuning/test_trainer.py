@@ -339,11 +339,11 @@ def test_a_bad_batch_is_skipped_counted_and_named(make: Make, tmp_path: Path) ->
 def test_a_pass_for_which_no_row_of_the_probe_is_left_counts_nothing(make: Make) -> None:
     passes = {"batch_size": 1, "gradient_accumulation": 40}
     trainer = make(penalty={"form": "smooth-max", "headroom_bits": 14.0}, data=passes)
-    assert trainer.penalty is not None and len(trainer._drawn().input_ids) < 40
+    assert trainer.penalty is not None and len(trainer.losses.drawn(0).input_ids) < 40
     noted = {}
     with trainer.penalty:
         for index in (0, 39):
-            assert (float(trainer._reach_beyond_the_data(index)) > 0) == (index == 0)
+            assert (float(trainer.losses.beyond_the_data(0, index)) > 0) == (index == 0)
             noted[index] = len(trainer.penalty._reached)
             trainer.penalty()
     assert noted[0] > 9 and noted[39] == 0

@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 
-from bf16_to_fp16.finetuning import run
+from bf16_to_fp16.finetuning import run, start
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher
 from bf16_to_fp16.finetuning.log import start_tracker
 from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
+from bf16_to_fp16.finetuning.processes import make_accelerator
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
-from bf16_to_fp16.finetuning.run import make_accelerator
 from bf16_to_fp16.finetuning.trainer import Trainer
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
@@ -24,8 +24,13 @@ TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
 
 def without_edits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have finetunes begin with what exact rescaling alone makes of their source."""
-    options = run.options_of
-    monkeypatch.setattr(run, "options_of", lambda *given, **others: replace(options(*given, **others), exact=True))
+    options = start.options_of
+
+    def exact(*given: Any, **others: Any) -> Any:
+        return replace(options(*given, **others), exact=True)
+
+    for module in (run, start):
+        monkeypatch.setattr(module, "options_of", exact)
 
 
 def tiny_model(seed: int = 0, dropout: float = 0.1) -> Any:

@@ -1,0 +1,167 @@
+"""The rescaled start of a finetune: a checkpoint on the disk, so that a continued run begins from the same bits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ..checkpoint.folder import carry_over, tokenizer_beside
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.recorded import CONVERTED_KEY
+from ..checkpoint.staging import scratch, staged
+from ..checkpoint.writer import write_fp16
+from ..conversion.options import MOST_MARGIN, Options
+from ..conversion.planning import Opened, decide
+from ..devices import Device
+from ..errors import UserError
+from ..families.resolve import resolve
+from ..json_text import write_json
+from ..measuring.observer import SiteObserver
+from ..measuring.probe import batches as probe_batches
+from ..measuring.probe import checkpoint_batches
+from ..progress import Progress
+from ..rescaling.apply import edited_config, set_dtype, writes
+from ..rescaling.outputs import moved, output_factors
+from ..rescaling.plan import Plan, describe_plan
+from ..rescaling.planner import MARGIN_BITS
+from .corpus import Corpus
+from .distillation import arguments
+from .mixed_precision import MixedPrecision
+from .processes import precisions_of
+from .recipe import Recipe
+from .states import on_a_disk
+
+START_FOLDER, TRAINED_FOLDER = "start", "trained"
+START_RECORD = "start.json"
+"""In the folder of a run, where the start is rescaled: its plan, and by output the log2 of what it is times the
+original's."""
+
+START_BATCHES = 4  # batches that the start must hold before the first step
+
+
+def options_of(recipe: Recipe, **others: Any) -> Options:
+    # A quarter of a bit more, since the audit's values are rounded otherwise than those that are observed.
+    asked = 0.0 if recipe.penalty.form == "none" else recipe.penalty.headroom_bits + 0.25
+    margin = max(MARGIN_BITS, asked)
+    return Options(
+        target=recipe.planned_target,
+        margin_bits=min(margin, MOST_MARGIN),
+        device=recipe.device,
+        prove=bool(recipe.penalty.certify),
+        **others,
+    )
+
+
+def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: Progress) -> None:
+    layout = resolve(checkpoint)
+    plan = Plan(family=layout.family.name)
+    if recipe.rescale:
+        inputs = checkpoint_batches(checkpoint, layout, None, recipe.seed)
+        opened = Opened(checkpoint, layout, inputs, Device(recipe.device))
+        decided = decide(opened, options_of(recipe, max_length=recipe.data.input_length), progress)
+        layout, plan = decided.layout, decided.plan
+    with staged(start) as work:
+        if plan.moves:
+            record = {"plan": describe_plan(plan), "outputs": moved(output_factors(layout, plan))}
+            write_json(start.with_name(START_RECORD), record)
+        tensors = [write.as_dtype("F32") for write in writes(checkpoint, layout, plan)]
+        with progress.step(
+            f"Writing {len(tensors)} rescaled tensors in fp32" if recipe.rescale else "Copying in fp32"
+        ) as a:
+            write_fp16(checkpoint, tensors, work, advance=a)
+        config = edited_config(layout, plan)
+        config.pop(CONVERTED_KEY, None)  # which tells of a report, and a start has none
+        set_dtype(config, "float32")
+        write_json(work / "config.json", config)
+        carry_over(checkpoint.folder, work, tokenizer=tokenizer_beside(checkpoint.folder, recipe.subfolder))
+
+
+def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
+    """Return whether a few batches, and what else the penalty is to hold, are finite everywhere in the recipe's
+    precision.
+
+    Raises UserError where they are not and nothing would make them fit, or the precision before it does not hold them
+    either: a penalty on an infinity has no gradient.
+    """
+    (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
+    given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
+    if recipe.penalty.form != "none":
+        probe = probe_batches(student.config, None, None, seed=recipe.seed)
+        given += [arguments(student, batch, device) for batch in probe if not batch.generate]
+    student.to(device).eval()
+    broken = overflowing(student, given, wanted, device, progress)
+    if broken is None:
+        return True
+    if before != wanted and recipe.penalty.form == "none":
+        # The bounds that certify holds do bring it down.
+        why = "says when it is" if recipe.penalty.certify else "brings it down"
+        raise UserError(
+            f"{broken} is not finite in {wanted} before the first step, and without a penalty nothing {why};"
+            " set penalty.form"
+        )
+    if before != wanted:
+        broken = overflowing(student, given, before, device, progress)
+    if broken is not None:
+        raise UserError(
+            f"{broken} is not finite in {before} before the first step, and a penalty on it has no gradient;"
+            f" set {'' if recipe.rescale else 'rescale: true, or '}precision: fp32"
+        )
+    return False
+
+
+def overflowing(
+    student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
+) -> str | None:
+    """Return the first site that is not finite in a precision, or None; raise RuntimeError if linears compute in
+    another one."""
+    mixed_precision = MixedPrecision(precision, device)
+    with (
+        progress.step(f"Checking that the start is finite in {precision}") as advance,
+        torch.no_grad(),
+        mixed_precision.whole_step(),
+    ):
+        observer = SiteObserver(student)
+        for done, each in enumerate(given, 1):
+            with observer, mixed_precision.forward():
+                student(**each)
+            advance(done, len(given))
+    linears = {path for path, module in student.named_modules() if isinstance(module, torch.nn.Linear)}
+    if not any(site.dtype == mixed_precision.dtype for site in observer.sites() if site.name in linears):
+        raise RuntimeError(f"the linears do not compute in {precision}")
+    broken = sorted((s for s in observer.sites() if s.nonfinite and s.limit is not None), key=lambda s: s.order)
+    return broken[0].name if broken else None
+
+
+@contextmanager
+def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
+    """Yield the trained weights in fp32 as a checkpoint under the names of the run's start, which is then removed."""
+    start = folder / START_FOLDER
+    checkpoint = open_checkpoint(start)
+    layout = resolve(checkpoint)
+    with scratch(folder / TRAINED_FOLDER) as beside:
+        trained = beside / TRAINED_FOLDER
+        with on_a_disk(trained):
+            trained.mkdir()
+            tensors = {}
+            for tensor in layout.tensors.values():
+                # Processes that hold parts of a model give a shared weight under one of its names only.
+                shared = layout.family.embedding if tensor.name in layout.family.copies else tensor.name
+                value = weights.get(tensor.name, weights.get(shared))
+                if value is None and tensor.source is not None:
+                    value = checkpoint.read(tensor.source)
+                if value is not None:
+                    tensors[tensor.name] = value.float().contiguous()
+            # One storage under two names is refused.
+            copies, names = layout.family.copies, checkpoint.stored_names
+            tensors = {names.get(n, n): value.clone() if n in copies else value for n, value in tensors.items()}
+            save_file(tensors, trained / "model.safetensors", metadata={"format": "pt"})
+            shutil.copyfile(start / "config.json", trained / "config.json")
+            carry_over(start, trained)
+        yield trained
