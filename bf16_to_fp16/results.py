@@ -58,6 +58,14 @@ class Fidelity(ReportObject):
         """Whether the outputs in fp32 are equal bit for bit; a KL of 0 alone may be rounded."""
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
 
+    @property
+    def title(self) -> str:
+        return "KL" if self.measure == "kl" else self.measure
+
+    @property
+    def unit(self) -> str:
+        return "nats" if self.measure == "kl" else f"in {self.measure}"
+
 
 class ExceptionEntry(ReportObject):
     """Token ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01.

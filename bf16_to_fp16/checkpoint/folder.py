@@ -40,6 +40,7 @@ def carry_over(
     ``SOURCE_README.md``; ``back`` restores it. ``tokenizer``: its folder beside the source, in diffusers' layout."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
+    renamed = {"SOURCE_README.md": "README.md"} if back else {"README.md": "SOURCE_README.md"}
     for entry in sorted(source.iterdir()):
         if entry.is_dir():
             if entry.name in folders:
@@ -51,12 +52,8 @@ def carry_over(
                 carried.append(f"{entry.name}/")
             elif not entry.name.startswith("."):
                 left_out.append(f"{entry.name}/")
-        elif entry.name == "README.md":
-            if not back:
-                copy(entry, target / "SOURCE_README.md", source)
-                carried.append("README.md")
-        elif back and entry.name == "SOURCE_README.md":
-            copy(entry, target / "README.md", source)
+        elif entry.name in renamed:
+            copy(entry, target / renamed[entry.name], source)
             carried.append(entry.name)
         elif entry.name in OWN_FILES:
             continue

@@ -49,7 +49,7 @@ def open_single_file(file: Path, config: Path | Mapping[str, Any] | None) -> Sin
     aside = sorted(name for name in every if name.endswith(ASIDE))
     if len(tensors) + len(aside) < len(every):
         raise UserError(f"{file}: holds a tensor under two names at once; {RESTORE}")
-    settled, notes = settled_config(file, tensors, config)
+    settled, notes = settled_config(file, tensors, config, inside)
     SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
     folder = Path(SCRATCH[-1].name).resolve()
     for name, info in tensors.items():
@@ -86,11 +86,14 @@ def naming_of(file: Path, tensors: Mapping[str, headers.TensorInfo]) -> Naming:
 
 
 def settled_config(
-    file: Path, tensors: Mapping[str, headers.TensorInfo], config: Path | Mapping[str, Any] | None
+    file: Path,
+    tensors: Mapping[str, headers.TensorInfo],
+    config: Path | Mapping[str, Any] | None,
+    inside: Mapping[str, Any] | None,
 ) -> tuple[dict[str, Any], list[str]]:
     if config is not None:
         return given_config(config, tensors), []
-    if (inside := undo_data_of(file)) is not None:
+    if inside is not None:
         return given_config(inside["config"], tensors), [f"{file.name}: has its config inside, from its conversion"]
     inferred = inferred_config(tensors, str(file))
     (name,) = inferred["architectures"]

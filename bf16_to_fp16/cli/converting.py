@@ -218,10 +218,9 @@ def show_conversion(result: Conversion) -> None:
         terminal.print_planned(report, result.planned)
         show(f"to write: {bytes_in_words(result.nbytes or 0)} of weights")
         terminal.print_plan(report.plan or result.plan, result.planned)
-    elif result.out.is_file():
-        terminal.print_file(report, result.out, result.notes, then=result.next)
     else:
-        terminal.print_conversion(report, result.out, then=result.next)
+        notes = result.notes if result.out.is_file() else ()
+        terminal.print_conversion(report, result.out, notes, then=result.next)
 
 
 @click.command("undo")

@@ -50,7 +50,7 @@ def closeness(report: schema.Report) -> tuple[str, str]:
     bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
     reference = "the fp32 source" if report.finetune is None else "the finetuned weights in fp32"
     reference += "" if report.regimes else ", on a few short rows"
-    what = f"{'KL' if close.measure == 'kl' else close.measure} to {reference}"
+    what = f"{close.title} to {reference}"
     note = f"{what}: fp16 {scientific(fp16)}" + ("" if bf16 is None else f", bf16 {scientific(bf16)}")
     if fp16 is None:
         return "broken", note
@@ -62,11 +62,6 @@ def closeness(report: schema.Report) -> tuple[str, str]:
     return (f"{about(closer)} closer" if closer >= 1 else f"{about(further)} further off"), note
 
 
-def measure_of(report: schema.Report) -> str:
-    close = report.fidelity
-    return "KL" if close is None or close.measure == "kl" else close.measure
-
-
 def held_eps(report: schema.Report) -> str:
     plan, close = report.plan, report.fidelity
     if plan is None or not plan.eps_held:
@@ -74,8 +69,7 @@ def held_eps(report: schema.Report) -> str:
     said = f"held at {plan.eps:g} for a reader that has its own"
     if plan.drift is None or plan.drift.measured_kl is None or close is None:
         return said
-    unit = " nats" if close.measure == "kl" else f" in {close.measure}"
-    return f"{said}; that moves the output by {scientific(plan.drift.measured_kl)}{unit}"
+    return f"{said}; that moves the output by {scientific(plan.drift.measured_kl)} {close.unit}"
 
 
 def by_design(site: SiteEntry) -> str:
@@ -103,8 +97,8 @@ KINDS = {  # inputs of a finetune's evaluations, by the prefix of their keys
 
 def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
     close = run.fidelity
-    kl = close is None or close.measure == "kl"
-    what, unit = ("KL", " nats per token") if close is None or kl else (close.measure, "")
+    what = "KL" if close is None else close.title
+    unit = " nats per token" if what == "KL" else ""
     measured, last = [], run.last
     for kind, where in KINDS.items():
         value = last.get(f"{kind}_divergence")
@@ -228,7 +222,11 @@ OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 def scaled_outputs(report: schema.Report) -> str:
     by_factor: dict[int, list[str]] = {}
-    others = unreadable(report)
+    others = {}
+    for name, entry in report.outputs.items():
+        if on_request(name, report.outputs) and not entry.fits(drifts=True):
+            beside = f"{scientific(entry.error)} in relative squared error, bf16 {scientific(entry.error_bf16 or 0.0)}"
+            others[name] = f"{name}: off by {beside}; do not read them"
     for name, entry in report.outputs.items():
         if name not in others and isinstance(entry.factor_log2, int) and entry.factor_log2:
             shown = f"{name} (all but the last)" if name in OF_LAYERS else name
@@ -245,15 +243,6 @@ def scaled_outputs(report: schema.Report) -> str:
         f"{name} is scaled per channel: see outputs in {schema.REPORT}" for name in per_channel if name not in others
     ]
     return "; ".join([*said, *others.values()])
-
-
-def unreadable(report: schema.Report) -> dict[str, str]:
-    found = {}
-    for name, entry in report.outputs.items():
-        if on_request(name, report.outputs) and not entry.fits(drifts=True):
-            beside = f"{scientific(entry.error)} in relative squared error, bf16 {scientific(entry.error_bf16 or 0.0)}"
-            found[name] = f"{name}: off by {beside}; do not read them"
-    return found
 
 
 def other_class(report: schema.Report) -> str:
@@ -274,10 +263,9 @@ def inexactness(report: schema.Report) -> str:
     close = report.fidelity
     if not report.inexact or close is None or close.kl_fp16 is None:
         return ""
-    unit = "nats" if close.measure == "kl" else "in relative squared error"
     beside = "" if close.kl_bf16 is None else f"; bf16 is {scientific(close.kl_bf16)}"
     sites = counted(len(report.inexact), "site")
-    return f"edited at {sites}: fp16 is {scientific(close.kl_fp16)} {unit} from the source{beside}"
+    return f"edited at {sites}: fp16 is {scientific(close.kl_fp16)} {close.unit} from the source{beside}"
 
 
 def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:

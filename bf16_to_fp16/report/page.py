@@ -7,14 +7,13 @@ import re
 from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
-from . import facts, figures, sections
+from . import figures, text
 from .schema import Report
 from .site_table import MOST_ROWS, site_columns, site_rows
-from .text import changes_text, results_text
 
 
 def write_page(path: Path, report: Report) -> None:
@@ -28,8 +27,8 @@ def render(report: Report) -> str:
         .get_template("page.html.jinja")
         .render(
             report=report,
-            results=results_text(report, on_page=True),
-            changes=changes_text(report),
+            results=text.results_text(report, on_page=True),
+            changes=text.changes_text(report),
             pictures=figures.pictures(report.signals),
             brackets=figures.bracket_pictures(report.certificate) if report.certificate else [],
             columns=site_columns(report),
@@ -56,10 +55,9 @@ def provenance(report: Report) -> list[tuple[str, str]]:
 
 @cache
 def environment() -> Environment:
-    loader = PackageLoader("bf16_to_fp16.report")
-    made = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"breakable": breakable, "with_command": with_command, "as_html": as_html}
-    made.globals |= {"facts": facts, "figures": figures, "sections": sections}
+    made = text.environment().overlay(autoescape=True)
+    made.filters = made.filters | {"breakable": breakable, "with_command": with_command, "as_html": as_html}
+    made.globals = made.globals | {"figures": figures}
     return made
 
 

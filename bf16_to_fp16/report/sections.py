@@ -11,7 +11,7 @@ from typing import Any
 
 from ..families.known import named
 from ..families.older import is_older_key
-from ..results import RegimeEntry
+from ..results import Fidelity, RegimeEntry
 from ..wording import (
     bound_magnitude,
     counted,
@@ -199,7 +199,7 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         rows.append((f"drift of {plan.drifts_by}, relative change of norm outputs", scientific(drift.relative_error)))
         drifting = f"drift of {plan.drifts_by}" + (", edits included" if report.inexact or plan.centred_keys else "")
         for what, predicted, measured in (
-            (facts.measure_of(report), drift.predicted_kl, drift.measured_kl),
+            ("KL" if report.fidelity is None else report.fidelity.title, drift.predicted_kl, drift.measured_kl),
             ("largest logit error", drift.predicted_max_logit_error, drift.measured_max_logit_error),
         ):
             parts = [
@@ -235,8 +235,8 @@ def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[st
     return rows
 
 
-def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | None:
-    close, run = report.fidelity, report.finetune
+def closeness_table(close: Fidelity | None, reference: str, bf16: str, fp16: str) -> Table | None:
+    """Return how far both 16-bit models are from ``reference``. bf16, fp16: their names."""
     if close is None:
         return None
     kl = close.measure == "kl"
@@ -252,8 +252,6 @@ def closeness_table(report: Report, fp16: str = "output in fp16") -> Table | Non
     if close.top1_fp16 is not None:
         bf16_share = "–" if close.top1_bf16 is None else percent(close.top1_bf16)
         rows.append(("same best token", bf16_share, percent(close.top1_fp16)))
-    reference = "finetuned model in fp32" if run else close.reference
-    bf16 = "the same in bf16" if run else "source in bf16"
     return Table((Column(f"against the {reference}", 0), numbers(bf16, 1, str), numbers(fp16, 2, str)), rows)
 
 

@@ -31,18 +31,19 @@ class SiteRow:
         return not self.site.broken, math.inf if bits is None or math.isnan(bits) else bits
 
     @property
-    def reached(self) -> str:
-        site = self.site
-        return reached(site.reached) if site.limit is not None or site.nonfinite else magnitude(site.reached)
-
-    @property
     def headroom(self) -> str:
-        site = self.site
-        if site.headroom_bits is None or site.limit is None:
-            return headroom(site.headroom_bits)
-        if not self.regime:
-            return headroom_by_bound(site.headroom_bits)
-        return headroom_or_excess(site.headroom_bits, site.reached, site.limit)
+        bits = self.site.headroom_bits
+        return headroom_by_bound(bits) if bits is not None and not self.regime else headroom_at(self.site)
+
+
+def reached_at(site: SiteEntry) -> str:
+    return reached(site.reached) if site.limit is not None or site.nonfinite else magnitude(site.reached)
+
+
+def headroom_at(site: SiteEntry) -> str:
+    if site.headroom_bits is None or site.limit is None:
+        return headroom(site.headroom_bits)
+    return headroom_or_excess(site.headroom_bits, site.reached, site.limit)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def _or_dash(value: float | None) -> str:
 
 _NAME = SiteColumn("site", lambda row: row.site.name, lambda row: row.site.name, is_number=False)
 _REGIME = SiteColumn("regime", lambda row: row.regime, lambda row: row.regime, is_number=False)
-_AMAX = SiteColumn("max |x|", lambda row: row.site.reached, lambda row: row.reached)
+_AMAX = SiteColumn("max |x|", lambda row: row.site.reached, lambda row: reached_at(row.site))
 _HEADROOM = SiteColumn("headroom", lambda row: row.site.headroom_bits, lambda row: row.headroom)
 _BOUND = SiteColumn("bound", lambda row: row.bound, lambda row: _or_dash(row.bound))
 _TIGHTNESS = SiteColumn("bound / worst found", lambda row: row.tightness, lambda row: _or_dash(row.tightness))

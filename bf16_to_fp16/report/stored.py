@@ -21,7 +21,7 @@ from ..families.layout import Layout
 from ..rescaling.centred import centred_tensors
 from ..rescaling.exponents import check_centred
 from ..rescaling.plan import Plan
-from .schema import Source, WeightsEntry, typed
+from .schema import Report, Source, WeightsEntry, typed
 
 STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spelling
 
@@ -31,24 +31,25 @@ def read_plan(path: Path) -> Plan:
 
 
 def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, str]:
-    file, data = recorded_plan(path, target)
-    report = typed({key: data[key] for key in ("plan", "target") if key in data}, file, {}, NO_PLAN)
+    report = read_parts(path, "plan", "target", target=target)
     assert report.plan is not None  # asked for
     return report.plan, report.target or target or "half"
 
 
 def read_start(path: Path) -> Plan | None:
     """Return the plan by which a finetune rescaled the original before training, None for any other conversion."""
-    file, data = recorded_plan(path, None)
-    run = typed({"finetune": data["finetune"]} if "finetune" in data else {}, file, {}, NO_PLAN).finetune
+    run = read_parts(path, "finetune").finetune
     return None if run is None else run.start
 
 
 def read_mark(path: Path) -> object:
     """Return the conversion's mark in the source's config, where the source was itself converted; else None."""
-    file, data = recorded_plan(path, None)
-    origin = typed({"source": data["source"]} if "source" in data else {}, file, {}, NO_PLAN).source
-    return origin.config_changes.get(CONVERTED_KEY, {}).get("before")
+    return read_parts(path, "source").source.config_changes.get(CONVERTED_KEY, {}).get("before")
+
+
+def read_parts(path: Path, *keys: str, target: str | None = None) -> Report:
+    file, data = recorded_plan(path, target)
+    return typed({key: data[key] for key in keys if key in data}, file, {}, NO_PLAN)
 
 
 @dataclass(frozen=True)

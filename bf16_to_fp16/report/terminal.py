@@ -28,6 +28,7 @@ from .sections import (
     exponent_rows,
     regime_rows,
 )
+from .site_table import headroom_at, reached_at
 from .stored import read_packed
 from .tables import Column, Table, names, numbers
 
@@ -45,17 +46,21 @@ CHECK_NAMES = {
 }
 
 
-def print_conversion(report: schema.Report, out: Path, *, then: str = "") -> None:
+def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = (), *, then: str = "") -> None:
+    """Print the outcome of a conversion to a folder or one file. notes: on one file."""
     screen = console()
-    print_outcome(screen, report)
-    if report.tiers:
-        screen.say(runtimes_line(report))
+    if report.signals:
+        screen.print(source_line(report))
+    screen.print(verdict_line(report, "output: "))
+    print_advice(screen, report)
+    for line in (*([runtimes_line(report)] if report.tiers else ()), *notes):
+        screen.say(line)
     if report.finetune is not None:
         screen.print(Text(f"finetune: {facts.moved_by(report.finetune)}"))
-    if report.safe or report.short:
+    if (report.safe or report.short) and not out.is_file():
         screen.say(load_line(out))
     print_next(screen, then or report.next or check_next(report, out))
-    screen.say(f"report: {out / schema.PAGE}")
+    screen.say(f"written: {out}" if out.is_file() else f"report: {out / schema.PAGE}")
 
 
 def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
@@ -78,22 +83,6 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
         each = "".join(f'"{name}": {dtype}, ' for name in encoders)
         dtype = f'{{{each}"default": {report["dtype"]}}}'
     screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype={dtype})')
-
-
-def print_file(report: schema.Report, out: Path, notes: Sequence[str], *, then: str = "") -> None:
-    screen = console()
-    print_outcome(screen, report)
-    for line in (runtimes_line(report), *notes):
-        screen.say(line)
-    print_next(screen, then or check_next(report, out))
-    screen.say(f"written: {out}")
-
-
-def print_outcome(screen: Output, report: schema.Report) -> None:
-    if report.signals:
-        screen.print(source_line(report))
-    screen.print(verdict_line(report, "output: "))
-    print_advice(screen, report)
 
 
 def print_advice(screen: Output, report: schema.Report) -> None:
@@ -133,15 +122,15 @@ def source_line(report: schema.Report) -> Text:
         whose = "untrained weights (step 0 is kept)" if run.kept == 0 < run.steps else "trained weights"
         name = f"{whose}, from a rescaled start" if run.recipe.get("rescale", True) else whose
     largest = max(signals, key=lambda signal: signal.before)
-    over = sum(signal.before > FP16_MAX for signal in signals)
+    over, most = sum(signal.before > FP16_MAX for signal in signals), wording.magnitude(largest.before)
     if not over:
         kept = wording.below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
         aside = coverage.tower_aside(report.family)
-        said = f"did not overflow on what was run{aside}; its largest value, {plain(largest.before)}, is {kept}"
+        said = f"did not overflow on what was run{aside}; its largest value, {most}, is {kept}"
         adds = "; plain fp16 may do, and this adds the proof" if report.proven and run is None else ""
         return good(name, f"{said}{adds}")
     where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
-    worst = f"{plain(largest.before)} {where}, {wording.over_limit(largest.before)}"
+    worst = f"{most} {where}, {wording.over_limit(largest.before)}"
     return bad(name, f"overflows fp16 at {over:,} of {len(signals):,} sites that the plan watches, at worst {worst}")
 
 
@@ -239,8 +228,8 @@ def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEn
         names("site"),
         numbers("random", "random", wording.reached),
         numbers("found", lambda site: largest[site.name], wording.reached),
-        numbers("bound", lambda site: bounds[site.name], bound_of),
-        numbers("limit", "limit", plain),
+        numbers("bound", lambda site: bounds[site.name], wording.bound_magnitude),
+        numbers("limit", "limit", wording.magnitude),
         numbers(
             "bound / found",
             lambda site: wording.times(wording.tightness(bounds[site.name], largest[site.name])).replace("–", "-"),
@@ -271,9 +260,9 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     columns = (
         names("site"),
         Column("what", "kind"),
-        numbers("bound", "bound", bound_of),
-        numbers("partial sums", "partial", bound_of),
-        numbers("limit", "limit", plain),
+        numbers("bound", "bound", wording.bound_magnitude),
+        numbers("partial sums", "partial", wording.bound_magnitude),
+        numbers("limit", "limit", wording.magnitude),
         numbers("headroom", "headroom_bits", wording.headroom_by_bound),
         Column("why", lambda site: why.get(site.name, "")),
     )
@@ -283,33 +272,23 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     print_next(screen, then or report.next)
 
 
-def bound_of(value: float) -> str:
-    return "none" if math.isnan(value) or wording.infinite(value) else plain(wording.rounded_up(value, 4))
-
-
-def plain(value: float) -> str:
-    """Return a number with four digits, or all its whole digits under ten million: 65504 is not 65500."""
-    return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:,.4g}"
-
-
 def print_tiers(screen: Output, report: schema.Report) -> None:
     if rows := facts.tier_rows(report):
         screen.table(Table(TIER_COLUMNS, rows))
 
 
 def brought_back(folder: Path) -> str:
-    if folder.is_file():
-        return came_through("the source's weights", read_packed(folder).weights)
-    words = "does not say how the weights came through; take the one that convert wrote"
-    report = schema.read_report(folder / schema.REPORT, {"weights": words}, words, also=("finetune",))
-    assert report.weights is not None  # asked for
-    trained = report.finetune is not None
-    whose = "the finetuned weights from before the rescaling" if trained else "the source's weights"
-    return came_through(whose, report.weights)
-
-
-def came_through(whose: str, weights: schema.WeightsEntry) -> str:
     """Return in words how many weights come back bit for bit: at least those that fp16 held."""
+    whose = "the source's weights"
+    if folder.is_file():
+        weights = read_packed(folder).weights
+    else:
+        words = "does not say how the weights came through; take the one that convert wrote"
+        report = schema.read_report(folder / schema.REPORT, {"weights": words}, words, also=("finetune",))
+        assert report.weights is not None  # asked for
+        weights = report.weights
+        if report.finetune is not None:
+            whose = "the finetuned weights from before the rescaling"
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"
@@ -317,7 +296,7 @@ def came_through(whose: str, weights: schema.WeightsEntry) -> str:
 
 
 def print_uncertified(screen: Output, report: schema.Report) -> None:
-    lines = [f"{site.name}, bound {bound_of(site.bound)}; {site.reason}" for site in report.uncertified]
+    lines = [f"{site.name}, bound {wording.bound_magnitude(site.bound)}; {site.reason}" for site in report.uncertified]
     print_first(screen, "not certified", lines)
     if not report.next:
         for remedy in dict.fromkeys(site.remedy for site in report.uncertified):
@@ -326,14 +305,8 @@ def print_uncertified(screen: Output, report: schema.Report) -> None:
 
 SITE_COLUMNS = (
     names("site"),
-    numbers("max |x|", lambda s: wording.reached(s.reached) if s.limit or s.nonfinite else plain(s.amax), str),
-    numbers(
-        "headroom",
-        lambda s: (
-            wording.headroom_or_excess(s.headroom_bits, s.reached, s.limit) if s.limit else wording.headroom(None)
-        ),
-        str,
-    ),
+    numbers("max |x|", reached_at, str),
+    numbers("headroom", headroom_at, str),
     numbers("non-finite", "nonfinite"),
     numbers("saturated", "saturated"),
     Column("by design", facts.by_design),
@@ -359,7 +332,7 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         screen.print(source_line(report))
         after = max(signal.after for signal in report.signals)
         kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
-        screen.print(f"after: the largest of these values would be {plain(after)}, {kept}")
+        screen.print(f"after: the largest of these values would be {wording.magnitude(after)}, {kept}")
     for what, how in facts.function_rows(report, MOST_EDITS):
         screen.say(f"{what}: {how}")
     if planned is None:

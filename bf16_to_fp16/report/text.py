@@ -19,6 +19,9 @@ def results_text(report: Report, *, on_page: bool = False) -> str:
     """Return the results as Markdown. on_page: without the verdict, which the page's head has."""
     unproven = report.uncertified
     hub_id, revision = origin(report)
+    close, run = report.fidelity, report.finetune
+    reference = "finetuned model in fp32" if run else close.reference if close is not None else ""
+    names = "the same in bf16" if run else "source in bf16", "output in fp16" if on_page else "this in fp16"
     return (
         environment()
         .get_template("results.md.jinja")
@@ -34,7 +37,7 @@ def results_text(report: Report, *, on_page: bool = False) -> str:
             unproven_count=len(unproven),
             hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED),
             remedies=[] if report.next else list(dict.fromkeys(site.remedy for site in unproven)),
-            fidelity=sections.closeness_table(report, "output in fp16" if on_page else "this in fp16"),
+            fidelity=sections.closeness_table(close, reference, *names),
         )
     )
 
@@ -43,7 +46,10 @@ def changes_text(report: Report) -> str:
     run = report.finetune
     evaluated = (each.get("held_out_loss") for each in run.evaluations) if run is not None else ()
     losses = [loss for loss in evaluated if isinstance(loss, (int, float))]
-    return environment().get_template("changes.md.jinja").render(report=report, losses=losses) if report.plan else ""
+    kept = None if run is None else run.fidelity
+    moved = sections.closeness_table(kept, "original in fp32", "original in bf16", "this in fp16")
+    template = environment().get_template("changes.md.jinja")
+    return template.render(report=report, losses=losses, moved=moved) if report.plan else ""
 
 
 @cache

@@ -241,7 +241,7 @@ def test_a_finetunes_card_has_recipe_and_original_and_says_that_the_weights_were
     assert "what they compute: KL to the original is 2.5 nats per token on the audit's inputs." in text
     assert "rounding to fp16 is the only other change to the finetuned weights." in text
     assert "rounding to fp16 is the only other change. It" in plain and "the original" not in plain
-    assert "from 2 to 2.125" in text and "| 0.01 | 2.5 |" in text and "| 99.0% | 32.1% |" in text
+    assert "from 2 to 2.125" in text and "| 0.01 | 2.5 |" in text and "| 99% | 32.1% |" in text
     of_the_source = ("against the fp32 source | source in bf16", "weights of the source", "source's weights again")
     assert all(said in plain and said not in text for said in of_the_source)
     assert "finetun" not in plain.partition("## What is proven")[0]

@@ -27,7 +27,7 @@ from bf16_to_fp16.report.screen import console, print_families
 from bf16_to_fp16.report.sections import headline
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import Planned
-from bf16_to_fp16.wording import headroom, reached
+from bf16_to_fp16.wording import headroom, magnitude, reached
 
 BROKEN = {"kind": "broke", "regimes": ["half"], "reason": "1 inf/NaN in half", "remedy": "convert it"}
 UNPROVEN = [
@@ -269,7 +269,7 @@ def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.Ca
     terminal.print_planned(made, Planned(plan, (), 0.0))
     source, then, verdict = capsys.readouterr().out.splitlines()
     assert source.startswith("source: overflows fp16 at ") and verdict.startswith("safe: every limit would hold")
-    assert then.startswith(f"after: the largest of these values would be {terminal.plain(after)}, ")
+    assert then.startswith(f"after: the largest of these values would be {magnitude(after)}, ")
 
 
 def test_the_runtimes_that_were_asked_for_and_are_not_shown_have_their_reason() -> None:
