@@ -39,8 +39,8 @@ from ..rescaling.centred import centrable, centred, centred_tensors, shared_bias
 from ..rescaling.columns import column_exponents
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, edited, excess_of_signals, exponents_for, least
 from ..rescaling.exponents import OfChannels
+from ..rescaling.norm_drift import CHANNEL_RANGE
 from ..rescaling.plan import Plan
-from ..rescaling.planner import CHANNEL_RANGE
 from ..rescaling.weights import source_weights
 from ..wording import counted
 

@@ -40,10 +40,11 @@ from ..report.steps import Decided
 from ..rescaling.apply import eps_attribute, through_fp16
 from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
+from ..rescaling.costs import PROOF_WORTH
 from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits, without_edits
 from ..rescaling.exponents import OfChannels, check_plan_fits, exponents_of, norm_exponents
 from ..rescaling.plan import Drift, Plan
-from ..rescaling.planner import PROOF_FIRST, PROOF_WORTH, TRAIN_MARGIN_BITS, Planned, make_plan
+from ..rescaling.planner import PROOF_FIRST, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..results import Fidelity
 from ..targets import AUTO, SQUARING, TIERS, WHERE

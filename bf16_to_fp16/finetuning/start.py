@@ -30,7 +30,7 @@ from ..progress import Progress
 from ..rescaling.apply import edited_config, set_dtype, writes
 from ..rescaling.outputs import moved, output_factors
 from ..rescaling.plan import Plan, describe_plan
-from ..rescaling.planner import MARGIN_BITS
+from ..targets import MARGIN_BITS
 from .corpus import Corpus
 from .distillation import arguments
 from .mixed_precision import MixedPrecision

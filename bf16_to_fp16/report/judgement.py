@@ -16,8 +16,8 @@ from ..measuring.soft_side import LEAST, TIMES
 from ..numerics import NOISE
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED
 from ..rescaling.outputs import on_request
-from ..rescaling.plan import Plan
-from ..rescaling.planner import Fallback, Planned, Violation
+from ..rescaling.plan import Fallback, Plan, Violation
+from ..rescaling.planner import Planned
 from ..results import ExceptionEntry, Fidelity, InexactEntry, OutputEntry
 from ..targets import SQUARING, TIERS, WHERE
 from . import remedies, schema

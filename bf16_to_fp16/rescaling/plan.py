@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -91,6 +92,24 @@ class Plan(BaseModel):
         exponent = self.exponent(signal)
         assert isinstance(exponent, int)
         return exponent
+
+
+@dataclass(frozen=True)
+class Violation:
+    signal: str
+    excess_bits: float
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A signal that is not held for every input, with the predicted errors. ``impossible``: no exponent holds it.
+    ``exponent``: the stream's that would."""
+
+    signal: str
+    cost_certified: float
+    cost_observed: float
+    impossible: bool
+    exponent: int | None = None
 
 
 def inverse(plan: Plan) -> Plan:

@@ -22,8 +22,8 @@ from bf16_to_fp16.numerics import NOISE
 from bf16_to_fp16.report import schema
 from bf16_to_fp16.report.judgement import conclude, is_exact, passed_limits, too_inexact
 from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
-from bf16_to_fp16.rescaling.plan import Drift, Plan
-from bf16_to_fp16.rescaling.planner import Planned, Violation
+from bf16_to_fp16.rescaling.plan import Drift, Plan, Violation
+from bf16_to_fp16.rescaling.planner import Planned
 from bf16_to_fp16.results import dump
 
 

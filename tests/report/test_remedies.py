@@ -13,8 +13,8 @@ from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.report import remedies
 from bf16_to_fp16.report.judgement import uncertified_sites
 from bf16_to_fp16.report.remedies import next_command
-from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.planner import Fallback, Planned
+from bf16_to_fp16.rescaling.plan import Fallback, Plan
+from bf16_to_fp16.rescaling.planner import Planned
 from bf16_to_fp16.results import AttackedSite, AttackEntry
 
 

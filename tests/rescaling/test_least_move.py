@@ -26,8 +26,9 @@ from bf16_to_fp16.families.signals import Kind, before
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.costs import NEARNESS
 from bf16_to_fp16.rescaling.plan import Plan, composed
-from bf16_to_fp16.rescaling.planner import NEARNESS, _PlanSearch, make_plan
+from bf16_to_fp16.rescaling.planner import PlanSearch, make_plan
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 DEMO = Path(str(files("bf16_to_fp16") / "demo_data"))
@@ -111,11 +112,12 @@ def test_what_only_a_norm_reads_moves_alone_and_drifts_by_less_than_a_rounding(t
         assert plan.residual_exponent < 0 and not any(name.endswith(before("")) for name in plan.exponents)
 
 
-def searching(model: Any) -> tuple[Layout, _PlanSearch, dict[str, ModuleRange]]:
+def searching(model: Any) -> tuple[Layout, PlanSearch, dict[str, ModuleRange]]:
     source = ModelTensors(model)
     layout = resolve(source)
-    bounds = bound(layout, source_weights(source, layout), Arithmetic(), target="half").ranges
-    return layout, _PlanSearch(layout, source_weights(source, layout), bounds, "half", 0.0, bounds), dict(bounds)
+    weights = source_weights(source, layout)
+    bounds = bound(layout, weights, Arithmetic(), target="half").ranges
+    return layout, PlanSearch(layout, weights, bounds, margin_bits=0.0, bounds=bounds), dict(bounds)
 
 
 @pytest.mark.parametrize("kind", ["gated", "llama", "glm4"])

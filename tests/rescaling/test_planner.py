@@ -32,22 +32,11 @@ from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, ROUNDING, whole_log2
+from bf16_to_fp16.rescaling.costs import EXCESS, PROOF_WORTH, RESTRAINT, RESTRAINT_OF_CHANNELS, UNWRITABLE
+from bf16_to_fp16.rescaling.norm_drift import CHANNEL_RANGE
 from bf16_to_fp16.rescaling.outputs import on_request
-from bf16_to_fp16.rescaling.planner import (
-    CHANNEL_RANGE,
-    EXCESS,
-    INDIFFERENCE,
-    PROOF_FIRST,
-    PROOF_WORTH,
-    RESIDUAL_RANGE,
-    RESTRAINT,
-    RESTRAINT_OF_CHANNELS,
-    ROUNDING,
-    UNWRITABLE,
-    _PlanSearch,
-    make_plan,
-    whole_log2,
-)
+from bf16_to_fp16.rescaling.planner import INDIFFERENCE, PROOF_FIRST, PlanSearch, make_plan
 from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, LossTable, loss_table
 from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
@@ -105,7 +94,7 @@ def test_norm_safe_keeps_the_norm_of_the_stream_under_256() -> None:
 def test_a_tenth_of_a_percent_of_inexact_weights_costs_a_rounding_at_every_norm() -> None:
     source = ModelTensors(tiny.build("gated"))
     layout = resolve(source)
-    search = _PlanSearch(layout, source_weights(source, layout), {}, "half", 1.25)
+    search = PlanSearch(layout, source_weights(source, layout), {})
     elements = sum(math.prod(tensor.shape) for tensor in layout.tensors.values())
     assert search.lossy_price * elements / 1000 == pytest.approx(ROUNDING * len(layout.norms)) and len(layout.norms) > 9
 
@@ -165,7 +154,7 @@ def test_a_gain_moves_only_where_a_reader_would_lose() -> None:
 def test_rows_are_looked_at_with_the_exponents_that_their_columns_share() -> None:
     """Of the output projection, each of whose heads reads values that another one reads as well."""
     _, source, layout, ranges = observed("gemma3")
-    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    search = PlanSearch(layout, source_weights(source, layout), ranges)
     tensor = layout.tensors["model.layers.0.self_attn.o_proj.weight"]
     carried = tensor.axes[1]
     assert carried is not None
@@ -180,7 +169,7 @@ def test_pegasus_drift_grows_fourfold_with_each_halving_and_weighs_in_the_choice
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, source, layout, ranges = observed("pegasus")
-    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    search = PlanSearch(layout, source_weights(source, layout), ranges)
     assert search.residual_cost(-12) > search.drift(-12) > 0
     corrected = search.drift(-5)
     monkeypatch.setattr(search, "gain_correction", lambda *_: 1.0)
@@ -194,7 +183,7 @@ def test_without_corrections_the_drift_is_what_it_would_be_if_none_were_made(mon
     _, source, layout, ranges = observed("pegasus")
     found = make_plan(layout, source_weights(source, layout), ranges, held={"residual": -6})
     assert found.plan.gain_correction and found.plan.drift is not None
-    monkeypatch.setattr(_PlanSearch, "gain_correction", lambda *_: 1.0)
+    monkeypatch.setattr(PlanSearch, "gain_correction", lambda *_: 1.0)
     wanted = make_plan(layout, source_weights(source, layout), ranges, held={"residual": -6}).plan.drift
     plan = uncorrected(found).plan
     assert wanted is not None and plan.drift is not None and not plan.gain_correction
@@ -205,7 +194,7 @@ def test_without_corrections_the_drift_is_what_it_would_be_if_none_were_made(mon
 def test_a_corrected_gain_is_one_that_fp16_holds() -> None:
     """So far down the stream goes where nothing is run that eps leaves little of any norm's output."""
     _, source, layout, ranges = observed("pegasus", factor=1.0)
-    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    search = PlanSearch(layout, source_weights(source, layout), ranges)
     factors = search.gain_corrections(-24)
     largest = {name: float(source.read(name).abs().max()) * factor for name, factor in factors.items()}
     # The tied head's norm carries 2^24 already, which alone is more than fp16 holds.
@@ -233,7 +222,7 @@ def test_stacks_that_nothing_ties_have_an_exponent_each() -> None:
     assert plan.drift is not None and plan.gain_correction.keys() <= {f"{n}.weight" for n in layout.norms}
     assert not any("decoder" in name for name in plan.gain_correction)
     # With one exponent for both, the decoder would drift.
-    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    search = PlanSearch(layout, source_weights(source, layout), ranges)
     search.stream = decoder
     for names in ([signal.name for signal in search.of_stream()], search.norms()):
         assert names and all(name.startswith("model.decoder.") for name in names)
@@ -305,7 +294,7 @@ def test_the_least_exponent_that_can_be_written_is_tried() -> None:
     source = ModelTensors(model)
     layout = resolve(source)
     ranges = observe_ranges(model, shown_to(model))
-    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25)
+    search = PlanSearch(layout, source_weights(source, layout), ranges)
     assert search.unwritable_bits(-4) == pytest.approx(math.log2(5952 * 16 / FP16_MAX))
     assert search.unwritable_bits(-3) == 0 and -3 in search.candidates()
     assert min(search.candidates()) < -4  # what the stream asks for
@@ -329,7 +318,7 @@ def test_queries_and_keys_that_both_carry_the_stream_bound_its_exponent(tmp_path
 def test_a_correction_leaves_room_for_what_a_gain_carries() -> None:
     _, source, layout, ranges = observed("pegasus", factor=1.0)
     weights = source_weights(source, layout)
-    search = _PlanSearch(layout, weights, ranges, "half", 1.25)
+    search = PlanSearch(layout, weights, ranges)
     norm = next(s for s in layout.signals.values() if s.kind is Kind.NORM and s.name in layout.norms)
     least = float(weights(f"{norm.name}.weight").abs().max())
     search.chosen[norm.name] = torch.full((norm.size,), math.floor(math.log2(FP16_MAX / least)), dtype=torch.int32)
@@ -383,7 +372,7 @@ def by_hand(
     return layout, values.__getitem__, ranges
 
 
-def price(search: _PlanSearch) -> float:
+def price(search: PlanSearch) -> float:
     """Return what one inexact weight costs: a thousandth of them all as much as one rounding in the one sublayer."""
     return 1000 * ROUNDING / sum(math.prod(t.shape) for t in search.layout.tensors.values())
 
@@ -398,14 +387,14 @@ def test_a_channel_weighs_what_its_readers_make_of_it() -> None:
         "gate": [[1.0, 1.0]],
     }
     squares = {"o:input": [4.0, 1.0], "norm:output": [1.0, 9.0], "q:output": [1.0, 2.0], "k:output": [3.0, 4.0]}
-    search = _PlanSearch(*by_hand(weights, squares=squares), "half", 1.25)
+    search = PlanSearch(*by_hand(weights, squares=squares))
     signals = search.layout.signals
     assert search.importance(signals["value"]).tolist() == pytest.approx([8 / 12, 4 / 12], rel=1e-12, abs=0)
     assert search.importance(signals["norm"]).tolist() == pytest.approx(
         [(0.5 + 0.1) / 2, (0.5 + 0.9) / 2], rel=1e-12, abs=0
     )
     assert search.importance(signals["query_key"]).tolist() == [0.5, 0.5]
-    search = _PlanSearch(*by_hand(weights | {"q": ONES, "k": ONES}, squares=squares), "half", 1.25)
+    search = PlanSearch(*by_hand(weights | {"q": ONES, "k": ONES}, squares=squares))
     assert search.importance(signals["query_key"]).tolist() == pytest.approx([3 / 11, 8 / 11], rel=1e-12, abs=0)
 
 
@@ -416,7 +405,7 @@ def test_a_channel_costs_lost_energy_and_noise_by_its_share_and_each_inexact_wei
         "o": [[1.0, 2.0], [1.0, 0.0]],
     }
     squares = {"v:output": [4.0, 1.0], "o:input": [4.0, 1.0]}
-    search = _PlanSearch(*by_hand(weights, squares=squares), "half", 1.25)
+    search = PlanSearch(*by_hand(weights, squares=squares))
     costs = next(search.channel_costs(search.layout.signals["value"], [-3]))
     # At −16 v's 2⁻¹⁰ vanishes, o is exact, and the signal, seen at both ends, stands 2¹⁶ times nearer to the last step.
     lost, noise = 2.0**-20 / (1 + 2.0**-20), 2 * STEP_NOISE * 4.0**16 / 4
@@ -429,14 +418,13 @@ def test_a_channel_costs_lost_energy_and_noise_by_its_share_and_each_inexact_wei
 
 
 def test_a_channel_moves_for_more_than_its_restraint_and_streams_are_decided_without() -> None:
-    search = _PlanSearch(*by_hand({"norm": [1.0, 1.0], "v": ONES, "o": ONES}), "half", 1.25)
+    search = PlanSearch(*by_hand({"norm": [1.0, 1.0], "v": ONES, "o": ONES}))
     signal = search.layout.signals["value"]
     costs = torch.ones(signal.size, 2 * CHANNEL_RANGE + 1, dtype=torch.float64)
     costs[:, CHANNEL_RANGE - 1] = 0
     costs[:, CHANNEL_RANGE] = torch.tensor([0.9, 1.1]) * RESTRAINT_OF_CHANNELS / signal.size
-    for proof in (None, torch.zeros_like(costs)):
-        solution = search.solution(signal, costs, proof)
-        assert (solution.index - CHANNEL_RANGE).tolist() == [0, -1] and solution.cost == 0
+    solution = search.solution(signal, costs, torch.zeros_like(costs))
+    assert (solution.index - CHANNEL_RANGE).tolist() == [0, -1] and solution.cost == 0
 
 
 def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_alone_scales_lose() -> None:
@@ -446,7 +434,7 @@ def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_a
         "v": [[1.0, 2.0], [0.0, 0.0]],
         "o": ONES,
     }
-    search = _PlanSearch(*by_hand(weights, squares={"norm:input": [2.0**-16, 1.0]}), "half", 1.25)
+    search = PlanSearch(*by_hand(weights, squares={"norm:input": [2.0**-16, 1.0]}))
     # At −10 the embedding's 2⁻¹⁶ vanishes; channels weigh 1 : 4, as v reads them.
     lost = 2.0**-32 / (3 + 2.0**-32)
     noise = STEP_NOISE * 4.0**10 * (0.2 * 2.0**16 + 0.8)
@@ -470,7 +458,7 @@ def test_once_a_signal_is_settled_the_tables_of_its_weights_other_axes_are_of_th
         "v": [[1.0, 2.0**-20], [1.0, 1.0]],
         "o": [[1.0, 2.0], [3.0, 4.0]],
     }
-    search = _PlanSearch(*by_hand(weights, amax={"v:output": 2.0**20, "o:input": 2.0**20}), "half", 1.25)
+    search = PlanSearch(*by_hand(weights, amax={"v:output": 2.0**20, "o:input": 2.0**20}))
     v, o = search.layout.tensors["v"], search.layout.tensors["o"]
 
     def table(tensor: ResolvedTensor, axis: int) -> LossTable:
@@ -524,7 +512,7 @@ def test_the_plan_is_the_best_of_all_exponents_found_by_exhaustive_search(kind: 
     """Given r, each channel's exponent is the best of all 49, bounds and their price included; and so is r."""
     _, source, layout, ranges = observed(kind)
     bounds = reachable(factor, dict(ranges))
-    search = _PlanSearch(layout, source_weights(source, layout), ranges, "half", 1.25, bounds)
+    search = PlanSearch(layout, source_weights(source, layout), ranges, bounds=bounds)
     movable = {name: search.proof_costs(s) for name, s in layout.signals.items() if s.kind in (Kind.VALUE, Kind.NEURON)}
 
     def least(costs: Tensor) -> float:
@@ -586,7 +574,7 @@ def test_the_exponent_of_no_number_is_the_end_on_its_side() -> None:
 
 
 def test_what_is_chosen_for_the_other_axis_of_a_reader_changes_what_a_channel_weighs() -> None:
-    search = _PlanSearch(*by_hand({"norm": [1.0, 1.0], "v": [[1.0, 0.0], [0.0, 1.0]], "o": ONES}), "half", 1.25)
+    search = PlanSearch(*by_hand({"norm": [1.0, 1.0], "v": [[1.0, 0.0], [0.0, 1.0]], "o": ONES}))
     norm, v = search.layout.signals["norm"], search.layout.tensors["v"]
     assert search.importance(norm).tolist() == [0.5, 0.5]
     search.chosen["value"] = torch.tensor([2, 0], dtype=torch.int32)
@@ -598,7 +586,7 @@ def test_gains_that_are_stored_less_one_cost_what_their_rounding_takes() -> None
     gains = 1 + torch.tensor([0.1, 0.25]).bfloat16().double()  # as a reader gives them
     layout, weights, ranges = by_hand({"norm": gains.tolist(), "v": ONES, "o": ONES})
     norm = replace(layout.tensors["norm"], offset=1.0)
-    search = _PlanSearch(replace(layout, tensors={**layout.tensors, "norm": norm}), weights, ranges, "half", 1.25)
+    search = PlanSearch(replace(layout, tensors={**layout.tensors, "norm": norm}), weights, ranges)
     exponents = torch.tensor([-3, 0])
     moved = gains * 2.0**exponents
     lost, whole = (((moved - 1).half().double() + 1 - moved) / 2.0**exponents).square().sum(), gains.square().sum()
@@ -609,7 +597,7 @@ def test_gains_that_are_stored_less_one_cost_what_their_rounding_takes() -> None
 def test_norms_drift_unless_the_fixed_eps_is_that_of_the_stream() -> None:
     layout, weights, ranges = by_hand({"norm": [1.0, 1.0], "v": ONES, "o": ONES})
     for eps, drifting in ((None, (False, False)), (layout.eps, (False, True)), (4 * layout.eps, (True, False))):
-        search = _PlanSearch(replace(layout, held_eps=eps), weights, ranges, "half", 1.25)
+        search = PlanSearch(replace(layout, held_eps=eps), weights, ranges)
         assert (search.drifts(0), search.drifts(1)) == drifting
 
 

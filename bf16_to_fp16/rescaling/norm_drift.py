@@ -1,0 +1,151 @@
+"""How norms' outputs change where their eps, or a gain's offset, cannot be scaled with their input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
+
+import torch
+
+from ..families.layout import ResolvedSignal
+from ..families.signals import RESIDUAL, ObservationPoint, before, carried_by
+from ..families.spread import spread_out
+from ..numerics import FP16_MAX, PROOF_LIMIT
+from ..ranges import ModuleRange
+from ..targets import MARGIN_BITS, SQUARING
+from .channels import ROUNDING, known_points, whole_log2
+from .weight_losses import WeightLosses
+
+CHANNEL_RANGE = 24  # channel exponents are searched from −24 to 24
+EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
+
+
+@dataclass(eq=False)
+class NormDrift(WeightLosses):
+    """The drift of the norms that read ``stream``. The fields are described in ``make_plan``."""
+
+    ranges: Mapping[str, ModuleRange]
+    _: KW_ONLY
+    bounds: Mapping[str, ModuleRange] = field(default_factory=dict)
+    target: str = "half"
+    margin_bits: float = MARGIN_BITS
+    drift_free: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.stream = RESIDUAL
+        self.limit = FP16_MAX * 2.0**-self.margin_bits
+        self.moves_least = self.target not in SQUARING
+        self.gains: dict[str, torch.Tensor] = {}
+        self.branches = self.branches_of_streams()
+        self.branched = {signal.name: (signal, norm) for signal, norm in self.branches.values()}
+
+    def branches_of_streams(self) -> dict[tuple[str, str], tuple[ResolvedSignal, str]]:
+        """Return by place the signals that a linear gives to a norm alone, where the norm's eps can be scaled."""
+        signals = {norm: self.layout.signals.get(before(norm)) for norm in self.layout.streams_read}
+        observed = (norm for norm in signals if norm in self.ranges and self.ranges[norm].norm is not None)
+        eps_stays = self.layout.fixed_eps is not None or self.layout.held_eps is not None
+        if eps_stays or self.drift_free or not self.moves_least:
+            return {}
+        found = ((norm, signal) for norm in observed if (signal := signals[norm]) is not None)
+        return {(point.module, point.side): (signal, norm) for norm, signal in found for point in signal.beside}
+
+    def before_norm(self, name: str, r: int) -> int:
+        """Return the exponent, beside the stream's r, of a norm's input: at most 0, as limits need, and only while the
+        norm's eps does not show in fp16."""
+        if name not in self.branched:
+            return 0
+        signal, norm = self.branched[name]
+        points = replace(signal, seen=signal.beside)
+        limits = [(self.limit, self.ranges), (PROOF_LIMIT, self.bounds)]
+        rooms = (
+            whole_log2(limit / float(reached.amax.amax()))
+            for limit, ranges in limits
+            for _, reached in known_points(ranges, points)
+            if float(reached.amax.amax()) > 0
+        )
+        exponent = min(0, min(rooms, default=0) - r)
+        while exponent < 0 and self.branch_drift(norm, exponent) > ROUNDING:
+            exponent += 1
+        return exponent
+
+    def branch_drift(self, norm: str, exponent: int) -> float:
+        """Return the mean squared relative change of a norm's output if its input moves beside the stream."""
+        seen = self.ranges[norm].norm
+        return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
+
+    def at_point(self, point: ObservationPoint, r: int) -> int:
+        branch = self.branches.get((point.module, point.side))
+        return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
+
+    def drift(self, r: int, corrected: bool = True) -> float:
+        """Return the sum over the stream's norms of the mean squared relative change by a fixed eps; 0 where the config
+        has the scaled eps. A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction
+        takes out the mean, at the cost of one more rounding."""
+        norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
+        total = self.drift_beside(r)
+        total += sum(self.branch_drift(norm, self.before_norm(name, r)) for norm, name in norms.items())
+        if not self.drifts(r):
+            return total
+        for path in self.norms():
+            (kept, shares), correction = self.kept(path, r), self.gain_correction(path, r) if corrected else 1.0
+            total += float((shares * (correction * kept - 1).square()).sum()) + ROUNDING * (correction != 1.0)
+        return total
+
+    def drift_beside(self, r: int) -> float:
+        """Return the mean squared drift of projectors' norms that share this model's eps."""
+        shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
+        kept = [norm.kept(self.layout.eps, -r) for norm in shared if norm is not None and self.stream == RESIDUAL]
+        return sum(float((shares * (change - 1).square()).sum()) for change, shares in kept)
+
+    def drifts(self, r: int) -> bool:
+        return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
+
+    def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
+        """Return the squared relative rounding error of gains that are stored minus an offset and that this signal
+        moves."""
+        total = 0.0
+        for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
+            if tensor.offset:
+                table = self.table(tensor, axis, carried)
+                errors, at = table.at(EXPONENTS)[1].double(), carried.sign * exponents.long() + CHANNEL_RANGE
+                total += float(errors.gather(1, at.expand(len(errors))[:, None]).sum() / table.energy.sum())
+        return total
+
+    def norms(self) -> list[str]:
+        return [path for path, stream in self.layout.streams_read.items() if stream == self.stream]
+
+    def kept(self, path: str, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        norm = self.ranges[path].norm if path in self.ranges else None
+        if norm is None:
+            return torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+        assert self.layout.fixed_eps is not None
+        return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
+
+    def gain_correction(self, path: str, r: int) -> float:
+        """Return the gain factor with the least mean squared change in fp16; 1 for a change under one rounding."""
+        kept, shares = self.kept(path, r)
+        factor = float((shares * kept).sum() / (shares * kept.square()).sum())
+        if abs(factor - 1) <= math.sqrt(ROUNDING):
+            return 1.0
+        largest = self.largest_gain(path, r)
+        return min(factor, max(1.0, FP16_MAX / largest)) if largest > 0 else factor
+
+    def largest_gain(self, path: str, r: int) -> float:
+        tensor = self.layout.tensors[f"{path}.weight"]
+        if path not in self.gains:
+            self.gains[path] = self.weights(tensor.name).abs().double()
+        moved = torch.zeros(tensor.shape, dtype=torch.float64)
+        for carried in carried_by(tensor.axes[0]):
+            if carried.signal == self.stream:
+                moved += carried.sign * r
+            elif carried.signal in self.chosen:
+                moved += carried.sign * spread_out(self.chosen[carried.signal], carried.spread)
+        return float((self.gains[path] * 2.0**moved).max())
+
+    def gain_corrections(self, r: int) -> dict[str, float]:
+        if not self.drifts(r):
+            return {}
+        factors = {f"{path}.weight": self.gain_correction(path, r) for path in self.norms()}
+        return {name: factor for name, factor in factors.items() if factor != 1.0}
