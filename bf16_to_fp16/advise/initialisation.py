@@ -50,10 +50,7 @@ def deviation(
 
 
 def advise_init(
-    source: str | Path,
-    *,
-    subfolder: str | None = None,
-    progress: Progress | bool | None = None,
+    source: str | Path, *, subfolder: str | None = None, progress: Progress | bool | None = None
 ) -> dict[str, Any]:
     """Return the rules for a hidden size, and how far each tensor of a checkpoint is from its family's.
 

@@ -33,10 +33,7 @@ from ..wording import counted, rounded_up
 from .weights import floating_names, open_weights, tensor_pieces
 
 # The dtype of a format, its significant bits, and the exponent of its smallest normal number.
-FORMATS = {
-    "bf16": (torch.bfloat16, BF16_SIGNIFICANT_BITS, -126),
-    "fp16": (torch.float16, FP16_SIGNIFICANT_BITS, -14),
-}
+FORMATS = {"bf16": (torch.bfloat16, BF16_SIGNIFICANT_BITS, -126), "fp16": (torch.float16, FP16_SIGNIFICANT_BITS, -14)}
 
 # Least root mean square that Adafactor takes a tensor to have (Shazeer and Stern, arXiv:1804.04235).
 SMALLEST_SCALE = 1e-3

@@ -5,14 +5,7 @@ from __future__ import annotations
 from ..errors import UserError
 from ..families.layout import Layout
 
-LOWEST = {
-    "relu": 0.0,
-    "gelu": 0.17,
-    "gelu_new": 0.1701,
-    "gelu_pytorch_tanh": 0.1701,
-    "silu": 0.2785,
-    "swish": 0.2785,
-}
+LOWEST = {"relu": 0.0, "gelu": 0.17, "gelu_new": 0.1701, "gelu_pytorch_tanh": 0.1701, "silu": 0.2785, "swish": 0.2785}
 """How far below zero an activation goes, rounded up; all are x·Φ(x) with 0 ≤ Φ ≤ 1."""
 
 STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.13, "silu": 1.1, "swish": 1.1}

@@ -100,14 +100,18 @@ def is_inside(name: str, path: str) -> bool:
     return name == path or name.startswith((f"{path}:", f"{path}."))
 
 
+@dataclass(eq=False)
 class Findings:
-    """The bounds found so far, by site and by module, and the weights from which they are computed."""
+    """The bounds found so far, by site and by module, and the weights from which they are computed. limits: of kinds of
+    sites, FP16_MAX for others."""
 
-    def __init__(
-        self, layout: Layout, weights: TensorReader, arithmetic: Arithmetic, limits: Mapping[str, float]
-    ) -> None:
-        self.layout, self.read, self.arithmetic, self.limits = layout, weights, arithmetic, limits
-        self.place = places(layout)
+    layout: Layout
+    read: TensorReader
+    arithmetic: Arithmetic
+    limits: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        self.place = places(self.layout)
         self.sites: dict[str, Bound] = {}
         self.inner: dict[str, float] = {}
         self.unlimited: dict[str, float] = {}
@@ -151,8 +155,12 @@ class Findings:
         self.note(path, kind, *bounds)
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
-    def dropout(self, path: str, keep: float) -> None:
-        """Record a dropout's mask, divided by 1 − p. Of several in a module the largest counts."""
+    def dropout(self, path: str, keep: float, kind: SiteKind, bound: Tensor) -> None:
+        """Record a dropout's output and its mask, divided by 1 − p. Of several in a module the largest counts."""
+        self.note(f"{path}:mul", kind, bound)
+        self.mask(path, keep)
+
+    def mask(self, path: str, keep: float) -> None:
         for site in (f"{path}:bernoulli", f"{path}:div"):
             self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
 

@@ -15,13 +15,7 @@ from .spectral import Spectra
 
 
 def certified_tiers(
-    layout: Layout,
-    weights: TensorReader,
-    target: str,
-    *,
-    holds: bool,
-    arithmetic: Arithmetic,
-    spectra: Spectra,
+    layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
     """Return by tier whether its certificate holds. holds: for ``target``. arithmetic: of the weakest tier."""
     holding: dict[str, bool] = {}

@@ -9,20 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .llama import (
-    INSIDE,
-    LLAMA,
-    OF_ROWS,
-    check_window,
-    classes,
-    head_norms,
-    heads,
-    image_classes,
-    layers,
-    shared_values,
-    wired_attention,
-    wired_feed_forward,
-)
+from . import llama
 from .nested import keys_inside
 from .parts import Style, attention, ends, feed_forward, states, table
 from .signals import RESIDUAL, Kind, Signal, Tensor, multiplied_by, output_of
@@ -35,12 +22,12 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
     """Return the parts of layer ``i``. normed: queries and keys are normalised by head. cap: as in ``Attention``."""
-    check_window(config)
+    llama.check_window(config)
     at = f"layers.{i}"
     own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
-    wiring = wired_attention(config, at, **own, **(head_norms(at) if normed else {}))
-    gated = wired_feed_forward(at, config["hidden_activation"], **gate_norms(at))
-    return attention(wiring, STYLE, shared_values(config)), feed_forward(gated, STYLE)
+    wiring = llama.wired_attention(config, at, **own, **(llama.head_norms(at) if normed else {}))
+    gated = llama.wired_feed_forward(at, config["hidden_activation"], **gate_norms(at))
+    return attention(wiring, STYLE, llama.shared_values(config)), feed_forward(gated, STYLE)
 
 
 def gate_norms(at: str) -> dict[str, str]:
@@ -50,11 +37,11 @@ def gate_norms(at: str) -> dict[str, str]:
 CAP = "final_logit_softcapping"
 
 GEMMA3 = replace(
-    LLAMA,
+    llama.LLAMA,
     name="gemma3",
     title="Gemma 3 (text), EmbeddingGemma",
     model_type="gemma3_text",
-    classes=classes("Gemma3", STYLE, bare="TextModel", labels=(f"Text{OF_ROWS}",)),
+    classes=llama.classes("Gemma3", STYLE, bare="TextModel", labels=(f"Text{llama.OF_ROWS}",)),
     defaults={
         "vocab_size": 262_208,
         "hidden_size": 2304,
@@ -71,19 +58,16 @@ GEMMA3 = replace(
         "final_logit_softcapping": None,
         "tie_word_embeddings": True,
     },
-    encoder=layers(block),
+    encoder=llama.layers(block),
     encoder_ends=ends(StackEnds("", "embed_tokens", "norm", scales_itself=True), table("embed_tokens.weight")),
     encoder_output=states("norm", STYLE),
-    **heads(STYLE, cap=CAP),
+    **llama.heads(STYLE, cap=CAP),
     norm_site="to#2",
     norm_rounds_once=True,
     nullable=("attn_logit_softcapping", "final_logit_softcapping"),
     alone=WITHOUT_BIASES
     | {"attn_logit_softcapping": (None, "stock code reads this cap on scores and does not apply it")},
-    older_rotary={
-        "full_attention": ("rope_theta", "rope_scaling"),
-        "sliding_attention": ("rope_local_base_freq", ""),
-    },
+    older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_local_base_freq", "")},
     free_keys=(
         "cache_implementation",
         "layer_types",
@@ -132,17 +116,14 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
     return (part,)
 
 
-TEXT = keys_inside(
-    replace(GEMMA3, **heads(STYLE, body=INSIDE, cap=CAP)),
-    "text_config",
-)
+TEXT = keys_inside(replace(GEMMA3, **llama.heads(STYLE, body=llama.INSIDE, cap=CAP)), "text_config")
 
 GEMMA3_WITH_IMAGES = replace(
     TEXT,
     name="gemma3-images",
     title="Gemma 3 (text and images)",
     model_type="gemma3",
-    classes=image_classes("Gemma3ForConditionalGeneration", "Gemma3Model", STYLE),
+    classes=llama.image_classes("Gemma3ForConditionalGeneration", "Gemma3Model", STYLE),
     sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
     defaults={**TEXT.defaults, "vision_config.hidden_size": 768, "tie_word_embeddings": True},
     free_keys=(

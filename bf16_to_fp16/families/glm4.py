@@ -8,33 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .llama import (
-    LLAMA,
-    QUERIES_KEYS_VALUES,
-    WITHOUT_MLP_BIAS,
-    classes,
-    layers,
-    number,
-    rotary_factor,
-    shared_values,
-    wired_attention,
-    wired_feed_forward,
-)
+from . import llama
 from .parts import Style, attention, feed_forward
 from .types import Part
 from .wiring import Rotary
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    at, count = f"layers.{i}", number(config, "intermediate_size")
-    style = Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
-    wiring = wired_attention(
+    at, count = f"layers.{i}", llama.number(config, "intermediate_size")
+    style = Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
+    wiring = llama.wired_attention(
         config,
         at,
         post_norm=f"{at}.post_self_attn_layernorm",
-        rotary=Rotary("rotary_emb", rotary_factor(config), interleaved=True),
+        rotary=Rotary("rotary_emb", llama.rotary_factor(config), interleaved=True),
     )
-    gated = wired_feed_forward(
+    gated = llama.wired_feed_forward(
         at,
         config["hidden_act"],
         gate=f"{at}.mlp.gate_up_proj",
@@ -43,18 +32,18 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         act=f"{at}.mlp.activation_fn",
         post_norm=f"{at}.post_mlp_layernorm",
     )
-    return attention(wiring, style, shared_values(config)), feed_forward(gated, style)
+    return attention(wiring, style, llama.shared_values(config)), feed_forward(gated, style)
 
 
 GLM4 = replace(
-    LLAMA,
+    llama.LLAMA,
     name="glm4",
     title="GLM-4-0414",
     model_type="glm4",
-    classes=classes("Glm4"),
-    sizes={**LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2)},
+    classes=llama.classes("Glm4"),
+    sizes={**llama.LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2)},
     defaults={
-        **WITHOUT_MLP_BIAS,
+        **llama.WITHOUT_MLP_BIAS,
         "vocab_size": 151_552,
         "intermediate_size": 13_696,
         "num_hidden_layers": 40,
@@ -62,7 +51,7 @@ GLM4 = replace(
         "head_dim": 128,
         "attention_bias": True,
     },
-    encoder=layers(block),
+    encoder=llama.layers(block),
     eps=1.5625e-7,
-    free_keys=(*LLAMA.free_keys, "partial_rotary_factor"),
+    free_keys=(*llama.LLAMA.free_keys, "partial_rotary_factor"),
 )

@@ -13,21 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import UserError
+from . import llama
 from .configs import looked_up, whole_number
-from .llama import (
-    LLAMA,
-    QUERIES_KEYS_VALUES,
-    WITHOUT_MLP_BIAS,
-    classes,
-    head_norms,
-    layers,
-    placed,
-    rotary_factor,
-    shared_values,
-    sparse,
-    wired_attention,
-    wired_feed_forward,
-)
 from .moe import ROUTER
 from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
@@ -51,15 +38,15 @@ def runs_of(config: Mapping[str, object]) -> int:
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    at, style = f"layers.{i}", Style(biased=QUERIES_KEYS_VALUES if config["attention_bias"] else ())
-    normed = {"norms_by_position": True, **head_norms(at)} if config["use_qk_norm"] else {}
-    wiring = wired_attention(
-        config, at, **normed, rotary=Rotary("rotary_emb", rotary_factor(config), runs=runs_of(config))
+    at, style = f"layers.{i}", Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
+    normed = {"norms_by_position": True, **llama.head_norms(at)} if config["use_qk_norm"] else {}
+    wiring = llama.wired_attention(
+        config, at, **normed, rotary=Rotary("rotary_emb", llama.rotary_factor(config), runs=runs_of(config))
     )
     if i < whole_number("first_k_dense_replace", config["first_k_dense_replace"], "a number of layers", least=0):
-        last = feed_forward(wired_feed_forward(at, config["hidden_act"]), style)
+        last = feed_forward(llama.wired_feed_forward(at, config["hidden_act"]), style)
     else:
-        last = sparse(
+        last = llama.sparse(
             at,
             config,
             "n_routed_experts",
@@ -68,26 +55,26 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
             normalised="norm_topk_prob",
             scaling="routed_scaling_factor",
             correction=f"{at}.mlp.gate.e_score_correction_bias",
-            shared=placed(wired_feed_forward(at, config["hidden_act"]), f"{at}.mlp.shared_experts"),
+            shared=llama.placed(llama.wired_feed_forward(at, config["hidden_act"]), f"{at}.mlp.shared_experts"),
             sum=f"{at}.mlp:add",
         )
-    return attention(wiring, style, shared_values(config)), last
+    return attention(wiring, style, llama.shared_values(config)), last
 
 
 GLM4_MOE = replace(
-    LLAMA,
+    llama.LLAMA,
     name="glm4_moe",
     title="GLM-4.5",
     model_type="glm4_moe",
-    classes=classes("Glm4Moe", labels=()),
+    classes=llama.classes("Glm4Moe", labels=()),
     sizes={
-        **LLAMA.sizes,
+        **llama.LLAMA.sizes,
         "experts": ("n_routed_experts",),
         "expert_ff": ("moe_intermediate_size",),
         "shared_ff": ("moe_intermediate_size", "n_shared_experts"),
     },
     defaults={
-        **WITHOUT_MLP_BIAS,
+        **llama.WITHOUT_MLP_BIAS,
         "vocab_size": 151_552,
         "intermediate_size": 10_944,
         "num_hidden_layers": 46,
@@ -104,12 +91,12 @@ GLM4_MOE = replace(
         "routed_scaling_factor": 1.0,
         "use_qk_norm": False,
     },
-    encoder=layers(block),
+    encoder=llama.layers(block),
     eps=1e-5,
     ignorable=("layers.46.*", "layers.92.*"),
     kept_in_fp32=("e_score_correction_bias",),
     # Layers that predict further tokens, which stock classes do not load.
-    free_keys=(*LLAMA.free_keys, *ROUTER, PARTIAL, "num_mtp_layers", "num_nextn_predict_layers"),
+    free_keys=(*llama.LLAMA.free_keys, *ROUTER, PARTIAL, "num_mtp_layers", "num_nextn_predict_layers"),
     alone={"n_group": (1, "transformers 4.57 and 5 choose among groups of experts in different ways")},
     stored_experts=StoredExperts(),
     variants=({"first_k_dense_replace": 0},),

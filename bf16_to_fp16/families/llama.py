@@ -285,11 +285,7 @@ LLAMA = Family(
     # `pretraining_tp` cut products in slices in older versions, which changes no product.
     free_keys=("max_position_embeddings", "pretraining_tp", "rope_parameters", "rope_scaling", "rope_theta"),
     attributes=StockAttributes(head_size="head_dim", groups="num_key_value_groups"),
-    initialisation=Initialisation(
-        factor="initializer_range",
-        default=0.02,
-        modules={"*norm": None, "*": Deviation()},
-    ),
+    initialisation=Initialisation(factor="initializer_range", default=0.02, modules={"*norm": None, "*": Deviation()}),
     untie="copy",
 )
 
@@ -350,11 +346,7 @@ SEED_OSS = replace(
     },
     encoder=layers(
         block,
-        biases={
-            "attention_bias": QUERIES_KEYS_VALUES,
-            "attention_out_bias": ("o_proj",),
-            "mlp_bias": FEED_FORWARD,
-        },
+        biases={"attention_bias": QUERIES_KEYS_VALUES, "attention_out_bias": ("o_proj",), "mlp_bias": FEED_FORWARD},
         dropped=True,
     ),
     dropout={**LLAMA.dropout, "branch": "residual_dropout"},

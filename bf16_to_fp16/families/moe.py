@@ -9,22 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import UserError
-from .llama import (
-    ATTENTION,
-    LLAMA,
-    MISTRAL,
-    QWEN3,
-    WITHOUT_MLP_BIAS,
-    check_window,
-    classes,
-    head_norms,
-    layers,
-    number,
-    shared_values,
-    sparse,
-    wired_attention,
-    wired_feed_forward,
-)
+from . import llama
 from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
 
@@ -33,63 +18,63 @@ ROUTER = ("output_router_logits", "router_aux_loss_coef")  # config keys for a r
 
 
 def mixtral_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    check_window(config)
+    llama.check_window(config)
     at, block = f"layers.{i}", TWO_LINEARS.inside
-    attending = attention(wired_attention(config, at), Style(), shared_values(config))
+    attending = attention(llama.wired_attention(config, at), Style(), llama.shared_values(config))
     own = {"noise": "router_jitter_noise"}
-    return attending, sparse(at, config, "num_local_experts", Style(), block=block, names=TWO_LINEARS, **own)
+    return attending, llama.sparse(at, config, "num_local_experts", Style(), block=block, names=TWO_LINEARS, **own)
 
 
 def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    check_window(config)
-    at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
-    wiring = wired_attention(config, at, norms_by_position=True, **head_norms(at))
-    dense, step = config["mlp_only_layers"], number(config, "decoder_sparse_step")
+    llama.check_window(config)
+    at, style = f"layers.{i}", Style(biased=llama.ATTENTION if config["attention_bias"] else ())
+    wiring = llama.wired_attention(config, at, norms_by_position=True, **llama.head_norms(at))
+    dense, step = config["mlp_only_layers"], llama.number(config, "decoder_sparse_step")
     if not isinstance(dense, Sequence):
         raise UserError(f"config.json: 'mlp_only_layers' is {dense!r}, not a list of layers; take it from the original")
     if i in dense or step < 1 or (i + 1) % step:
-        last = feed_forward(wired_feed_forward(at, config["hidden_act"]), style)
+        last = feed_forward(llama.wired_feed_forward(at, config["hidden_act"]), style)
     else:
-        last = sparse(at, config, "num_experts", replace(style, ff="expert_ff"), normalised="norm_topk_prob")
-    return attention(wiring, style, shared_values(config)), last
+        last = llama.sparse(at, config, "num_experts", replace(style, ff="expert_ff"), normalised="norm_topk_prob")
+    return attention(wiring, style, llama.shared_values(config)), last
 
 
 def olmoe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``; norms of queries and keys are over all heads together."""
-    at, style = f"layers.{i}", Style(biased=ATTENTION if config["attention_bias"] else ())
-    wiring = wired_attention(config, at, norms_whole=True, **head_norms(at))
-    last = sparse(at, config, "num_experts", style, normalised="norm_topk_prob")
-    return attention(wiring, style, shared_values(config)), last
+    at, style = f"layers.{i}", Style(biased=llama.ATTENTION if config["attention_bias"] else ())
+    wiring = llama.wired_attention(config, at, norms_whole=True, **llama.head_norms(at))
+    last = llama.sparse(at, config, "num_experts", style, normalised="norm_topk_prob")
+    return attention(wiring, style, llama.shared_values(config)), last
 
 
 MIXTRAL = replace(
-    MISTRAL,
+    llama.MISTRAL,
     name="mixtral",
     title="Mixtral",
     model_type="mixtral",
-    classes=classes("Mixtral"),
-    sizes={**MISTRAL.sizes, "experts": ("num_local_experts",)},
-    defaults={**MISTRAL.defaults, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
-    encoder=layers(mixtral_block),
+    classes=llama.classes("Mixtral"),
+    sizes={**llama.MISTRAL.sizes, "experts": ("num_local_experts",)},
+    defaults={**llama.MISTRAL.defaults, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
+    encoder=llama.layers(mixtral_block),
     eps=1e-5,
-    free_keys=(*MISTRAL.free_keys, *ROUTER),
+    free_keys=(*llama.MISTRAL.free_keys, *ROUTER),
     stored_experts=TWO_LINEARS,
 )
 
 QWEN3_MOE = replace(
-    QWEN3,
+    llama.QWEN3,
     name="qwen3_moe",
     title="Qwen3-MoE",
     model_type="qwen3_moe",
-    classes=classes("Qwen3Moe"),
-    sizes={**QWEN3.sizes, "experts": ("num_experts",), "expert_ff": ("moe_intermediate_size",)},
+    classes=llama.classes("Qwen3Moe"),
+    sizes={**llama.QWEN3.sizes, "experts": ("num_experts",), "expert_ff": ("moe_intermediate_size",)},
     defaults={
-        **QWEN3.defaults,
+        **llama.QWEN3.defaults,
         "hidden_size": 2048,
         "intermediate_size": 6144,
         "num_hidden_layers": 24,
         "num_key_value_heads": 4,
-        "head_dim": LLAMA.defaults["head_dim"],
+        "head_dim": llama.LLAMA.defaults["head_dim"],
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "moe_intermediate_size": 768,
@@ -97,22 +82,22 @@ QWEN3_MOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    encoder=layers(qwen3_moe_block),
-    free_keys=(*QWEN3.free_keys, *ROUTER),
+    encoder=llama.layers(qwen3_moe_block),
+    free_keys=(*llama.QWEN3.free_keys, *ROUTER),
     stored_experts=StoredExperts(),
     aliases={"num_experts": "num_local_experts"},
     variants=({"decoder_sparse_step": 2},),
 )
 
 OLMOE = replace(
-    LLAMA,
+    llama.LLAMA,
     name="olmoe",
     title="OLMoE",
     model_type="olmoe",
-    classes=classes("Olmoe", labels=()),
-    sizes={**LLAMA.sizes, "experts": ("num_experts",)},
+    classes=llama.classes("Olmoe", labels=()),
+    sizes={**llama.LLAMA.sizes, "experts": ("num_experts",)},
     defaults={
-        **WITHOUT_MLP_BIAS,
+        **llama.WITHOUT_MLP_BIAS,
         "vocab_size": 50_304,
         "hidden_size": 2048,
         "intermediate_size": 2048,
@@ -123,9 +108,9 @@ OLMOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    encoder=layers(olmoe_block),
+    encoder=llama.layers(olmoe_block),
     eps=1e-5,
-    free_keys=(*LLAMA.free_keys, *ROUTER),
+    free_keys=(*llama.LLAMA.free_keys, *ROUTER),
     nullable=("clip_qkv",),
     alone={"clip_qkv": (None, "clipped queries, keys and values pass no factor on; its own checkpoints have none")},
     stored_experts=StoredExperts(),

@@ -8,41 +8,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .llama import (
-    ATTENTION,
-    LLAMA,
-    OF_ROWS,
-    WITHOUT_MLP_BIAS,
-    check_window,
-    classes,
-    head_norms,
-    layers,
-    shared_values,
-    wired_attention,
-    wired_feed_forward,
-)
+from . import llama
 from .parts import Style, attention, feed_forward
 from .types import Part
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    check_window(config)
+    llama.check_window(config)
     at, behind = f"layers.{i}", "post_attention_layernorm"
-    style = Style(biased=ATTENTION if config["attention_bias"] else ())
-    wiring = wired_attention(config, at, norm="", post_norm=f"{at}.{behind}", norms_whole=True, **head_norms(at))
+    style = Style(biased=llama.ATTENTION if config["attention_bias"] else ())
+    wiring = llama.wired_attention(
+        config, at, norm="", post_norm=f"{at}.{behind}", norms_whole=True, **llama.head_norms(at)
+    )
     post_norm = f"{at}.post_feedforward_layernorm"
-    gated = wired_feed_forward(at, config["hidden_act"], norm="", post_norm=post_norm)
-    return attention(wiring, style, shared_values(config)), feed_forward(gated, style)
+    gated = llama.wired_feed_forward(at, config["hidden_act"], norm="", post_norm=post_norm)
+    return attention(wiring, style, llama.shared_values(config)), feed_forward(gated, style)
 
 
 OLMO2 = replace(
-    LLAMA,
+    llama.LLAMA,
     name="olmo2",
     title="OLMo 2",
     model_type="olmo2",
-    classes=classes("Olmo2", labels=(OF_ROWS,)),
-    defaults={**WITHOUT_MLP_BIAS, "vocab_size": 50_304},
-    encoder=layers(block),
+    classes=llama.classes("Olmo2", labels=(llama.OF_ROWS,)),
+    defaults={**llama.WITHOUT_MLP_BIAS, "vocab_size": 50_304},
+    encoder=llama.layers(block),
     eps=1e-5,
     norm_site="to#2",
     norm_rounds_once=True,
@@ -53,7 +43,7 @@ OLMO3 = replace(
     name="olmo3",
     title="OLMo 3",
     model_type="olmo3",
-    classes=classes("Olmo3", labels=(OF_ROWS,)),
-    free_keys=(*LLAMA.free_keys, "layer_types", "sliding_window"),
+    classes=llama.classes("Olmo3", labels=(llama.OF_ROWS,)),
+    free_keys=(*llama.LLAMA.free_keys, "layer_types", "sliding_window"),
     older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_theta", "")},
 )

@@ -11,6 +11,7 @@ from .signals import (
     RESIDUAL,
     Axis,
     Kind,
+    ObservationPoint,
     Signal,
     Spread,
     Tensor,
@@ -108,52 +109,21 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
 
 
 def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
-    """Return the records of an attention. share: as in ``pairs``. Normalised queries and keys carry the stream's
-    factor, whose eps their norms share. Scores move by the queries alone, or by the gains of their norm."""
-    query_key, value, scores = f"{wiring.at}.query_key", f"{wiring.at}.value", f"{wiring.at}.scores"
+    """Return the records of an attention. share: as in ``pairs``."""
+    value, scores = f"{wiring.at}.value", f"{wiring.at}.scores"
     normed, gains = style.normalised(wiring.norm)
-    own, (read, of_keys) = style.reads(wiring.norm), pairs(wiring, share)
+    own, rows = style.reads(wiring.norm), fused_rows(wiring.fused, 2)
     others, columns = (None, style.memory or style.model) if wiring.memory else (own, style.model)
-    rows = [fused_rows(wiring.fused, number, spread) for number, spread in enumerate((read, of_keys, ()))]
-    stream = [input_of(wiring.entrance)]
     taken = () if wiring.fused or wiring.query_norm else (Signal(columns_of(scores), Kind.COLUMNS, style.model, ()),)
-    queries, keys = multiplied_by(query_key, rows[0]), divided_by(query_key, rows[1])
-    values = multiplied_by(value, rows[2])
-    inner: list[Tensor] = []
+    queries, keys, inner, query_key, priced = products(wiring, style, share)
+    values = multiplied_by(value, rows)
+    stream = [input_of(wiring.entrance)]
     if wiring.query_norm:
-        queries, keys = to_norm(wiring.query_norm), to_norm(wiring.key_norm)
-        stream += [
-            output_of(wiring.query),
-            output_of(wiring.key),
-            input_of(wiring.query_norm),
-            input_of(wiring.key_norm),
-        ]
-        # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
-        sizes = (style.inner, style.kv_inner) if wiring.norms_whole else ("head", "head")
-        of_both = pairs(wiring, share if wiring.norms_whole else (1, 1, share[2]))
-        inner = [
-            *style.norm(
-                wiring.query_norm, multiplied_by(scores).beside(multiplied_by(query_key, of_both[0])), sizes[0]
-            ),
-            *style.norm(wiring.key_norm, divided_by(query_key, of_both[1]), sizes[1]),
-        ]
-        priced = Signal(scores, Kind.ASYMPTOTIC, sizes[0], (), beside=(output_of(wiring.query_norm),))
-        seen = output_of(wiring.query_norm, 1, of_both[0]), output_of(wiring.key_norm, -1, of_both[1])
-        scored = [Signal(query_key, Kind.QUERY_KEY, sizes[1], seen, of_both[1])]
-    else:
-        seen = output_of(wiring.query, 1, rows[0]), output_of(wiring.key, -1, rows[1])
-        scored = [Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)]
-        first = fused_rows(wiring.fused, 0)
-        queries = queries.beside(multiplied_by(scores, first))
-        priced = Signal(scores, Kind.ASYMPTOTIC, style.inner, (), beside=(output_of(wiring.query, 1, first),))
-    stream.append(output_of(wiring.output))
-    if wiring.post_norm:
-        stream += [input_of(wiring.post_norm), output_of(wiring.post_norm)]
+        stream += map(output_of, (wiring.query, wiring.key))
+        stream += map(input_of, (wiring.query_norm, wiring.key_norm))
     if wiring.fused:
-        linears = (
-            *style.linear(wiring.query, "qkv", columns, queries.beside(*queries.others, keys, values), own),
-            *inner,
-        )
+        joint = queries.beside(*queries.others, keys, values)
+        linears = *style.linear(wiring.query, "qkv", columns, joint, own), *inner
     else:
         linears = (
             *style.linear(wiring.query, style.inner, style.model, queries, with_columns(own, scores) if taken else own),
@@ -161,19 +131,18 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
             *inner,
             *style.linear(wiring.value, style.kv_inner, columns, values, others),
         )
+    seen = output_of(wiring.value, 1, rows), input_of(wiring.output, share)
     return Part(
         signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
+            Signal(RESIDUAL, Kind.RESIDUAL, style.model, (*stream, *joining(wiring))),
             *normed,
-            *scored,
+            query_key,
             *style.before(wiring.query_norm, wiring.query, style.inner),
             *style.before(wiring.key_norm, wiring.key, style.kv_inner),
             *style.before(wiring.post_norm, wiring.output),
             priced,
             *taken,
-            Signal(
-                value, Kind.VALUE, style.kv_inner, (output_of(wiring.value, 1, rows[2]), input_of(wiring.output, share))
-            ),
+            Signal(value, Kind.VALUE, style.kv_inner, seen),
         ),
         tensors=(
             *gains,
@@ -183,6 +152,39 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
         ),
         topology=wiring,
     )
+
+
+def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
+    """Return the axes that queries and keys write, the gains of their norms, the signal of both, and the scores'.
+    Normalised queries and keys carry the stream's factor, whose eps their norms share. Scores move by the queries
+    alone, or by the gains of their norm."""
+    query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
+    if wiring.query_norm:
+        # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
+        query_size, key_size = (style.inner, style.kv_inner) if wiring.norms_whole else ("head", "head")
+        read, of_keys = pairs(wiring, share if wiring.norms_whole else (1, 1, share[2]))
+        moved = multiplied_by(scores).beside(multiplied_by(query_key, read))
+        gains = (
+            *style.norm(wiring.query_norm, moved, query_size),
+            *style.norm(wiring.key_norm, divided_by(query_key, of_keys), key_size),
+        )
+        seen = output_of(wiring.query_norm, 1, read), output_of(wiring.key_norm, -1, of_keys)
+        both = Signal(query_key, Kind.QUERY_KEY, key_size, seen, of_keys)
+        priced = Signal(scores, Kind.ASYMPTOTIC, query_size, (), beside=(output_of(wiring.query_norm),))
+        return to_norm(wiring.query_norm), to_norm(wiring.key_norm), gains, both, priced
+    read, of_keys = pairs(wiring, share)
+    first, *rows = (fused_rows(wiring.fused, *of) for of in ((0,), (0, read), (1, of_keys)))
+    seen = output_of(wiring.query, 1, rows[0]), output_of(wiring.key, -1, rows[1])
+    both = Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)
+    priced = Signal(scores, Kind.ASYMPTOTIC, style.inner, (), beside=(output_of(wiring.query, 1, first),))
+    queries = multiplied_by(query_key, rows[0]).beside(multiplied_by(scores, first))
+    return queries, divided_by(query_key, rows[1]), (), both, priced
+
+
+def joining(wiring: Attention | FeedForward) -> tuple[ObservationPoint, ...]:
+    """Return the sites from the output projection to the stream."""
+    behind = (input_of(wiring.post_norm), output_of(wiring.post_norm)) if wiring.post_norm else ()
+    return output_of(wiring.output), *behind
 
 
 def with_columns(own: Axis | None, signal: str) -> Axis:
@@ -204,9 +206,6 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
         out = out.beside(opened)
     seen = output_of(wiring.linear, 1, neurons), input_of(wiring.output)
     pre_activations = Signal(gate, Kind.ASYMPTOTIC, style.ff, (output_of(wiring.gate, 1, gates),), beside=seen[1:])
-    stream = [input_of(wiring.entrance), output_of(wiring.output)]
-    if wiring.post_norm:
-        stream += [input_of(wiring.post_norm), output_of(wiring.post_norm)]
     own = style.reads(wiring.norm)
     taken: tuple[Signal, ...] = ()
     gated: tuple[Tensor, ...] = ()
@@ -215,7 +214,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
         taken = (Signal(columns_of(gate), Kind.COLUMNS, style.model, ()),)
     return Part(
         signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, style.model, tuple(stream)),
+            Signal(RESIDUAL, Kind.RESIDUAL, style.model, (input_of(wiring.entrance), *joining(wiring))),
             *normed,
             Signal(neuron, Kind.NEURON if moves else Kind.ASYMPTOTIC, style.ff, seen),
             *((pre_activations,) if wiring.gate else ()),

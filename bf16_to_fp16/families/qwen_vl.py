@@ -73,16 +73,7 @@ def of_qwen2_5(config: Mapping[str, object]) -> Sequence[Part]:
 
 def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
     linears, joined = ("linear_fc1", "linear_fc2"), patches(config)
-    parts = [
-        merger(
-            f"{TOWER}.merger",
-            linears,
-            "norm",
-            layer_norm_eps=1e-6,
-            joined=joined,
-            add=":masked_scatter",
-        )
-    ]
+    parts = [merger(f"{TOWER}.merger", linears, "norm", layer_norm_eps=1e-6, joined=joined, add=":masked_scatter")]
     layers = looked_up(config, "vision_config.deepstack_visual_indexes", (8, 16, 24))
     for i in range(len(layers) if isinstance(layers, (list, tuple)) else 0):
         own = {"layer_norm_eps": 1e-6, "add": f"{STACK}:add", "behind": f"{STACK}.layers.{i}:add#2"}

@@ -105,8 +105,7 @@ SWITCH = replace(
     # Capacity moves no bound: a token has one expert at most, and without one its output is 0.
     free_keys=(CAPACITY, "router_aux_loss_coef", "router_z_loss_coef", "router_ignore_padding_tokens"),
     initialisation=replace(
-        T5.initialisation,
-        modules={"*.expert_*.wo": INPUTS, **T5.initialisation.modules, "classifier": Deviation()},
+        T5.initialisation, modules={"*.expert_*.wo": INPUTS, **T5.initialisation.modules, "classifier": Deviation()}
     ),
     ties_all_or_nothing=True,
     encoder_refuses_cache=True,

@@ -45,7 +45,7 @@ def test_every_bound_is_the_certificates_but_for_what_refines_the_stream(kind: s
 def test_gradients_are_finite_differences(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Along a random direction of all weights at once, site by site, at its largest row; a multiplier found to 1 in
     1,000 moves the slope by as much."""
-    monkeypatch.setattr("bf16_to_fp16.bounds.differentiable.STEPS", 400)  # until they have converged
+    monkeypatch.setattr("bf16_to_fp16.bounds.power_iteration.STEPS", 400)  # until they have converged
     model = tiny.build(kind, 2, factor=1.0).double()
     _, _, bounds = live(model)
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -1,0 +1,183 @@
+"""An attention's sites: its linears, their rotation, every head's scores, the context and the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..families.signals import Spread
+from ..families.spread import spread_out
+from ..families.wiring import Attention, Rotary
+from ..numerics import PROOF_LIMIT
+from ..ranges import ScoreRange
+from .arithmetic import largest
+from .attention import (
+    ScoreBounds,
+    attention_output,
+    capped_span,
+    gathered,
+    masked_span,
+    query_growth,
+    rotated,
+    rotated_score_bounds,
+    score_bounds,
+    soft_capped,
+    turned,
+    turned_score_bounds,
+)
+from .kinds import SiteKind
+from .linear import LinearBound, NormOutput, block_sums, either
+from .module_findings import ModuleFindings, Normed, Projected
+
+
+class AttentionSites:
+    """One attention of the walk, whose sites are recorded in ``findings``."""
+
+    def __init__(self, findings: ModuleFindings, sublayer: Attention) -> None:
+        self.findings, self.sublayer, self.a = findings, sublayer, findings.arithmetic
+        self.note, self.rounded, layout = findings.note, findings.rounded, findings.layout
+        self.heads, self.kv_heads = layout.heads(sublayer), layout.kv_heads(sublayer)
+        self.scale, self.cap = layout.score_scale(sublayer), layout.cap(sublayer)
+        self.seen_at_once = replace(self.a, max_length=layout.sees(sublayer, self.a.max_length))
+
+    def output(self, source: Normed, memory: Normed | None) -> Projected:
+        """Return the output projection. memory: the encoder's output."""
+        sublayer, findings = self.sublayer, self.findings
+        other = memory if sublayer.memory else self.summed(*source) if sublayer.block else source
+        assert other is not None
+        reads = (
+            (sublayer.query, SiteKind.QUERY, source),
+            (sublayer.key, SiteKind.KEY, other),
+            (sublayer.value, SiteKind.VALUE, other),
+        )
+        linears = findings.linears(sublayer.fused, *reads)
+        self.scores(next(linears), next(linears))
+        values, mean_square = next(linears)
+        keep = findings.kept("attention")
+        if keep != 1.0:
+            site = f"{sublayer.weights_dropout}:mul" if sublayer.weights_dropout else f"{sublayer.at}:mul#2"
+            self.note(site, SiteKind.WEIGHTS, self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
+            findings.mask(sublayer.weights_dropout or sublayer.at, keep)
+        context = gathered(values, keep, self.seen_at_once)
+        self.note(f"{sublayer.at}:context", SiteKind.CONTEXT, context.bound)
+        weight, bias = findings.weight(sublayer.output)
+        made = attention_output(context, weight, bias, self.heads, self.seen_at_once)
+        read: Spread = (self.kv_heads, self.heads // self.kv_heads, len(context.bound) // self.kv_heads)
+        entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
+        return findings.project(sublayer.output, weight, made, entering, mean_square)
+
+    def summed(self, source: NormOutput, square: Tensor) -> Normed:
+        """Bound sums over blocks of positions and their norm; return what keys and values read."""
+        size, length = self.findings.layout.summed(self.sublayer), self.a.max_length
+        # With padding on the right, the last sum is of a block and part of another.
+        sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)
+        self.note(f"{self.sublayer.at}:sum", SiteKind.BLOCK_SUM, sums)
+        made, made_square = self.findings.normalised(self.sublayer.block_norm, sums, square * size, longest)
+        return either(source, made), torch.maximum(square, made_square)
+
+    def scores(self, query: tuple[LinearBound, Tensor], key: tuple[LinearBound, Tensor]) -> None:
+        """Bound the scores of queries and keys, given with their mean squares."""
+        sublayer, rotary = self.sublayer, self.sublayer.rotary
+        if rotary is None:
+            made = score_bounds(query[0], key[0], self.heads, self.a, self.scale)
+            self.scored(made, max(largest(query[0].bound), largest(key[0].bound)))
+        elif sublayer.query_norm:
+            norms = (sublayer.query_norm, *query, self.heads), (sublayer.key_norm, *key, self.kv_heads)
+            self.turned_scores(rotary, *(self.head_norm(*each) for each in norms))
+        else:
+            self.rotated_scores(rotary, query[0], key[0])
+
+    def head_norm(self, path: str, made: LinearBound, square: Tensor, heads: int) -> tuple[NormOutput, int]:
+        """Bound the norm of queries or keys; return its output and number of heads. square: of its input."""
+        together = heads if self.sublayer.norms_whole else 1
+        bound, square = (x.view(heads // together, -1) for x in (made.bound, square))
+        longest = float(bound.norm(dim=1).max())
+        return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
+
+    def turned_scores(self, rotary: Rotary, query: tuple[NormOutput, int], key: tuple[NormOutput, int]) -> None:
+        """Bound the rotation of normalised queries and keys, and their scores."""
+        one, other = (turned(source, self.a, together, rotary) for source, together in (query, key))
+        self.turn({self.sublayer.query_norm: one.bound.flatten(), self.sublayer.key_norm: other.bound.flatten()})
+        factors = self.rotation(rotary, one.bound, other.bound)
+        self.scored(turned_score_bounds(one, other, self.heads, self.a, self.scale), factors)
+
+    def rotated_scores(self, rotary: Rotary, query: LinearBound, key: LinearBound) -> None:
+        """Bound the rotation of queries and keys without norms, and their scores."""
+        sublayer, a = self.sublayer, self.a
+        one = rotated(query, self.heads, rotary, a, query_growth(rotary, a.max_length))
+        other = rotated(key, self.kv_heads, rotary, a)
+        if rotary.growth is not None:
+            self.note(f"{sublayer.at}:mul#5", SiteKind.ROTATION, largest(one.bound))
+        if sublayer.fused:
+            still = torch.zeros(sublayer.fused[2], dtype=torch.float64)
+            self.turn({sublayer.query: torch.cat([one.bound, other.bound, still])})
+        else:
+            self.turn({sublayer.query: one.bound, sublayer.key: other.bound})
+        factors = self.rotation(rotary, one.bound, other.bound)
+        self.scored(rotated_score_bounds(one, other, a, self.scale), factors)
+
+    def turn(self, turned_rows: Mapping[str, Tensor]) -> None:
+        """Raise modules' recorded outputs to their rotated values, which the same exponents move."""
+        for path, most in turned_rows.items():
+            bound, square = self.findings.outputs[path]
+            self.findings.outputs[path] = (torch.maximum(bound, most), square)
+
+    def rotation(self, rotary: Rotary, query: Tensor, key: Tensor) -> float:
+        most = max(largest(query), largest(key))
+        self.note(f"{rotary.at}:to", SiteKind.ROTATION, rotary.factor)
+        for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
+            self.note(f"{self.sublayer.at}:{operation}", SiteKind.ROTATION, most)
+        return most
+
+    def scored(self, made: ScoreBounds, factors: float) -> None:
+        """Record the steps of every head's scores. factors: bound of queries and keys."""
+        sublayer, findings = self.sublayer, self.findings
+        self.note(f"{sublayer.at}:scores", SiteKind.SCORES, made.product, made.partial)
+        scaled = self.rounded(made.product * self.scale) if sublayer.scaled else made.product
+        self.note(sublayer.scaling[0], SiteKind.SCORES, scaled)
+        # SDPA's plain path multiplies queries and keys by the root of the scale instead.
+        findings.inner |= dict.fromkeys(sublayer.scaling, factors * max(1.0, self.scale))
+        top, steps, span = scaled, scaled, made.span
+        if self.cap is not None:
+            capped = soft_capped(scaled, self.cap, self.a)
+            self.note(f"{sublayer.at}:div", SiteKind.SCORES, capped.quotient)
+            steps = torch.maximum(scaled, capped.quotient)  # of a cap under 1 that is the larger one
+            self.note(f"{sublayer.at}:tanh", SiteKind.SCORES, capped.tanh)
+            self.note(sublayer.capping, SiteKind.SCORES, capped.result)
+            scaled, span = capped.result, capped_span(span, capped)
+        offset = self.position_bias()
+        biased = self.rounded(scaled + offset)
+        self.note(sublayer.joining, SiteKind.SCORES, biased)
+        product = torch.maximum(made.product, made.partial)
+        excess = excess_bits(torch.maximum(product, steps))
+        if self.cap is None:  # no factor on queries moves capped scores
+            excess = torch.maximum(excess, excess_bits(scaled, offset))
+        if not sublayer.radius:  # local attention's mask is −inf
+            table = findings.tensor(sublayer.bias)
+            table = None if table is None else table.double()
+            whole, still = (masked_span(x * span, x * scaled, table, self.a) for x in (1.0, 0.0))
+            self.note(f"{sublayer.at}:masked", SiteKind.MASKED_SCORES, whole)
+            if self.cap is None:
+                excess = torch.maximum(excess, excess_bits(whole - still, still))
+        self.note(f"{sublayer.at}:softmax", SiteKind.WEIGHTS, 1.0)
+        findings.scores[sublayer.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)), excess)
+
+    def position_bias(self) -> Tensor:
+        """Return each head's largest position bias, 0 without tables."""
+        offset = torch.zeros(self.heads, dtype=torch.float64)
+        for name in filter(None, (self.sublayer.bias, self.sublayer.block_bias)):
+            table = self.findings.tensor(name)
+            assert table is not None
+            largest_bias = table.double().abs().amax(0)
+            offset = torch.maximum(offset, largest_bias)
+            self.note(f"{name.removesuffix('.weight')}:embedding", SiteKind.POSITION_BIAS, largest_bias)
+        return offset
+
+
+def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
+    """Return how many bits ``values`` must fall for values + ``still`` to fit fp16; inf if ``still`` alone does not."""
+    room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
+    return (values / room).nan_to_num(nan=1.0, posinf=torch.inf).clamp(min=1).log2()

@@ -1,0 +1,164 @@
+"""Bounds of scores, attentions and feed-forwards that no rescaling moves, as functions of live weights.
+
+The formulas are the certificate's. Two things differ: spectral norms are those of ``power_iteration``, and a linear's
+rounding in fp16 is one factor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..families.wiring import Attention, FeedForward, Rotary
+from . import power_iteration as power
+from .activations import LOWEST
+from .attention import capped_span, masked_span, pair_order, query_growth, soft_capped, turned, turned_score_bounds
+from .linear import NormOutput, in_ball, knapsack
+from .live_weights import LiveWeights, directions, homogeneous
+
+
+def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: NormOutput) -> tuple[Tensor, ...]:
+    """Bounds by head of products with their partial sums, of these scaled, and of one query's span. other: what keys
+    read."""
+    if sublayer.rotary is not None and sublayer.query_norm:
+        return turned_scores(live, sublayer, sublayer.rotary)
+    if sublayer.rotary is not None:
+        return rotated_scores(live, sublayer, sublayer.rotary, source)
+    a, heads, scale = live.a, live.layout.heads(sublayer), live.layout.score_scale(sublayer)
+    query, key, *_ = live.linears(sublayer.fused, (sublayer.query, source), (sublayer.key, other))
+    size = len(query.norms) // heads
+    group = len(query.norms) // len(key.norms)
+    q, k = query.matrix.view(heads, size, -1), key.matrix.view(-1, size, key.matrix.shape[1])
+    cq, ck = (x.centre.view(-1, size) for x in (query, key))
+    most_q, most_k = (x.partial.view(-1, size) for x in (query, key))
+    k, ck, most_k = (x.repeat_interleave(group, 0) for x in (k, ck, most_k))
+    with torch.no_grad():
+        gram_k = k @ k.mT
+        right = power.top_vectors((q @ q.mT) @ gram_k)
+        x = power.unit(power.transposed(k, right))
+        z = power.unit(power.transposed(q, power.applied(gram_k, right)))
+    crossed = query.radius * key.radius * (power.applied(q, z) * power.applied(k, x)).sum(1).abs()
+    exact = crossed
+    if source.shift is not None:
+        crossed = crossed + key.radius * power.lengths(power.transposed(k, cq))
+        exact = crossed + query.radius * power.lengths(power.transposed(q, ck)) + (cq * ck).sum(1).abs()
+    # As in the certificate: ‖D·q‖·‖D⁻¹·k‖ bounds partial sums too.
+    balance = power.balanced(most_k, most_q)
+    long_q = query.radius * power.spectral_norms(q * balance[..., None]) + power.lengths(cq * balance)
+    long_k = key.radius * power.spectral_norms(k / balance[..., None]) + power.lengths(ck / balance)
+    sums = torch.minimum(long_q * long_k, (most_q * most_k).sum(1))
+    off = (2 * live.linear_error(q.shape[2]) + a.gamma(size) + 2 * a.unit) * sums
+    span = (2 * crossed + (5 if sublayer.scaled else 2) * off) * scale
+    scaled = torch.minimum(exact, sums) * scale + off * scale
+    return sums + off, scaled, span
+
+
+def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
+    """Bounds of normalised, rotated products with their partial sums, of these scaled, and of one query's span."""
+    scale = live.layout.score_scale(sublayer)
+    heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
+    if not sublayer.norms_whole:
+        heads = kv_heads = 1
+    norms = zip((sublayer.query_norm, sublayer.key_norm), (heads, kv_heads), strict=True)
+    query, key = (turned(live.normalised(path), live.a, of, rotary) for path, of in norms)
+    made = turned_score_bounds(query, key, heads, live.a, scale)
+    return torch.maximum(made.product, made.partial), made.product * scale, made.span
+
+
+def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
+    """Bounds by head of rotated products with their partial sums, of these scaled, and of one query's span."""
+    a, scale = live.a, live.layout.score_scale(sublayer)
+    heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
+    sides = []
+    query, key, *_ = live.linears(sublayer.fused, (sublayer.query, source), (sublayer.key, source))
+    for made, number in ((query, heads), (key, kv_heads)):
+        size = len(made.norms) // number
+        order = pair_order(size, rotary).to(made.norms.device)
+        matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
+        factor = rotary.factor * (query_growth(rotary, a.max_length) if made is query else 1.0)
+        matrix, centre = matrix * factor, centre * factor
+        group = heads // number
+        sides.append((matrix.repeat_interleave(group, 0), centre[:, order].repeat_interleave(group, 0)))
+    (q, cq), (k, ck) = sides
+    peaks_q, peaks_k = power.pair_peaks(q), power.pair_peaks(k)
+    fixed_q, fixed_k = (power.lengths(c.view(heads, 2, -1).mT) for c in (cq, ck))
+    balance = power.balanced(peaks_k + fixed_k, peaks_q + fixed_q)
+    wide_balance = balance.repeat(1, 2)
+    map_q, long_q = power.longest_of(q * wide_balance[..., None], cq * wide_balance)
+    map_k, long_k = power.longest_of(k / wide_balance[..., None], ck / wide_balance)
+    apart = torch.minimum(map_q * map_k, (peaks_q * peaks_k).sum(1)) + (fixed_q * fixed_k).sum(1)
+    apart = apart + torch.minimum((peaks_q * fixed_k).sum(1), map_q * power.lengths(fixed_k / balance))
+    apart = apart + torch.minimum((peaks_k * fixed_q).sum(1), map_k * power.lengths(fixed_q * balance))
+    exact = torch.minimum(apart, long_q * long_k)
+    # A rotation's three roundings on either side.
+    share = 2 * live.linear_error(source.gain.numel()) + 6 * math.sqrt(2) * a.unit
+    off = (share + a.gamma(q.shape[1]) + 2 * a.unit) * exact
+    return exact + off, (exact + off) * scale, (2 * exact + 5 * off) * scale
+
+
+def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of capped scores with bias, and of the least that a mask must add. scores, span: before the cap."""
+    cap = live.layout.cap(sublayer)
+    if cap is not None:
+        capped = soft_capped(scores, cap, live.a)
+        scores, span = capped.result, capped_span(span, capped)
+    biases = [bias for name in (sublayer.bias, sublayer.block_bias) if name and (bias := live.weight(name)) is not None]
+    span = masked_span(span, scores, biases[0] if biases else None, live.a)
+    return scores + torch.stack([bias.abs().amax(0) for bias in biases]).amax(0) if biases else scores, span
+
+
+def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) -> tuple[Tensor, Tensor]:
+    """Bounds of an attention's output and of its partial sums, by channel. other: what its values read."""
+    heads = live.layout.heads(sublayer)
+    a = replace(live.a, max_length=live.layout.sees(sublayer, live.a.max_length))
+    values = live.linears(sublayer.fused, (sublayer.value, other))[-1]
+    weight, bias = live.pair(sublayer.output)
+    group = weight.shape[1] // len(values.norms)
+    o = weight.view(len(weight), heads, -1).transpose(0, 1)
+    # Several heads may read the same values.
+    v, most, centre = (
+        x.unflatten(0, (heads // group, -1)).repeat_interleave(group, 0)
+        for x in (values.matrix, values.partial, values.centre)
+    )
+    squares = ((o @ (v @ v.mT)) * o).sum(2)
+    made = (values.radius * squares.clamp(min=power.SMALL).sqrt() + (o @ centre[..., None])[..., 0].abs()).sum(0)
+    balance = power.balanced(power.lengths(o.mT), most)
+    longest = values.radius * power.spectral_norms(v * balance[..., None]) + power.lengths(centre * balance)
+    sums = torch.minimum(weight.abs() @ most.flatten(), (power.lengths(o / balance[:, None]) * longest[:, None]).sum(0))
+    error = live.linear_error(other.gain.numel()) + a.gamma(a.max_length) + a.gamma(weight.shape[1]) + 4 * a.unit
+    added = torch.zeros_like(made) if bias is None else bias.abs()
+    sums = sums * a.attention_sum + added
+    made = torch.minimum(made * a.attention_sum + added + error * sums, sums * (1 + error))
+    return made, sums * (1 + error)
+
+
+def feed_forward_output(live: LiveWeights, sublayer: FeedForward, source: NormOutput) -> Tensor:
+    """Bound of a feed-forward's output by channel; no row has an eigenvalue of its own."""
+    weight, bias = live.pair(sublayer.output)
+    if sublayer.gate:
+        gate, linear = live.linears(sublayer.fused, (sublayer.gate, source), (sublayer.linear, source))
+        if bool(gate.centre.any()) or bool(linear.centre.any()):
+            gate, linear = homogeneous(gate, linear)
+        size = gate.norms * linear.norms
+        cosine = (gate.matrix * linear.matrix).sum(1) * gate.radius**2 / size.clamp(min=power.SMALL)
+        caps = ((1 + cosine.abs()) / 2).clamp(max=1)
+        budget = power.largest_eigenvalue(directions(gate), directions(linear)) / 2
+        made = knapsack(weight.abs() * size, caps, budget)
+    else:
+        linear = live.linear(sublayer.linear, source)
+        ones = torch.ones_like(linear.norms)
+        budget = power.largest_eigenvalue(directions(linear))
+        offset = linear.centre.clamp(min=0)
+        sides = []
+        for side in (weight, -weight):
+            positive = side.clamp(min=0)
+            ball = in_ball(positive * linear.norms, ones, budget, ones.dtype)
+            straight = power.lengths(positive @ linear.matrix) * linear.radius
+            below = (positive - side).sum(1) * LOWEST[sublayer.activation]
+            sides.append(torch.minimum((straight + ball) / 2, ball) + positive @ offset + below)
+        made = torch.maximum(*sides)
+    error = 2 * live.linear_error(source.gain.numel()) + live.a.gamma(weight.shape[1]) + 5 * live.a.unit
+    return (made + (0 if bias is None else bias.abs())) * (1 + error)
