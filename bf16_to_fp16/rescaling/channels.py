@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -45,6 +46,14 @@ def whole_log2(x: float) -> int:
     if x == math.inf:
         return RESIDUAL_RANGE
     return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
+
+
+def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
+    """Yield the largest exponent of a norm's input at each of its sites. limits: for ranges."""
+    for ranges, limit in limits:
+        for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
+            if (largest := float(reached.amax.amax())) > 0:
+                yield whole_log2(limit / largest)
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
@@ -14,7 +14,7 @@ from ..families.spread import spread_out
 from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..ranges import ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
-from .channels import ROUNDING, known_points, whole_log2
+from .channels import ROUNDING, rooms_beside
 from .weight_losses import WeightLosses
 
 CHANNEL_RANGE = 24  # channel exponents are searched from −24 to 24
@@ -57,14 +57,7 @@ class NormDrift(WeightLosses):
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
-        points = replace(signal, seen=signal.beside)
-        limits = [(self.limit, self.ranges), (PROOF_LIMIT, self.bounds)]
-        rooms = (
-            whole_log2(limit / float(reached.amax.amax()))
-            for limit, ranges in limits
-            for _, reached in known_points(ranges, points)
-            if float(reached.amax.amax()) > 0
-        )
+        rooms = rooms_beside(signal, ((self.ranges, self.limit), (self.bounds, PROOF_LIMIT)))
         exponent = min(0, min(rooms, default=0) - r)
         while exponent < 0 and self.branch_drift(norm, exponent) > ROUNDING:
             exponent += 1
