@@ -13,21 +13,8 @@ from ..families.spread import spread_out
 from ..families.wiring import Attention, Rotary
 from ..numerics import PROOF_LIMIT
 from ..ranges import ScoreRange
+from . import attention
 from .arithmetic import largest
-from .attention import (
-    ScoreBounds,
-    attention_output,
-    capped_span,
-    gathered,
-    masked_span,
-    query_growth,
-    rotated,
-    rotated_score_bounds,
-    score_bounds,
-    soft_capped,
-    turned,
-    turned_score_bounds,
-)
 from .kinds import SiteKind
 from .linear import LinearBound, NormOutput, block_sums, either
 from .module_findings import ModuleFindings, Normed, Projected
@@ -61,10 +48,10 @@ class AttentionSites:
             site = f"{sublayer.weights_dropout}:mul" if sublayer.weights_dropout else f"{sublayer.at}:mul#2"
             self.note(site, SiteKind.WEIGHTS, self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
             findings.mask(sublayer.weights_dropout or sublayer.at, keep)
-        context = gathered(values, keep, self.seen_at_once)
+        context = attention.gathered(values, keep, self.seen_at_once)
         self.note(f"{sublayer.at}:context", SiteKind.CONTEXT, context.bound)
         weight, bias = findings.weight(sublayer.output)
-        made = attention_output(context, weight, bias, self.heads, self.seen_at_once)
+        made = attention.attention_output(context, weight, bias, self.heads, self.seen_at_once)
         read: Spread = (self.kv_heads, self.heads // self.kv_heads, len(context.bound) // self.kv_heads)
         entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
         return findings.project(sublayer.output, weight, made, entering, mean_square)
@@ -82,7 +69,7 @@ class AttentionSites:
         """Bound the scores of queries and keys, given with their mean squares."""
         sublayer, rotary = self.sublayer, self.sublayer.rotary
         if rotary is None:
-            made = score_bounds(query[0], key[0], self.heads, self.a, self.scale)
+            made = attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale)
             self.scored(made, max(largest(query[0].bound), largest(key[0].bound)))
         elif sublayer.query_norm:
             norms = (sublayer.query_norm, *query, self.heads), (sublayer.key_norm, *key, self.kv_heads)
@@ -99,16 +86,16 @@ class AttentionSites:
 
     def turned_scores(self, rotary: Rotary, query: tuple[NormOutput, int], key: tuple[NormOutput, int]) -> None:
         """Bound the rotation of normalised queries and keys, and their scores."""
-        one, other = (turned(source, self.a, together, rotary) for source, together in (query, key))
+        one, other = (attention.turned(source, self.a, together, rotary) for source, together in (query, key))
         self.turn({self.sublayer.query_norm: one.bound.flatten(), self.sublayer.key_norm: other.bound.flatten()})
         factors = self.rotation(rotary, one.bound, other.bound)
-        self.scored(turned_score_bounds(one, other, self.heads, self.a, self.scale), factors)
+        self.scored(attention.turned_score_bounds(one, other, self.heads, self.a, self.scale), factors)
 
     def rotated_scores(self, rotary: Rotary, query: LinearBound, key: LinearBound) -> None:
         """Bound the rotation of queries and keys without norms, and their scores."""
         sublayer, a = self.sublayer, self.a
-        one = rotated(query, self.heads, rotary, a, query_growth(rotary, a.max_length))
-        other = rotated(key, self.kv_heads, rotary, a)
+        one = attention.rotated(query, self.heads, rotary, a, attention.query_growth(rotary, a.max_length))
+        other = attention.rotated(key, self.kv_heads, rotary, a)
         if rotary.growth is not None:
             self.note(f"{sublayer.at}:mul#5", SiteKind.ROTATION, largest(one.bound))
         if sublayer.fused:
@@ -117,7 +104,7 @@ class AttentionSites:
         else:
             self.turn({sublayer.query: one.bound, sublayer.key: other.bound})
         factors = self.rotation(rotary, one.bound, other.bound)
-        self.scored(rotated_score_bounds(one, other, a, self.scale), factors)
+        self.scored(attention.rotated_score_bounds(one, other, a, self.scale), factors)
 
     def turn(self, turned_rows: Mapping[str, Tensor]) -> None:
         """Raise modules' recorded outputs to their rotated values, which the same exponents move."""
@@ -132,7 +119,7 @@ class AttentionSites:
             self.note(f"{self.sublayer.at}:{operation}", SiteKind.ROTATION, most)
         return most
 
-    def scored(self, made: ScoreBounds, factors: float) -> None:
+    def scored(self, made: attention.ScoreBounds, factors: float) -> None:
         """Record the steps of every head's scores. factors: bound of queries and keys."""
         sublayer, findings = self.sublayer, self.findings
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, made.product, made.partial)
@@ -142,12 +129,12 @@ class AttentionSites:
         findings.inner |= dict.fromkeys(sublayer.scaling, factors * max(1.0, self.scale))
         top, steps, span = scaled, scaled, made.span
         if self.cap is not None:
-            capped = soft_capped(scaled, self.cap, self.a)
+            capped = attention.soft_capped(scaled, self.cap, self.a)
             self.note(f"{sublayer.at}:div", SiteKind.SCORES, capped.quotient)
             steps = torch.maximum(scaled, capped.quotient)  # of a cap under 1 that is the larger one
             self.note(f"{sublayer.at}:tanh", SiteKind.SCORES, capped.tanh)
             self.note(sublayer.capping, SiteKind.SCORES, capped.result)
-            scaled, span = capped.result, capped_span(span, capped)
+            scaled, span = capped.result, attention.capped_span(span, capped)
         offset = self.position_bias()
         biased = self.rounded(scaled + offset)
         self.note(sublayer.joining, SiteKind.SCORES, biased)
@@ -158,7 +145,7 @@ class AttentionSites:
         if not sublayer.radius:  # local attention's mask is −inf
             table = findings.tensor(sublayer.bias)
             table = None if table is None else table.double()
-            whole, still = (masked_span(x * span, x * scaled, table, self.a) for x in (1.0, 0.0))
+            whole, still = (attention.masked_span(x * span, x * scaled, table, self.a) for x in (1.0, 0.0))
             self.note(f"{sublayer.at}:masked", SiteKind.MASKED_SCORES, whole)
             if self.cap is None:
                 excess = torch.maximum(excess, excess_bits(whole - still, still))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,16 +13,7 @@ WIDE = 1 << 18  # elements from which matrices are multiplied in fp32, chunk by 
 IN_CACHE = 1 << 17  # elements of the rows that are computed at a time
 
 
-class Sized(Protocol):
-    """A matrix or a stand-in for one: its dtype and number of elements."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def numel(self) -> int: ...
-
-
-def working_dtype(matrix: Sized) -> torch.dtype:
+def working_dtype(matrix: Tensor | Factored) -> torch.dtype:
     """Return fp64 for matrices that have it already or are small, else fp32."""
     return torch.float64 if matrix.numel() < WIDE or matrix.dtype == torch.float64 else torch.float32
 

@@ -26,6 +26,7 @@ from ..devices import Device
 from ..environment import SCHEMA, installed
 from ..errors import UserError
 from ..families.configs import changes, looked_up, without_value
+from ..families.declared import DTYPE_KEYS
 from ..families.known import padding_entry, stock_class
 from ..families.layout import Layout
 from ..families.other_class import read_as
@@ -48,7 +49,7 @@ from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, SHORT, UNSAFE_BY_RE
 from ..report.signals import signals_of
 from ..report.steps import Decided, Rewritten
 from ..report.stored import originals, read_packed
-from ..rescaling.apply import DTYPE_KEYS, edited_config, writes
+from ..rescaling.apply import edited_config, writes
 from ..rescaling.edits import listed_edits
 from ..rescaling.exponents import check_plan_fits
 from ..rescaling.outputs import output_factors

@@ -16,11 +16,11 @@ from .wiring import Attention, Experts, Head
 
 EARLY = 8  # where tensors are unknown, layers of each stack with records; all kinds of layer are among them
 
-DTYPES = ("dtype", "torch_dtype")  # keys for a word or, as stock code saves some models, a table by part
+DTYPE_KEYS = ("dtype", "torch_dtype")  # keys for a word or, as stock code saves some models, a table by part
 
 COMMON: Mapping[str, object] = {  # config keys with one type of value in all families, each with an example
     **dict.fromkeys(("is_encoder_decoder", "scale_decoder_outputs", "tie_word_embeddings", "use_cache"), True),
-    **dict.fromkeys(DTYPES, "bfloat16"),
+    **dict.fromkeys(DTYPE_KEYS, "bfloat16"),
     "initializer_factor": 1.0,
     "initializer_range": 0.02,
     "id2label": {"0": "LABEL_0"},
@@ -86,7 +86,7 @@ def check_kinds(family: Family, config: Mapping[str, object]) -> None:
     for key, example in {**family.defaults, **COMMON}.items():
         value = looked_up(config, key)
         what, number = KINDS.get(type(example)), isinstance(example, float)
-        kinds = (int, float) if number else (str, dict) if key in DTYPES else type(example)
+        kinds = (int, float) if number else (str, dict) if key in DTYPE_KEYS else type(example)
         fits = isinstance(value, kinds) and not (number and isinstance(value, bool))
         if value is not None and what is not None and not fits:
             such = "" if isinstance(example, bool) else f" such as {example!r}"

@@ -44,16 +44,13 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
     parts = [attention(wiring, own, share)]
     if stack == "decoder":
         m = f"{at}.cross_attn"
-        query, key, value, output = (f"{m}.{name}_proj" for name in "qkvo")
+        linears: dict[str, Any] = {name: f"{m}.{name[0]}_proj" for name in ("query", "key", "value", "output")}
         wiring = replace(
             wiring,
             at=m,
             norm=f"{at}.pre_cross_attn_layernorm",
             post_norm=f"{at}.post_cross_attn_layernorm",
-            query=query,
-            key=key,
-            value=value,
-            output=output,
+            **linears,
             memory=True,
             rotary=None,
             add=f"{at}:add#2",

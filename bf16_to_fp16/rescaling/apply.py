@@ -8,6 +8,7 @@ from ..bounds.factored import chunks
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.shards import Write
 from ..families.configs import with_value
+from ..families.declared import DTYPE_KEYS
 from ..families.layout import Layout, TensorSource
 from ..families.older import with_older_keys
 from ..families.types import OutputScale
@@ -120,9 +121,6 @@ def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[st
     if plan.moves or moved:
         config[CONVERTED_KEY] = mark_of(plan)
     return with_older_keys(layout.family, config)
-
-
-DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of earlier versions
 
 
 def set_dtype(config: dict[str, object], dtype: str) -> None:

@@ -64,5 +64,5 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def folded(values: torch.Tensor) -> int | list[int]:
-    items = [int(v) for v in values]
+    items = [int(v) for v in values.flatten()]
     return items[0] if len(set(items)) == 1 else items

@@ -9,6 +9,7 @@ import torch
 
 from ..families.layout import Layout
 from ..families.signals import LOGITS
+from .channels import folded
 from .exponents import OfChannels, exponents_of
 from .plan import Plan
 
@@ -27,7 +28,7 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
         whose = "" if len(stacks) == 1 else "encoder_" if stack.is_encoder else "decoder_"
         norm = layout.tensors[f"{stack.ends.norm}.weight"]
         last = exponents_of(norm, plan).full(norm.shape)
-        factors[LAST if stack.is_last else f"{whose}{LAST}"] = in_short(last)
+        factors[LAST if stack.is_last else f"{whose}{LAST}"] = folded(last)
         factors[f"{whose}hidden_states"] = plan.stream_exponent(layout.streams_read[stack.ends.norm])
         factors[f"{whose}attentions"] = 0
     if len(stacks) > 1:
@@ -38,7 +39,7 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
 
 def input_factor(layout: Layout, plan: Plan) -> OfChannels:
     table = layout.tensors[layout.table(layout.stacks()[0].ends)]
-    return in_short(exponents_of(table, plan).full(table.shape)[0])
+    return folded(exponents_of(table, plan).full(table.shape)[0])
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
@@ -48,14 +49,9 @@ def on_request(name: str, outputs: Iterable[str]) -> bool:
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 
 
-def in_short(exponents: torch.Tensor) -> OfChannels:
-    numbers = [int(each) for each in exponents.flatten()]
-    return numbers[0] if len(set(numbers)) == 1 else numbers
-
-
 def moved(factors: Mapping[str, OfChannels]) -> dict[str, OfChannels]:
     return {name: factor for name, factor in factors.items() if factor}
 
 
 def joined(one: OfChannels, other: OfChannels) -> OfChannels:
-    return in_short(torch.as_tensor(one) + torch.as_tensor(other))
+    return folded(torch.as_tensor(one) + torch.as_tensor(other))

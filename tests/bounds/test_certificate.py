@@ -15,7 +15,7 @@ from support.adversary import adverse_inputs, observe, scaled
 from support.contract import FREE, broken, certified
 
 from bf16_to_fp16 import certify, convert
-from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.arithmetic import UNIT, Arithmetic
 from bf16_to_fp16.bounds.findings import is_inside
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import FAMILIES, of_model_type
@@ -222,3 +222,20 @@ def test_a_bias_and_a_dropout_count(tmp_path: Path) -> None:
     # Without dropout of the stream, what the head reads is the same; here that is in it as well.
     read = plain["classification_head.dense"] - 50
     assert dropped["classification_head.dense"] - 50 >= 2 * read
+
+
+def test_an_embedding_that_scales_itself_rounds_twice() -> None:
+    """√12 in fp16 is larger than √12, and so may be the product with it."""
+    model = tiny.build("gemma3", hidden_size=12, num_attention_heads=2).half()
+    table = model.model.embed_tokens
+    with torch.no_grad():
+        table.weight.copy_(torch.linspace(1, 2, 97).half()[:, None].expand(-1, 12))
+        made = table(torch.arange(97)).double()
+        once = (table.weight.double() * math.sqrt(12)).half().double()
+    assert bool((made > once).any())
+    worst = int((made / table.weight.double()).amax(1).argmax())
+    with torch.no_grad():
+        table.weight.copy_(table.weight[worst].clone().expand_as(table.weight))
+    limit = certified(model)[1].at("model.embed_tokens:mul")
+    assert limit is not None and float(made[worst].max()) <= limit
+    assert float(made[worst].max()) > float(table.weight.double().max()) * math.sqrt(12) * (1 + UNIT) * (1 + 2.0**-18)
