@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -60,7 +61,8 @@ class DifferentiableBounds:
         """Return all bounds without a graph, fp32 by row, head or channel. again: weights have hardly changed, so means
         of LayerNorms' inputs are the last ones."""
         with torch.no_grad():
-            return _Walk(self, None, again=again).run()
+            live = self.layout, self.read, self.arithmetic, self.means, not again
+            return _Walk(*live, self.fixed, self.stream, None).run()
 
     def owners(self) -> dict[str, list[Owner]]:
         """Return by site the tensors that training may change to lower it; of norms' gains only the encoder's last."""
@@ -107,18 +109,20 @@ class DifferentiableBounds:
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return bounds of some sites at indices, with a graph; LayerNorms' input means are the last ``measure``'s."""
-        return _Walk(self, wanted).run()
+        live = self.layout, self.read, self.arithmetic, self.means, False
+        return _Walk(*live, self.fixed, self.stream, wanted).run()
 
 
-class _Walk:
-    """One pass over a layout. ``wanted``: indices of the bounds by site; None for all, with means of norms' inputs."""
+@dataclass(eq=False)
+class _Walk(LiveWeights):
+    """One pass over a layout. fixed: linears and norms whose outputs no exponent moves. follows: whether the stream has
+    sites. wanted: indices of the bounds by site; None for all."""
 
-    def __init__(
-        self, whole: DifferentiableBounds, wanted: Mapping[str, Tensor] | None, *, again: bool = False
-    ) -> None:
-        self.layout, self.a, self.fixed, self.wanted = whole.layout, whole.arithmetic, whole.fixed, wanted
-        self.live = LiveWeights(whole.layout, whole.read, whole.arithmetic, whole.means, wanted is None and not again)
-        self.stream_counts = whole.stream
+    fixed: Collection[str]
+    follows: bool
+    wanted: Mapping[str, Tensor] | None
+
+    def __post_init__(self) -> None:
         self.centred = self.layout.family.centred_norm
         self.found: dict[str, Tensor] = {}
         self.stream: Tensor | None = None
@@ -130,9 +134,9 @@ class _Walk:
             stack, sublayer = reader.stack, reader.sublayer
             if reader.is_first:
                 sums = [x for s in stack.sublayers for x in (s.add, *outputs_of(s))]
-                follows = (self.stream_counts and self.wants(*sums)) or (self.centred and self.live.finds_means)
-                follows = follows or self.layout.reads_stream_itself
-                self.stream = self.embedding(stack.ends) if follows else None
+                needed = (self.follows and self.wants(*sums)) or (self.centred and self.finds_means)
+                needed = needed or self.layout.reads_stream_itself
+                self.stream = self.embedding(stack.ends) if needed else None
                 if self.layout.reads_stream_itself:
                     self.axes = self.first_axes(stack.ends)
             source = self.read_by(reader.norm)
@@ -168,46 +172,46 @@ class _Walk:
             self.found[site] = bounds[self.wanted[site]]
 
     def embedding(self, ends: StackEnds) -> Tensor:
-        table = self.live.weight(self.layout.table(ends))
+        table = self.weight(self.layout.table(ends))
         assert table is not None
         amax = table.abs().amax(0) * self.layout.embedding_scale(ends)
-        positions = self.live.weight(ends.positions) if ends.positions else None
+        positions = self.weight(ends.positions) if ends.positions else None
         amax = amax if positions is None else amax + positions.abs().amax(0)
         for w in (w for w in self.layout.projectors if not w.behind):
             amax = torch.maximum(amax, self.projected(w))
-        return self.live.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
+        return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
     def projected(self, w: Projector) -> Tensor:
         """Bounds by channel of a projector's output, as ``certificate`` has them."""
-        gain, shift = self.live.pair(w.norm)
+        gain, shift = self.pair(w.norm)
         if w.layer_norm_eps is None:
             source = rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
         else:
             source = layer_normalised(gain, shift, MOST_MEAN, w.layer_norm_eps, self.a)
         source = side_by_side(source, w.joined, by_channel=w.by_channel)
         if w.merging:
-            merged = self.live.linear(w.merging, source).partial
+            merged = self.linear(w.merging, source).partial
             source = stream_itself(enclosing_axes(merged, merged.norm()), merged)
         if w.feed_forward is not None:
-            return feed_forward_output(self.live, w.feed_forward, source)
-        weight = self.live.weight(w.weight)
+            return feed_forward_output(self, w.feed_forward, source)
+        weight = self.weight(w.weight)
         assert weight is not None
         return rows_of(weight.mT, None, source).partial
 
     def first_axes(self, ends: StackEnds) -> Tensor:
         """Squared axes of an ellipsoid that holds the stream's start."""
-        table = self.live.weight(self.layout.table(ends))
+        table = self.weight(self.layout.table(ends))
         assert table is not None and self.stream is not None
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
         """Bounds of output projections by path, and of their joint output; zeros where a norm behind hides them."""
-        if sublayer.post_norm and not self.stream_counts and not self.centred:
+        if sublayer.post_norm and not self.follows and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
-            made, partial_sums = attention_output(self.live, sublayer, self.read_by_keys(sublayer, source))
+            made, partial_sums = attention_output(self, sublayer, self.read_by_keys(sublayer, source))
             return {sublayer.output: torch.maximum(made, partial_sums)}, made
-        found = {each.output: feed_forward_output(self.live, each, source) for each in feed_forwards_of(sublayer)}
+        found = {each.output: feed_forward_output(self, each, source) for each in feed_forwards_of(sublayer)}
         if not isinstance(sublayer, Experts):
             return found, found[sublayer.output]
         # A token's experts have weights whose sum is bounded; each product and sum is rounded.
@@ -218,7 +222,7 @@ class _Walk:
 
     def add(self, sublayer: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:
         assert self.stream is not None
-        for path, bounds in outputs.items() if self.stream_counts else ():
+        for path, bounds in outputs.items() if self.follows else ():
             self.note(path, bounds)
         source = self.norm(sublayer.post_norm) if sublayer.post_norm else None
         made = made if source is None else source.bound
@@ -228,7 +232,7 @@ class _Walk:
         self.stream = (self.stream + made) * (1 + self.a.unit)
         for w in (w for w in self.layout.projectors if w.behind == sublayer.add):
             self.stream = (self.stream + self.projected(w)) * (1 + self.a.unit)
-        if self.stream_counts:
+        if self.follows:
             self.note(sublayer.add, self.stream)
 
     def read_by(self, norm: str) -> NormOutput:
@@ -238,23 +242,21 @@ class _Walk:
         return stream_itself(self.axes, self.stream)
 
     def norm(self, path: str) -> NormOutput:
-        return self.live.normalised(path, self.stream)
+        return self.normalised(path, self.stream)
 
     def linear_site(self, path: str, source: NormOutput) -> None:
         """Note a linear whose output no exponent moves, with all rows of a matrix that gate and neurons share."""
         at = None if self.wanted is None else self.wanted[path]
-        self.found[path] = self.live.linear(path, source, at).partial * (
-            1 + self.live.linear_error(source.gain.numel())
-        )
+        self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
     def head(self, head: Head, final: NormOutput) -> None:
         """Note the bounds of a head's linears, a language model's with and without its bias."""
         layout, (first, *others) = self.layout, head.linears
         offset = None
         if layout.stock.is_language_model and layout.family.logits_bias:
-            offset = self.live.weight(layout.family.logits_bias)
+            offset = self.weight(layout.family.logits_bias)
         added = None if offset is None else offset.abs().view(-1)
-        error = 1 + self.live.linear_error(final.gain.numel()) + (self.a.unit if layout.head_scale != 1.0 else 0.0)
+        error = 1 + self.linear_error(final.gain.numel()) + (self.a.unit if layout.head_scale != 1.0 else 0.0)
         final = final.scaled(layout.head_scale, self.a)
         self.head_rows(first, first.at, final, error, None)
         if added is not None:
@@ -263,16 +265,16 @@ class _Walk:
             # A tanh is at most 1.
             if not self.wants(linear.at):
                 continue
-            weight, bias = self.live.weight(linear.weight), self.live.weight(linear.bias)
+            weight, bias = self.weight(linear.weight), self.weight(linear.bias)
             assert weight is not None
             total = weight.abs().sum(1) if bias is None else weight.abs().sum(1) + bias.abs()
-            self.note(linear.at, total * (1 + self.live.linear_error(weight.shape[1])))
+            self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
         """Note a head's linear, some thousand rows at a time where all are wanted. added: is added to its outputs."""
         if not self.wants(site):
             return
-        weight, bias = self.live.read(linear.weight), self.live.weight(linear.bias)
+        weight, bias = self.read(linear.weight), self.weight(linear.bias)
 
         def bounds(at: Any) -> Tensor:
             made = rows_of(wide(weight[at]), None if bias is None else bias[at], final).partial * error
@@ -289,8 +291,8 @@ class _Walk:
         # Where the mask is −inf there is no third site.
         sites = [f"{sublayer.at}:scores", sublayer.joining, *(() if sublayer.radius else (f"{sublayer.at}:masked",))]
         if self.wants(*sites):
-            product, scaled, span = scores(self.live, sublayer, source, self.read_by_keys(sublayer, source))
-            for site, bound in zip(sites, (product, *masked(self.live, sublayer, scaled, span)), strict=False):
+            product, scaled, span = scores(self, sublayer, source, self.read_by_keys(sublayer, source))
+            for site, bound in zip(sites, (product, *masked(self, sublayer, scaled, span)), strict=False):
                 self.note(site, bound)
 
     def read_by_keys(self, sublayer: Attention, source: NormOutput) -> NormOutput:
@@ -299,7 +301,7 @@ class _Walk:
         if sublayer.memory:
             assert self.memory is not None
             return self.memory
-        return either(source, self.live.normalised(sublayer.block_norm)) if sublayer.block else source
+        return either(source, self.normalised(sublayer.block_norm)) if sublayer.block else source
 
 
 def first_linears(sublayer: Sublayer) -> list[str]:
