@@ -210,9 +210,8 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 @dataclass(frozen=True)
 class SourceBounds:
     """Bounds of the source before any exponent. exponents: of the streams, for LayerNorm's eps. unmoved: sites over
-    their limit that no exact exponent moves. failing: these, and projectors' sums of squares."""
+    their limit that no exact exponent moves."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]
     unmoved: frozenset[str]
-    failing: frozenset[str]

@@ -329,9 +329,7 @@ def bound_source(
         certificate = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
     over = [site for site in certificate.sites if not site.holds]
     unmoved = frozenset(site.name for site in over if not traits(site.kind).movable)
-    squares = {f"{projector.norm} (sum of squares)" for projector in layout.projectors}
-    towers = {site.name for site in over} & squares
-    return SourceBounds(certificate.ranges, exponents, unmoved, unmoved | towers)
+    return SourceBounds(certificate.ranges, exponents, unmoved)
 
 
 def observe_source(
