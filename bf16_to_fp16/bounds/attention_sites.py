@@ -114,6 +114,8 @@ class AttentionSites:
 
     def rotation(self, rotary: Rotary, query: Tensor, key: Tensor) -> float:
         most = max(largest(query), largest(key))
+        if not self.sublayer.turns:
+            return most
         self.note(f"{rotary.at}:to", SiteKind.ROTATION, rotary.factor)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
             self.note(f"{self.sublayer.at}:{operation}", SiteKind.ROTATION, most)

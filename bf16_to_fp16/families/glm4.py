@@ -1,7 +1,8 @@
-"""GLM-4-0414: a causal language model with norms on both sides of every sublayer, and one matrix for gate and neurons.
-As Llama, with these differences. Gains behind a sublayer are stored as they are, so the stream's factor on them rounds
-nothing. Rotary positions turn channels 2i and 2i + 1 of each head's first half; the other channels are not turned, and
-count as pairs too. ``gate_up_proj`` has the gate's rows first, then the neurons', which alone carry a factor."""
+"""GLM-4-0414 and GLM-4: causal language models with one matrix for gate and neurons; GLM-4-0414 has norms on both sides
+of every sublayer, GLM-4 before it only. As Llama, with these differences. Gains behind a sublayer are stored as they
+are, so the stream's factor on them rounds nothing. Rotary positions turn channels 2i and 2i + 1 of each head's first
+half; the other channels are not turned, and count as pairs too. ``gate_up_proj`` has the gate's rows first, then the
+neurons', which alone carry a factor."""
 
 from __future__ import annotations
 
@@ -14,13 +15,14 @@ from .types import Part
 from .wiring import Rotary
 
 
-def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+def block(config: Mapping[str, object], i: int, *, behind: bool = True) -> Sequence[Part]:
+    """Return the parts of layer ``i``. behind: whether there are norms behind its sublayers."""
     at, count = f"layers.{i}", llama.number(config, "intermediate_size")
     style = Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     wiring = llama.wired_attention(
         config,
         at,
-        post_norm=f"{at}.post_self_attn_layernorm",
+        post_norm=f"{at}.post_self_attn_layernorm" if behind else "",
         rotary=Rotary("rotary_emb", llama.rotary_factor(config), interleaved=True),
     )
     gated = llama.wired_feed_forward(
@@ -30,7 +32,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         linear=f"{at}.mlp.gate_up_proj",
         fused=(count, count),
         act=f"{at}.mlp.activation_fn",
-        post_norm=f"{at}.post_mlp_layernorm",
+        post_norm=f"{at}.post_mlp_layernorm" if behind else "",
     )
     return attention(wiring, style, llama.shared_values(config)), feed_forward(gated, style)
 
@@ -54,4 +56,13 @@ GLM4 = replace(
     encoder=llama.layers(block),
     eps=1.5625e-7,
     free_keys=(*llama.LLAMA.free_keys, "partial_rotary_factor"),
+)
+
+GLM = replace(
+    GLM4,
+    name="glm",
+    title="GLM-4",
+    model_type="glm",
+    classes=llama.classes("Glm"),
+    encoder=llama.layers(block, behind=False),
 )

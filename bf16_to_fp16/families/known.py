@@ -11,15 +11,15 @@ from .configs import full_config
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
-from .glm4 import GLM4
+from .glm4 import GLM, GLM4
 from .glm4_moe import GLM4_MOE
-from .llama import LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS
+from .llama import ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS, SMOLLM3
 from .longt5 import LONGT5
 from .mbart import MBART
 from .mistral3 import MINISTRAL3, MISTRAL3
 from .moe import MIXTRAL, OLMOE, QWEN3_MOE
 from .nested import family_inside
-from .olmo import OLMO2, OLMO3
+from .olmo import EXAONE4, OLMO2, OLMO3
 from .pegasus import PEGASUS
 from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
 from .roles import Roles, roles
@@ -34,8 +34,8 @@ INNER = "text_config"  # key of a text model's nested config
 FAMILIES: tuple[Family, ...] = (
     *(T5, MT5, UMT5, LONGT5, SWITCH, PEGASUS, MBART, BIGBIRD_PEGASUS),
     *(GEMMA3, GEMMA3_WITH_IMAGES, GEMMA2, GEMMA),
-    *(LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, QWEN2, QWEN3, SEED_OSS),
-    *(QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT, GLM4, OLMO2, OLMO3),
+    *(LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, QWEN2, QWEN3, SEED_OSS, SMOLLM3, ERNIE4_5),
+    *(QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT, GLM4, GLM, OLMO2, OLMO3, EXAONE4),
     *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, T5GEMMA),
 )
 

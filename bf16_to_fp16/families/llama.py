@@ -1,8 +1,9 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Seed-OSS: causal language models with rotary positions and a SiLU gate. They have
-one stack. They differ in the linears with a bias, in Seed-OSS's dropouts, and in Qwen3's norms of queries and keys,
-whose inputs carry the stream's factor. Without such norms a factor passes a rotation only where both channels of a pair
-have it: queries and keys have one exponent for each pair of each head of keys. Gains are stored as they are, so every
-norm can move. Other families of one stack begin from these records."""
+"""Llama, Mistral, Qwen2, Qwen3, Seed-OSS, SmolLM3 and ERNIE 4.5: causal language models with rotary positions and a
+SiLU gate. They have one stack. They differ in the linears with a bias, in Seed-OSS's dropouts, in ERNIE's pairs of
+channels, in SmolLM3's layers without positions, and in Qwen3's norms of queries and keys, whose inputs carry the
+stream's factor. Without such norms a factor passes a rotation only where both channels of a pair have it: queries and
+keys have one exponent for each pair of each head of keys. Gains are stored as they are, so every norm can move. Other
+families of one stack begin from these records."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ from .wiring import Attention, Experts, FeedForward, Head, Rotary, StackEnds, St
 
 Biases = Mapping[str, Collection[str]]  # linears with a bias, by the config key that switches it on, "" for always
 STORED = StoredExperts()
+UNTURNED = Rotary("")
 BODY = "model"  # path of the stack in a model with a head
 STACK = "language_model"  # the same in a model with images and no head
 INSIDE = f"{BODY}.{STACK}"  # and in one with a head
@@ -187,13 +189,23 @@ def head_norms(at: str) -> dict[str, str]:
 
 
 def block(
-    config: Mapping[str, object], i: int, *, biases: Biases, normed: bool = False, dropped: bool = False
+    config: Mapping[str, object],
+    i: int,
+    *,
+    biases: Biases,
+    normed: bool = False,
+    dropped: bool = False,
+    turned: bool = True,
+    interleaved: bool = False,
 ) -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: norms queries and keys by head. dropped: drops a sublayer's output."""
+    """Return the parts of layer ``i``. normed: norms queries and keys by head. dropped: drops a sublayer's output.
+    turned: has rotary positions. interleaved: they turn channels 2i and 2i + 1."""
     check_window(config)
     style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
     wiring = wired_attention(config, at, norms_by_position=normed, **(head_norms(at) if normed else {}))
+    rotary = Rotary("rotary_emb", rotary_factor(config), interleaved=interleaved) if turned else UNTURNED
+    wiring = replace(wiring, rotary=rotary)
     gated = wired_feed_forward(at, config["hidden_act"])
     if dropped:
         wiring, gated = replace(wiring, dropout=wiring.at), replace(gated, dropouts=(gated.at,))
@@ -350,4 +362,57 @@ SEED_OSS = replace(
         dropped=True,
     ),
     dropout={**LLAMA.dropout, "branch": "residual_dropout"},
+)
+
+
+def every_fourth_unturned(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of SmolLM3's layer ``i``, whose attention may have no positions at all."""
+    turns = config.get("no_rope_layers") or [(n + 1) % number(config, "no_rope_layer_interval") for n in range(i + 1)]
+    if not isinstance(turns, Sequence) or len(turns) <= i:
+        raise UserError("config.json: 'no_rope_layers' has too few numbers; take it from the original checkpoint")
+    biases = {"attention_bias": ATTENTION, "mlp_bias": FEED_FORWARD}
+    return block(config, i, biases=biases, turned=bool(turns[i]))
+
+
+SMOLLM3 = replace(
+    LLAMA,
+    name="smollm3",
+    title="SmolLM3",
+    model_type="smollm3",
+    classes=classes("SmolLM3"),
+    defaults={
+        **LLAMA.defaults,
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+    },
+    encoder=Stack("num_hidden_layers", every_fourth_unturned),
+    free_keys=(*QWEN2.free_keys, "no_rope_layers"),
+)
+
+ERNIE4_5 = replace(
+    LLAMA,
+    name="ernie4_5",
+    title="ERNIE 4.5",
+    model_type="ernie4_5",
+    classes=classes("Ernie4_5", labels=()),
+    defaults={key: value for key, value in SHARED_DEFAULTS.items() if key != "attention_dropout"}
+    | {
+        "vocab_size": 103_424,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "use_bias": False,
+        "tie_word_embeddings": True,
+    },
+    encoder=layers(block, biases={"use_bias": (*ATTENTION, *FEED_FORWARD)}, interleaved=True),
+    eps=1e-5,
+    dropout={},
 )

@@ -1,25 +1,30 @@
-"""OLMo 2 and OLMo 3: causal language models whose norms stand behind each sublayer, and none before. As Llama, with
-these differences. Linears read the stream itself. Those whose output carries no stream factor divide their columns by
-it; q, k and both output projections pass it on into norms that share the config's eps. The gains of the norms behind
-each sublayer bound its part of the stream. The norms of queries and keys are over all heads together."""
+"""OLMo 2, OLMo 3 and EXAONE 4: causal language models whose norms stand behind each sublayer, and none before. As
+Llama, with these differences. Linears read the stream itself. Those whose output carries no stream factor divide their
+columns by it; q, k and both output projections pass it on into norms that share the config's eps. The gains of the
+norms behind each sublayer bound its part of the stream. OLMo norms queries and keys over all heads together. EXAONE has
+no positions in the layers that see everything, where others see a window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..errors import UserError
 from . import llama
 from .parts import Style, attention, feed_forward
-from .types import Part
+from .types import Part, Stack
 
 
-def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+def block(config: Mapping[str, object], i: int, *, whole: bool = True, turned: bool = True) -> Sequence[Part]:
+    """Return the parts of layer ``i``. whole: norms queries and keys over all heads. turned: has rotary positions."""
     llama.check_window(config)
     at, behind = f"layers.{i}", "post_attention_layernorm"
-    style = Style(biased=llama.ATTENTION if config["attention_bias"] else ())
+    style = Style(biased=llama.ATTENTION if config.get("attention_bias") else ())
     wiring = llama.wired_attention(
-        config, at, norm="", post_norm=f"{at}.{behind}", norms_whole=True, **llama.head_norms(at)
+        config, at, norm="", post_norm=f"{at}.{behind}", norms_whole=whole, **llama.head_norms(at)
     )
+    if not turned:
+        wiring = replace(wiring, rotary=llama.UNTURNED)
     post_norm = f"{at}.post_feedforward_layernorm"
     gated = llama.wired_feed_forward(at, config["hidden_act"], norm="", post_norm=post_norm)
     return attention(wiring, style, llama.shared_values(config)), feed_forward(gated, style)
@@ -46,4 +51,27 @@ OLMO3 = replace(
     classes=llama.classes("Olmo3", labels=(llama.OF_ROWS,)),
     free_keys=(*llama.LLAMA.free_keys, "layer_types", "sliding_window"),
     older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_theta", "")},
+)
+
+
+def unturned_without_window(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    """Return the parts of EXAONE 4's layer ``i``."""
+    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
+    if kinds is None and isinstance(pattern, int):
+        kinds = [("sliding_attention", "full_attention")[pattern > 0 and (n + 1) % pattern == 0] for n in range(i + 1)]
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) <= i:
+        raise UserError("config.json: 'layer_types' has too few kinds; take it from the original checkpoint")
+    return block(config, i, whole=False, turned=config.get("sliding_window") is None or kinds[i] == "sliding_attention")
+
+
+EXAONE4 = replace(
+    llama.LLAMA,
+    name="exaone4",
+    title="EXAONE 4",
+    model_type="exaone4",
+    classes=llama.classes("Exaone4"),
+    defaults={**llama.SHARED_DEFAULTS, "vocab_size": 102_400, "intermediate_size": 16_384, "sliding_window_pattern": 4},
+    encoder=Stack("num_hidden_layers", unturned_without_window),
+    eps=1e-5,
+    free_keys=(*llama.LLAMA.free_keys, "layer_types", "sliding_window"),
 )

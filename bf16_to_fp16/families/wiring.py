@@ -20,9 +20,10 @@ class StockAttributes:
 @dataclass(frozen=True)
 class Rotary:
     """Rotary positions: each pair of channels of a query or key is turned by an angle. at: the module of the cosines
-    and sines. factor: their largest multiplier, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i
-    + head_dim/2. runs: the number of equal runs of a head, each paired by itself or not turned at all. growth: (g, n)
-    multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
+    and sines, "" where the layer turns nothing, which a bound on every rotation covers. factor: their largest
+    multiplier, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i + head_dim/2. runs: the number
+    of equal runs of a head, each paired by itself or not turned at all. growth: (g, n) multiplies queries at position p
+    by 1 + g·ln(1 + ⌊p/n⌋)."""
 
     at: str
     factor: float = 1.0
@@ -77,12 +78,16 @@ class Attention:
         return self.norm or self.query
 
     @property
+    def turns(self) -> bool:
+        return self.rotary is not None and bool(self.rotary.at)
+
+    @property
     def scaling(self) -> tuple[str, ...]:
         """The sites at which scores are multiplied by a number, or queries and keys by its root. Rotary positions take
         four products before, and growing queries one more."""
         if self.divides:
             return (f"{self.at}:div",)
-        first = 1 if self.rotary is None else 6 if self.rotary.growth else 5
+        first = 1 if not self.turns else 6 if self.rotary is not None and self.rotary.growth else 5
         return tuple(f"{self.at}:mul#{count}".removesuffix("#1") for count in (first, first + 1))
 
     @property
@@ -93,7 +98,7 @@ class Attention:
     @property
     def joining(self) -> str:
         """The site at which bias and mask join the scores."""
-        return f"{self.at}:add#3" if self.rotary else f"{self.at}:add"
+        return f"{self.at}:add#3" if self.turns else f"{self.at}:add"
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
             if own.groups:
                 same(part.at, own.groups, heads // layout.kv_heads(part))
             same(part.at, "scaling", layout.score_scale(part), optional=not part.scaled or part.divides)
-            if part.rotary is not None:
+            if part.rotary is not None and part.turns:
                 module = model.get_submodule(part.rotary.at)
                 for attribute in rotary_scales(module):
                     if not 0 <= getattr(module, attribute) <= part.rotary.factor:
@@ -219,7 +219,8 @@ def rotary_scales(module: nn.Module) -> list[str]:
 
 def check_rotary(layout: Layout, model: Any, where: str) -> None:
     """Raise UserError where stock code cannot compute rotary angles at the first or the last possible position."""
-    for path in sorted({part.rotary.at for part in layout.topology if isinstance(part, Attention) and part.rotary}):
+    attentions = [part for part in layout.topology if isinstance(part, Attention) and part.turns]
+    for path in sorted({part.rotary.at for part in attentions if part.rotary is not None}):
         # Built again off the meta device: no file holds the frequencies.
         module = model.get_submodule(path)
         check_dynamic(module.config.rope_parameters, where)

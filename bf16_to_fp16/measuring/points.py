@@ -136,7 +136,7 @@ def _scores(values: dict[str, Tensor], layout: Layout, sublayer: Attention) -> A
                 q, k = (x.unflatten(-1, (number, -1)) for x, number in zip((q, k), heads, strict=True))
             if sublayer.norms_by_position or sublayer.norms_whole:
                 q, k = q.transpose(1, 2), k.transpose(1, 2)
-        if (rotary := sublayer.rotary) is not None:
+        if (rotary := sublayer.rotary) is not None and sublayer.turns:
             q, k = (rotated(x, *kwargs["position_embeddings"], interleaved=rotary.interleaved) for x in (q, k))
         if rotary is not None and rotary.growth is not None:
             growth, positions = rotary.growth

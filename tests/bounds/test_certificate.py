@@ -86,7 +86,7 @@ def dropouts_of(kind: str) -> Mapping[DropoutKind, str]:
 
 def test_every_way_to_drop_is_tried() -> None:
     tried = [dropouts_of(kind) for kind in DROPPED]
-    for family in FAMILIES:
+    for family in filter(lambda family: family.dropout, FAMILIES):
         assert {kind: key.rpartition(".")[2] for kind, key in family.dropout.items()} in tried, family.name
 
 

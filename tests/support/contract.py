@@ -106,7 +106,9 @@ def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
         for name, signal in layout.signals.items()
         if signal.kind in kinds and signal.kind is not Kind.RESIDUAL
     }
-    one = {n: e[0] for n, e in exponents.items() if isinstance(e, list) and layout.signals[n].kind.may_be_one_number}
+    one = {
+        n: e[0] or 2 for n, e in exponents.items() if isinstance(e, list) and layout.signals[n].kind.may_be_one_number
+    }
     exponents |= one
     r = -4 if Kind.RESIDUAL in kinds else 0
     exponents |= {name: r for name in layout.streams if name != RESIDUAL and r}

@@ -360,6 +360,17 @@ ENTRIES = (
         {"glm4": stock("Glm4ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
         LLAMA_DRAWN | {"head_dim": (4, 8, 10), "attention_bias": (False, True)},
     ),
+    Entry({"glm": stock("GlmForCausalLM", LLAMA_SHAPE, pad_token_id=0)}, LLAMA_DRAWN | {"head_dim": (4, 8, 12)}),
+    Entry(
+        {"smollm3": stock("SmolLM3ForCausalLM", LLAMA_SHAPE, pad_token_id=0, no_rope_layer_interval=2)},
+        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"}
+        | {"attention_bias": (False, True), "no_rope_layer_interval": (1, 2)},
+    ),
+    Entry({"ernie4_5": stock("Ernie4_5ForCausalLM", LLAMA_SHAPE)}, LLAMA_DRAWN | {"use_bias": (False, True)}),
+    Entry(
+        {"exaone4": stock("Exaone4ForCausalLM", LLAMA_SHAPE, sliding_window=6, sliding_window_pattern=2)},
+        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"} | {"sliding_window_pattern": (1, 2)},
+    ),
     Entry(
         {"qwen2_5_vl": QWEN2_5_VL, "qwen2_5_vl-states": headless(QWEN2_5_VL)}, VL_DRAWN, alike=("qwen2_5_vl-states",)
     ),
