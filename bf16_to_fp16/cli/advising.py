@@ -73,7 +73,6 @@ def losses_command(log: str, window: int, z: float, json_file: str | None) -> in
 
 
 def answer(json_file: str | None, result: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None]) -> int:
-    write_result(json_file, result)
-    if json_file != "-":
+    if write_result(json_file, result):
         show(result)
     return SAFE

@@ -110,8 +110,7 @@ def certify_command(
     from ..report.schema import Report, read
 
     result = certify(source, subfolder=subfolder, config=config, progress=shared.make_progress(), **options)
-    shared.write_result(json_file, result)
-    if json_file != "-":
+    if shared.write_result(json_file, result):
         report = read(Report, result)
         terminal.print_certificate(report, exact_next(report, source, subfolder))
     return SAFE if result["verdict"] == "safe" else UNSAFE
@@ -182,7 +181,6 @@ def verify_command(
 
     run_model, progress = not no_audit, shared.make_progress()
     result = verify(source, original=original, data=data, run_model=run_model, progress=progress, **options)
-    shared.write_result(json_file, result)
-    if json_file != "-":
+    if shared.write_result(json_file, result):
         terminal.print_verification(read(Verification, result))
     return SAFE if result["verified"] else UNSAFE

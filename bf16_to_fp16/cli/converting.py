@@ -109,8 +109,7 @@ def convert_command(
 
         run = partial(convert_or_finetune, recipe)
     result = run(options, source, place, progress=shared.make_progress())
-    shared.write_result(json_file, result.report)
-    if json_file != "-":
+    if shared.write_result(json_file, result.report):
         show_conversion(result)
     return SAFE if dry_run or result.safe else UNSAFE
 
@@ -162,8 +161,7 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     from ..conversion.adapter import convert_adapter
 
     result = convert_adapter(adapter, out, base, back=back, force=force)
-    shared.write_result(json_file, result.to_json())
-    if json_file != "-":
+    if shared.write_result(json_file, result.to_json()):
         show(f"{result.out} holds {len(result.tensors)} tensors of an adapter for {result.base}")
         for note in result.notes:
             show(note)
@@ -185,8 +183,7 @@ def convert_whole(
 
     result = convert_pipeline_by(options, pipeline, place, copy=copy, progress=shared.make_progress())
     reports = {name: one.report for name, one in result.encoders.items()}
-    shared.write_result(json_file, {**result.report, "reports": reports})
-    if json_file != "-":
+    if shared.write_result(json_file, {**result.report, "reports": reports}):
         for name, one in result.encoders.items():
             terminal.print_title(name)
             show_conversion(one)
@@ -273,7 +270,6 @@ def undo_command(
     # Before anything is written.
     words = terminal.brought_back(folder) if plan is None else "the trained weights at the original's scale"
     written = undo(folder, out, plan=plan, force=force, progress=shared.make_progress())
-    shared.write_result(json_file, {"out": str(written), "holds": words})
-    if json_file != "-":
+    if shared.write_result(json_file, {"out": str(written), "holds": words}):
         show(f"{written} holds {words}")
     return SAFE

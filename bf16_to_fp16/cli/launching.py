@@ -23,10 +23,8 @@ def recipe_command(name: str | None, json_file: str | None) -> int:
     from ..yaml_files import parse_yaml
 
     text = shipped_text(name)
-    write_result(
-        json_file, {"name": name, "recipe": parse_recipe(parse_yaml(text, str(name))).describe(), "text": text}
-    )
-    if json_file != "-":
+    recipe = parse_recipe(parse_yaml(text, str(name))).describe()
+    if write_result(json_file, {"name": name, "recipe": recipe, "text": text}):
         click.echo(text, nl=False)
     return SAFE
 

@@ -26,8 +26,7 @@ def families_command(json_file: str | None) -> int:
         }
         for f in FAMILIES
     ]
-    write_result(json_file, {"families": rows, "refused": dict(REFUSED)})
-    if json_file != "-":
+    if write_result(json_file, {"families": rows, "refused": dict(REFUSED)}):
         print_families(rows)
         print_refused(REFUSED)
     return SAFE

@@ -63,8 +63,7 @@ def publish_command(
 
     how: dict[str, Any] = {"public": public, "dry_run": dry_run, "confirm": confirm, "progress": make_progress()}
     result = publish(folder, repo_id, **how, **options)
-    write_result(json_file, result)
-    if json_file != "-":
+    if write_result(json_file, result):
         print_published(result)
     return SAFE if result["verdict"] == "safe" else UNSAFE
 

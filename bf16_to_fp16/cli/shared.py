@@ -175,18 +175,20 @@ def given_options(context: click.Context) -> Iterator[tuple[str, str]]:
             yield str(parameter.name), parameter.opts[0]
 
 
-def write_result(target: str | None, data: Mapping[str, Any]) -> None:
+def write_result(target: str | None, data: Mapping[str, Any]) -> bool:
+    """Write a report where it was asked for; return whether standard output is free for words."""
     if target is None:
-        return
+        return True
     from ..environment import SCHEMA
     from ..json_text import finite, write_json
 
     data = {"schema": SCHEMA, **data}
     if target == "-":
         print(visible(json.dumps(finite(data), indent=2, ensure_ascii=False), as_json=True))
-        return
+        return False
     with replacing_for("--json", Path(target)) as new:
         write_json(new, data)
+    return True
 
 
 @contextmanager

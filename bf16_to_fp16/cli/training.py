@@ -52,7 +52,6 @@ def finetune_command(
     result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
     if result is None:  # not the first process
         return SAFE
-    shared.write_result(json_file, result.report)
-    if json_file != "-":
+    if shared.write_result(json_file, result.report):
         terminal.print_conversion(read(Report, result.report), Path(asked.out), then=result.next)
     return SAFE if result.safe else UNSAFE

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
-from typing import Any
 
 from ..families.known import named
 from ..families.older import is_older_key
@@ -114,29 +112,13 @@ UNPROVEN_COLUMNS = (
 )
 
 
-REGIME_COLUMNS = (
-    Column("regime", lambda row: f"{row['name']} ({row['meaning']})"),
-    numbers("non-finite", itemgetter("nonfinite")),
-    numbers("saturated", itemgetter("saturated")),
-    numbers("max |x|", itemgetter("amax"), str),
-    numbers("headroom", itemgetter("bits"), str),
+REGIME_COLUMNS = (  # of rows (name, regime)
+    Column("regime", lambda row: f"{row[0]} ({facts.REGIME_MEANINGS.get(row[0], '')})"),
+    numbers("non-finite", lambda row: row[1].nonfinite),
+    numbers("saturated", lambda row: row[1].saturated),
+    numbers("max |x|", lambda row: reached(row[1].reached), str),
+    numbers("headroom", lambda row: headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
 )
-
-
-def regime_rows(regimes: Mapping[str, RegimeEntry]) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": name,
-            "meaning": facts.REGIME_MEANINGS.get(name, ""),
-            "safe": not regime.broken,
-            "nonfinite": regime.nonfinite,
-            "saturated": regime.saturated,
-            "amax": reached(regime.reached),
-            "bits": headroom_or_excess(regime.headroom_bits, regime.reached),
-            "tightest": facts.first_broken(regime) or regime.tightest or "–",
-        }
-        for name, regime in regimes.items()
-    ]
 
 
 def unsafe_tables(report: Report) -> list[Table]:

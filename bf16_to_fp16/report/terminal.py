@@ -6,7 +6,6 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from .sections import (
     REGIME_COLUMNS,
     TIER_COLUMNS,
     exponent_rows,
-    regime_rows,
 )
 from .site_table import headroom_at, reached_at
 from .stored import read_packed
@@ -97,7 +95,7 @@ def print_advice(screen: Output, report: schema.Report) -> None:
         ("function", facts.inexactness(report)),
         *facts.function_rows(report, MOST_EDITS),
         ("eps", facts.held_eps(report)),
-        ("to finetune", uses.finetuning(report)),
+        ("to finetune", uses.training(report)),
         ("beware", uses.harm(report)),
         ("older versions", older),
         ("padding", coverage.padding_advice(report)),
@@ -186,7 +184,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
             " (bf16-to-fp16 families)"
         )
     print_tiers(screen, report)
-    screen.table(Table(REGIMES, regime_rows(report.regimes)))
+    screen.table(Table(REGIMES, list(report.regimes.items())))
     print_underflow(screen, report.regimes)
     if words := facts.gradients_in_words(report):
         screen.print(words)
@@ -311,7 +309,10 @@ SITE_COLUMNS = (
     numbers("saturated", "saturated"),
     Column("by design", facts.by_design),
 )
-REGIMES = (*REGIME_COLUMNS, names("tightest or first broken", itemgetter("tightest")))
+REGIMES = (
+    *REGIME_COLUMNS,
+    names("tightest or first broken", lambda row: facts.first_broken(row[1]) or row[1].tightest or "–"),
+)
 PAIRS = (Column("what", 0), Column("value", 1))
 
 

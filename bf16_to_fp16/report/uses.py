@@ -19,18 +19,9 @@ def powers(exponents: dict[str, int]) -> str:
     return ", ".join(f"2^{exponent} for {listed(names)}" for exponent, names in sorted(by_exponent.items()))
 
 
-def finetuning(report: schema.Report) -> str:
-    plan = report.plan
-    if plan is None or not report.safe:
-        return ""
-    if not plan.moves:
-        return (
-            "load it with dtype=torch.float32 and train with fp16=True; no weight was moved: your learning rate holds"
-        )
-    return (
-        "load it with dtype=torch.float32 and train with fp16=True, max_grad_norm=0; wrap your optimizer with"
-        f" make_fp16_safe(model).follow(optimizer, model) to keep your learning rate ({PAGE})"
-    )
+def training(report: schema.Report) -> str:
+    how = dict(uses(report)).get("train", "").replace("`", "")
+    return f"{how} ({PAGE})" if how else ""
 
 
 def harm(report: schema.Report) -> str:
