@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,7 +82,7 @@ class Checkpoint:
 
     def sha256(self, file: Path) -> str:
         with files.reading(file) as source:
-            return formats.RunningHash(source).whole()
+            return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 VIEWS: dict[Path, Checkpoint] = {}  # checkpoints opened from one file, by their scratch folder

@@ -41,7 +41,10 @@ class SingleFile:
 def open_single_file(file: Path, config: Path | Mapping[str, Any] | None) -> SingleFile:
     """Open one file of weights. config: replaces the inferred one."""
     state = formats.state_of(file)
-    every = read_any(file)
+    safetensors = file.suffix in (".safetensors", ".sft")
+    every = headers.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
+    if not every:
+        raise UserError(f"{file}: no tensors in it; {RESTORE}")
     inside = undo_data_of(file) if config is None else None
     naming = STOCK if inside is not None and inside["layout"] == "single" else naming_of(file, every)
     own = {naming.to_stock(name): info for name, info in every.items() if not name.endswith(ASIDE)}
@@ -49,7 +52,16 @@ def open_single_file(file: Path, config: Path | Mapping[str, Any] | None) -> Sin
     aside = sorted(name for name in every if name.endswith(ASIDE))
     if len(tensors) + len(aside) < len(every):
         raise UserError(f"{file}: holds a tensor under two names at once; {RESTORE}")
-    settled, notes = settled_config(file, tensors, config, inside)
+    notes = []
+    if config is not None:
+        settled = given_config(config, tensors)
+    elif inside is not None:
+        settled = given_config(inside["config"], tensors)
+        notes.append(f"{file.name}: has its config inside, from its conversion")
+    else:
+        settled = inferred_config(tensors, str(file))
+        (name,) = settled["architectures"]
+        notes.append(f"{file.name}: {name}, told from names and shapes (--config FILE overrides it)")
     SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
     folder = Path(SCRATCH[-1].name).resolve()
     for name, info in tensors.items():
@@ -67,14 +79,6 @@ def open_single_file(file: Path, config: Path | Mapping[str, Any] | None) -> Sin
     return SingleFile(file, folder, settled, tensors, {file: state}, tuple(notes))
 
 
-def read_any(file: Path) -> dict[str, headers.TensorInfo]:
-    safetensors = file.suffix in (".safetensors", ".sft")
-    tensors = headers.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
-    if not tensors:
-        raise UserError(f"{file}: no tensors in it; {RESTORE}")
-    return tensors
-
-
 def naming_of(file: Path, tensors: Mapping[str, headers.TensorInfo]) -> Naming:
     for naming in NAMINGS:
         if tensors.keys() >= {*naming.anchors}:
@@ -83,21 +87,6 @@ def naming_of(file: Path, tensors: Mapping[str, headers.TensorInfo]) -> Naming:
         f"{file}: no T5 in it by its stock names or Wan's (its first tensor is {formats.shown(min(tensors))});"
         " give the file of the text encoder alone, or a checkpoint's folder"
     )
-
-
-def settled_config(
-    file: Path,
-    tensors: Mapping[str, headers.TensorInfo],
-    config: Path | Mapping[str, Any] | None,
-    inside: Mapping[str, Any] | None,
-) -> tuple[dict[str, Any], list[str]]:
-    if config is not None:
-        return given_config(config, tensors), []
-    if inside is not None:
-        return given_config(inside["config"], tensors), [f"{file.name}: has its config inside, from its conversion"]
-    inferred = inferred_config(tensors, str(file))
-    (name,) = inferred["architectures"]
-    return inferred, [f"{file.name}: {name}, told from names and shapes (--config FILE overrides it)"]
 
 
 # --- its config ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from ..checkpoint.adapters import config_for
 from ..checkpoint.contents import is_converted
@@ -147,9 +148,10 @@ UNCOVERED = (
 
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:
     context = click.get_current_context()
-    for name, flag in shared.given_options(context):
-        if name not in ("source", "folder", "out", "adapter", "force", "json_file"):
-            raise UserError(f"{flag} is for checkpoints; leave it out with --adapter")
+    taken = ("source", "folder", "out", "adapter", "force", "json_file")
+    for each in context.command.params:
+        if each.name not in taken and context.get_parameter_source(str(each.name)) is ParameterSource.COMMANDLINE:
+            raise UserError(f"{each.opts[0]} is for checkpoints; leave it out with --adapter")
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.", context)
     for folder, wanted in ((adapter, "the folder of an adapter"), (base, "a folder that convert wrote")):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ..checkpoint.contents import read_config, weight_files
 from ..checkpoint.fetching import SMALL_FILES, fetched
@@ -167,12 +166,6 @@ def checked_target(target: Any, option: str) -> Any:
 
     check_file(Path(target), f"choose another file for {option}")
     return target
-
-
-def given_options(context: click.Context) -> Iterator[tuple[str, str]]:
-    for parameter in context.command.params:
-        if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE:
-            yield str(parameter.name), parameter.opts[0]
 
 
 def write_result(target: str | None, data: Mapping[str, Any]) -> bool:

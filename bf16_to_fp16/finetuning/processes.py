@@ -133,19 +133,15 @@ class Processes:
             optimizer.all_grad_tensors.clear()
             optimizer.micro_step_id = -1
 
-    def engine_norm(self) -> float:
-        """Return the norm of the gradient of the engine's last step, inf if it skipped it."""
-        skipped, self._skipped = self._skipped, int(self._engine.skipped_steps)
-        norm = self._engine.get_global_grad_norm()
-        return float("inf") if self._skipped > skipped else float(norm) if norm is not None else 0.0
-
     def finish_step(self, finite: bool, mixed_precision: MixedPrecision, optimizer: Any) -> float:
         """Take the optimizer's step, unless the gradient overflowed; return its norm, infinite or NaN where it did.
         finite: the losses were, by which an engine goes."""
         if self.engine:
             norm = math.inf
             if finite:
-                norm = self.engine_norm()
+                skipped, self._skipped = self._skipped, int(self._engine.skipped_steps)
+                of_engine = self._engine.get_global_grad_norm()
+                norm = norm if self._skipped > skipped else 0.0 if of_engine is None else float(of_engine)
             else:
                 self.drop_gradients()
             if mixed_precision.loss_scale is not None:

@@ -16,7 +16,7 @@ from ..measuring.soft_side import LEAST, TIMES
 from ..numerics import NOISE
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED
 from ..rescaling.outputs import on_request
-from ..rescaling.plan import Fallback, Plan, Violation
+from ..rescaling.plan import Fallback, Plan
 from ..rescaling.planner import Planned
 from ..results import ExceptionEntry, Fidelity, InexactEntry, OutputEntry
 from ..targets import SQUARING, TIERS, WHERE
@@ -78,7 +78,9 @@ def passed_limits(
     regimes the certificate decides which."""
     over: list[schema.UnsafeEntry] = []
     close: list[schema.UnsafeEntry] = []
-    for entry in map(passed_limit, planned.violations if planned else ()):
+    for each in planned.violations if planned else ():
+        how: dict[str, Any] = {"remedy": remedies.PENALTY, "reason": remedies.PASSED}
+        entry = schema.UnsafeEntry(signal=each.signal, kind="limit", excess_bits=each.excess_bits, **how)
         if entry.excess_bits > (plan.margin_bits or 0.0) if regimes else not certificate.holds:
             over.append(entry)
         else:
@@ -165,16 +167,6 @@ def too_inexact(
 
 def bits_between(error: float, other: float) -> float:
     return math.log2(error / other) / 2 if math.isfinite(error) else FP16_RANGE_BITS
-
-
-def passed_limit(violation: Violation) -> schema.UnsafeEntry:
-    return schema.UnsafeEntry(
-        signal=violation.signal,
-        kind="limit",
-        excess_bits=violation.excess_bits,
-        remedy=remedies.PENALTY,
-        reason=remedies.PASSED,
-    )
 
 
 def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:

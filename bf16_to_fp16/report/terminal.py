@@ -57,7 +57,11 @@ def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = ()
         screen.print(Text(f"finetune: {facts.moved_by(report.finetune)}"))
     if (report.safe or report.short) and not out.is_file():
         screen.say(load_line(out))
-    print_next(screen, then or report.next or check_next(report, out))
+    then = then or report.next
+    if report.safe and not then:
+        command = shlex.join(["bf16-to-fp16", "verify", str(out)])
+        then = f"verify it on the target machine, if possible with your own text (--data): {command}"
+    print_next(screen, then)
     screen.say(f"written: {out}" if out.is_file() else f"report: {out / schema.PAGE}")
 
 
@@ -151,12 +155,6 @@ def print_next(screen: Output, then: str) -> None:
         screen.say(f"next: {then}")
 
 
-def check_next(report: schema.Report, out: Path) -> str:
-    command = shlex.join(["bf16-to-fp16", "verify", str(out)])
-    how = f"verify it on the target machine, if possible with your own text (--data): {command}"
-    return how if report.safe else ""
-
-
 def load_line(out: Path) -> str:
     try:
         architecture = json.loads((out / "config.json").read_text(encoding="utf-8"))["architectures"][0]
@@ -196,7 +194,10 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
     print_first(screen, "unsafe", found)  # the tables show what broke
     if report.attack is not None and report.certificate is not None:
         print_attack(screen, report.attack, report.certificate)
-        print_uncertified(screen, report)
+        lines = [f"{x.name}, bound {wording.bound_magnitude(x.bound)}; {x.reason}" for x in report.uncertified]
+        print_first(screen, "not certified", lines)
+        for remedy in () if report.next else dict.fromkeys(site.remedy for site in report.uncertified):
+            screen.print(f"what helps: {remedy}")
     print_next(screen, then or report.next)
     if page is not None:
         screen.say(f"report: {page}")
@@ -291,14 +292,6 @@ def brought_back(folder: Path) -> str:
     if changed == 0:
         return f"{whose}, all of them bit for bit"
     return f"{whose}, all but at most {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
-
-
-def print_uncertified(screen: Output, report: schema.Report) -> None:
-    lines = [f"{site.name}, bound {wording.bound_magnitude(site.bound)}; {site.reason}" for site in report.uncertified]
-    print_first(screen, "not certified", lines)
-    if not report.next:
-        for remedy in dict.fromkeys(site.remedy for site in report.uncertified):
-            screen.print(f"what helps: {remedy}")
 
 
 SITE_COLUMNS = (
