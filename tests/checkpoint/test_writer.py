@@ -263,7 +263,9 @@ def test_wider_dtypes_come_first_so_that_every_tensor_is_aligned(tmp_path: Path)
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_failing_disk_and_an_interruption_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     checkpoint = mixed(tmp_path / "in")
     (tmp_path / "out").mkdir()
     real, calls = getattr(os, call), 0
@@ -275,16 +277,12 @@ def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(*given)
 
-    monkeypatch.setattr(os, call, failing)
-    monkeypatch.setattr(writer, "FLUSHED", 1 << 16)
-    with pytest.raises(UserError, match=r"model-0000\d-of-00002.safetensors: Input/output error"):
-        write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        patch.setattr(writer, "FLUSHED", 1 << 16)
+        with pytest.raises(UserError, match=r"model-0000\d-of-00002.safetensors: Input/output error"):
+            write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out")
     assert not list((tmp_path / "out").iterdir())
-
-
-def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
-    checkpoint = mixed(tmp_path / "in")
-    (tmp_path / "out").mkdir()
 
     def interrupt(done: int, total: int) -> None:
         if done > total // 2:
