@@ -151,7 +151,7 @@ def test_a_conversion_ends_with_what_the_source_did_whether_the_output_is_safe_a
         assert "plain fp16" not in terminal.source_line(trained.model_copy(update={"signals": quiet})).plain
     assert output.startswith("output: safe: nothing overflowed on what was run; ") and " × below the limit (" in output
     assert load == f'load: AutoModelForSeq2SeqLM.from_pretrained("{tmp_path}", dtype=torch.float16).half()'
-    assert "make_fp16_safe(model).follow(optimizer, model)" in finetune and "README.md" in harm
+    assert "safe.follow(optimizer, model)" in finetune and "README.md" in harm
     assert page == f"report: {tmp_path / 'fp16_report.html'}"
     calm = [signal | {"before": signal["before"] / largest["before"]} for signal in made["signals"]]
     terminal.print_conversion(read(Report, made | {"signals": calm}), tmp_path)
