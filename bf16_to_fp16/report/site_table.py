@@ -48,13 +48,14 @@ def headroom_at(site: SiteEntry) -> str:
 
 @dataclass(frozen=True)
 class SiteColumn:
+    """``key``: the number by which the column is sorted; None for text."""
+
     title: str
-    key: Callable[[SiteRow], Any]
     write: Callable[[SiteRow], str]
-    is_number: bool = True
+    key: Callable[[SiteRow], Any] | None = None
 
     def sorted_by(self, row: SiteRow) -> str:
-        value = self.key(row)
+        value = None if self.key is None else self.key(row)
         if value is None or math.isnan(value):
             return ""
         return f"{math.copysign(1e308, value):g}" if infinite(value) else f"{value:.6g}"
@@ -64,18 +65,18 @@ def _or_dash(value: float | None) -> str:
     return "–" if value is None else magnitude(value)
 
 
-_NAME = SiteColumn("site", lambda row: row.site.name, lambda row: row.site.name, is_number=False)
-_REGIME = SiteColumn("regime", lambda row: row.regime, lambda row: row.regime, is_number=False)
-_AMAX = SiteColumn("max |x|", lambda row: row.site.reached, lambda row: reached_at(row.site))
-_HEADROOM = SiteColumn("headroom", lambda row: row.site.headroom_bits, lambda row: row.headroom)
-_BOUND = SiteColumn("bound", lambda row: row.bound, lambda row: _or_dash(row.bound))
-_TIGHTNESS = SiteColumn("bound / worst found", lambda row: row.tightness, lambda row: _or_dash(row.tightness))
-_COUNTS = (
-    SiteColumn("non-finite", lambda row: row.site.nonfinite, lambda row: f"{row.site.nonfinite:,}"),
-    SiteColumn("saturated", lambda row: row.site.saturated, lambda row: f"{row.site.saturated:,}"),
+_NAME = SiteColumn("site", lambda row: row.site.name)
+_REGIME = SiteColumn("regime", lambda row: row.regime)
+_AMAX = SiteColumn("max |x|", lambda row: reached_at(row.site), lambda row: row.site.reached)
+_HEADROOM = SiteColumn("headroom", lambda row: row.headroom, lambda row: row.site.headroom_bits)
+_BOUND = SiteColumn("bound", lambda row: _or_dash(row.bound), lambda row: row.bound)
+_TIGHTNESS = SiteColumn("bound / worst found", lambda row: _or_dash(row.tightness), lambda row: row.tightness)
+_REST = (
+    SiteColumn("non-finite", lambda row: f"{row.site.nonfinite:,}", lambda row: row.site.nonfinite),
+    SiteColumn("saturated", lambda row: f"{row.site.saturated:,}", lambda row: row.site.saturated),
+    SiteColumn("dtype", lambda row: row.site.dtype or ""),
+    SiteColumn("by design", lambda row: by_design(row.site)),
 )
-_DTYPE = SiteColumn("dtype", lambda row: row.site.dtype or "", lambda row: row.site.dtype or "", is_number=False)
-_BENIGN = SiteColumn("by design", lambda row: by_design(row.site), lambda row: by_design(row.site), is_number=False)
 
 
 def site_rows(report: Report) -> list[SiteRow]:
@@ -103,4 +104,4 @@ def site_columns(report: Report) -> list[SiteColumn]:
     if not report.regimes:
         return [_NAME, _HEADROOM, _BOUND]
     bounds = [_BOUND, _TIGHTNESS] if report.certificate is not None else []
-    return [_NAME, _REGIME, _AMAX, _HEADROOM, *bounds, *_COUNTS, _DTYPE, _BENIGN]
+    return [_NAME, _REGIME, _AMAX, _HEADROOM, *bounds, *_REST]
