@@ -28,7 +28,7 @@ from models import DEMO
 from results import print_header, print_row
 
 from bf16_to_fp16 import certify, convert, verify
-from bf16_to_fp16.conversion.make_safe import set_eps
+from bf16_to_fp16.conversion.made_safe import set_eps
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.quiet import quiet

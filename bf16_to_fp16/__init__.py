@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .conversion.audit import audit
     from .conversion.certify import certify
     from .conversion.convert import Conversion, convert
-    from .conversion.make_safe import MadeSafe, make_fp16_safe
+    from .conversion.made_safe import MadeSafe
+    from .conversion.make_safe import make_fp16_safe, rescale
     from .conversion.pipeline import PipelineConversion, convert_pipeline
     from .conversion.publish import publish
-    from .conversion.rescale import rescale
     from .conversion.undo import undo
     from .conversion.verify import verify
     from .finetuning.callback import Fp16Callback
@@ -49,10 +49,10 @@ _HOMES = {
     "conversion.audit": ("audit",),
     "conversion.certify": ("certify",),
     "conversion.convert": ("Conversion", "convert"),
-    "conversion.make_safe": ("MadeSafe", "make_fp16_safe"),
+    "conversion.made_safe": ("MadeSafe",),
+    "conversion.make_safe": ("make_fp16_safe", "rescale"),
     "conversion.pipeline": ("PipelineConversion", "convert_pipeline"),
     "conversion.publish": ("publish",),
-    "conversion.rescale": ("rescale",),
     "conversion.undo": ("undo",),
     "conversion.verify": ("verify",),
     "finetuning.callback": ("Fp16Callback",),

@@ -110,7 +110,7 @@ def first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first(*given: Any, **options: Any) -> list[Batch]:
         every = gather(*given, **options)
-        return [each for each in every if each is compared(every)[0] or each.has_image]
+        return [each for each in every if each is compared(every)[0] or each.image]
 
     monkeypatch.setattr(probe, "audit_batches", first)
 

@@ -41,39 +41,23 @@ class ConvertedAdapter:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        found: tuple[tuple[str, list[str]], ...] = (
-            ("in fp32, since their dtype would lose bits", [n for n, t in self.tensors.items() if t.widened]),
-            ("rounded, by a factor that is no power of two", [n for n, t in self.tensors.items() if not t.exact]),
-            ("over 65504, so not for fp16", [n for n, t in self.tensors.items() if t.overflows]),
-        )
-        notes = [f"{what}: {shortened(names)}" for what, names in found if names]
-        if self.edited:
-            edits = (
-                "the conversion has edits, whose cost was measured without an adapter: compare the two sides with it"
-            )
-            notes.insert(0, edits)
-        if self.finetuned:
-            finetuned = (
-                "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
-            )
-            notes.insert(0, finetuned)
-        return tuple(notes)
+        finetuned = "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
+        edited = "the conversion has edits, whose cost was measured without an adapter: compare the two sides with it"
+        lists = {
+            "in fp32, since their dtype would lose bits": [n for n, t in self.tensors.items() if t.widened],
+            "rounded, by a factor that is no power of two": [n for n, t in self.tensors.items() if not t.exact],
+            "over 65504, so not for fp16": [n for n, t in self.tensors.items() if t.overflows],
+        }
+        shown = {what: f"{names[0]} and {len(names) - 1} more" for what, names in lists.items() if names}
+        notes = (f"{what}: {said.removesuffix(' and 0 more')}" for what, said in shown.items())
+        return (*[finetuned] * self.finetuned, *[edited] * self.edited, *notes)
 
     def to_json(self) -> dict[str, Any]:
         return {"out": str(self.out), "base": self.base, "tensors": len(self.tensors), "notes": list(self.notes)}
 
 
-def shortened(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
 def convert_adapter(
-    adapter: str | Path,
-    out: str | Path,
-    base: str | Path,
-    *,
-    back: bool = False,
-    force: bool = False,
+    adapter: str | Path, out: str | Path, base: str | Path, *, back: bool = False, force: bool = False
 ) -> ConvertedAdapter:
     """Write an adapter (LoRA, IA3, soft prompt), trained on the source of ``base``, for ``base``; return the result.
 

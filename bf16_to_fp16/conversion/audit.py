@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,19 +24,59 @@ from ..families.layout import Layout
 from ..families.older import differences
 from ..measuring.any_model import audit_any, batches_of, open_any
 from ..measuring.attack import attacked
-from ..measuring.batch import describe_batches
+from ..measuring.batch import Batch, describe_batches
 from ..measuring.probe import checkpoint_batches
-from ..measuring.regimes import ATTENTIONS, REGIMES, RegimeResult, audit_folder, check_names, verdict
+from ..measuring.regime_results import RegimeResult, verdict
+from ..measuring.regimes import ATTENTIONS, REGIMES, audit_folder, check_names
 from ..measuring.stock import attentions_of
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.regimes import largest_seen, tiers_of, with_model_class
 from ..report.remedies import NO_FAMILY, next_command, over_limits, overflowing, unsafe_sites
 from ..report.schema import Environment, Inputs, Report, Source
-from ..results import RegimeEntry, dump
+from ..results import dump
 from .opening import classified, opened_with_notes
 
 BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether they hold is reported
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint with what an audit runs. ``layout``: None for a model of no family, which has no bounds. ``known``:
+    keys of the report."""
+
+    family: str
+    attention: Sequence[str]
+    inputs: list[Batch]
+    run: Callable[..., Mapping[str, RegimeResult]]
+    layout: Layout | None = None
+    converted: bool = False
+    known: Mapping[str, Any] = field(default_factory=dict)
+
+
+def subject_of(
+    checkpoint: Checkpoint, attention: Sequence[str], attacks: bool, progress: Progress, data: str | None, **probe: Any
+) -> Subject:
+    if not is_known(checkpoint.config):
+        if attacks:
+            raise UserError(
+                f"{checkpoint.name}: the attack needs bounds, and {checkpoint.config.get('model_type')} is of no family"
+                " that has them; leave --attack out"
+            )
+        model = open_any(checkpoint.folder, attention, progress)
+        inputs = batches_of(model, data, **probe)
+        blind = {"blind_padding": any(batch.blind for batch in inputs)}
+        return Subject(model.name, model.attention, inputs, partial(audit_any, model, inputs), known=blind)
+    layout = classified(checkpoint, progress)
+    attention = attentions_of(layout.stock.names[0], attention, progress)
+    converted = is_converted(checkpoint.folder)
+    known: dict[str, Any] = {"target": None, "padding": padding_entry(layout.config)}
+    if converted or attacks:
+        check_bounded(layout, checkpoint.source)  # before anything is run
+        known |= {"target": BOUNDED_FOR, "older": differences(layout, checkpoint.config) if converted else []}
+    inputs = checkpoint_batches(checkpoint, layout, data, **probe)
+    run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)
+    return Subject(layout.family.name, attention, inputs, run, layout, converted, known)
 
 
 @quiet()
@@ -68,53 +109,33 @@ def audit(
     on = Device(device, progress)
     checkpoint = opened_with_notes(source, subfolder, config, progress)
     regimes = tuple(regime for regime in REGIMES if regime in regimes)
+    attacks = attack_steps is not None
+    subject = subject_of(checkpoint, tuple(attention), attacks, progress, data, seed=seed, sweep=sweep)
+    family, layout, converted = subject.family, subject.layout, subject.converted
     how: dict[str, Any] = {"regimes": regimes, "train_mode": train_mode, "seed": seed}
-    run: Callable[..., Mapping[str, RegimeResult]]
-    layout, converted, known, proven = None, False, dict[str, Any](), dict[str, Any]()
-    if is_known(checkpoint.config):
-        layout = classified(checkpoint, progress)
-        attention = attentions_of(layout.stock.names[0], tuple(attention), progress)
-        converted, known = is_converted(checkpoint.folder), {"target": None, "padding": padding_entry(layout.config)}
-        if converted or attack_steps is not None:
-            check_bounded(layout, checkpoint.source)  # before anything is run
-        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=sweep)
-        family = layout.family.name
-        run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)
-    else:
-        if attack_steps is not None:
-            raise UserError(
-                f"{checkpoint.name}: the attack needs bounds, and {checkpoint.config.get('model_type')} is of no family"
-                " that has them; leave --attack out"
-            )
-        model = open_any(checkpoint.folder, attention, progress)
-        inputs = batches_of(model, data, seed, sweep=sweep)
-        family, attention = model.name, model.attention
-        known = {"blind_padding": any(batch.blind for batch in inputs)}
-        run = partial(audit_any, model, inputs)
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:
-        results = on.run("audit", lambda place: run(device=place, advance=advance, **how))
-    if layout is not None and (converted or attack_steps is not None):
-        known |= {"target": BOUNDED_FOR, "older": differences(layout, checkpoint.config) if converted else []}
+        results = on.run("audit", lambda place: subject.run(device=place, advance=advance, **how))
+    proven = dict[str, Any]()
+    if layout is not None and (converted or attacks):
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
-    entries: dict[str, RegimeEntry] = dict(results)
-    attacked_sites = overflowing(proven["attack"], converted=converted) if "attack" in proven else []
+    attacked_sites = overflowing(proven["attack"], converted=converted) if attacks else []
     safe = not attacked_sites and verdict(results) == "safe"
-    then = next_command(shown_in_a_command(source), entries, converted, subfolder, family=family)
+    then = next_command(shown_in_a_command(source), results, converted, subfolder, family=family)
     report = Report(
         schema=SCHEMA,
         verdict="safe" if safe else "unsafe",
         proof="certified" if proven and proven["certificate"].holds else "observed",
         family=family,
-        **known,
         source=Source.of(checkpoint),
         train_mode=train_mode,
-        attention=list(attention),
-        inputs=Inputs.model_validate(describe_batches(inputs, seed=seed, data=data)),
-        regimes=entries,
-        unsafe=[*unsafe_sites(entries, family, converted=converted, convertible=layout is not None), *attacked_sites],
+        attention=list(subject.attention),
+        inputs=Inputs.model_validate(describe_batches(subject.inputs, seed=seed, data=data)),
+        regimes=dict(results),
+        unsafe=[*unsafe_sites(results, family, converted=converted, convertible=layout is not None), *attacked_sites],
         next="" if safe else NO_FAMILY if layout is None else then,
-        **proven,
         environment=Environment.model_validate(on.environment()),
+        **subject.known,
+        **proven,
     )
     return dump(report if layout is None else with_model_class(report, layout))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from ..checkpoint.contents import WEIGHTS, is_converted
 from ..checkpoint.disk import check_free_space
 from ..checkpoint.files import read_json
-from ..checkpoint.folder import converted_already, records, sha256_of
+from ..checkpoint.folder import carry_over, converted_already, has_tokenizer, records, sha256_of, tokenizer_beside
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
 from ..checkpoint.naming import SPIECE_FILE
 from ..checkpoint.packed import summary_of
@@ -21,31 +22,24 @@ from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_
 from ..checkpoint.places import own_name, shown_in_a_command
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import scratch, staged
+from ..checkpoint.writer import Written, write_fp16
 from ..environment import SCHEMA
 from ..errors import UserError
+from ..families.layout import Layout
 from ..json_text import as_json, write_json
 from ..measuring.batch import describe_batches
-from ..measuring.every_output import output_errors
+from ..measuring.fidelity import output_errors
+from ..numerics import FP16_MAX
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import build as reports
+from ..report import remedies
 from ..report.card import write_card
 from ..report.page import write_page
-from ..report.remedies import (
-    IN_PYTORCH,
-    INEXACT,
-    LET_EPS_GO,
-    LET_STREAM_GO,
-    SHRINK_BY_LESS,
-    WITHOUT_AUDIT,
-    WITHOUT_EITHER,
-    WITHOUT_EXACT,
-    finetuning_of,
-    tower_alone,
-)
 from ..report.schema import CARD, PAGE, REPORT, Report, read
+from ..report.steps import Decided, Rewritten
 from ..report.stored import read_plan_and_target
-from ..rescaling.apply import writes
+from ..rescaling.apply import edited_config, writes
 from ..rescaling.edits import listed_edits
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, describe_plan
@@ -54,8 +48,7 @@ from ..results import dump
 from ..targets import AUTO, TIERS
 from .evidence import fidelity_to_original, measure
 from .options import FIXED, Destination, Options, Provenance
-from .planning import decide, open_source, replayed
-from .rewriting import rewrite
+from .planning import Opened, decide, open_source, replayed
 
 
 @dataclass(frozen=True)
@@ -131,26 +124,15 @@ def convert_by(
     if not options.run_model and listed_edits(decided.layout, decided.plan):
         raise UserError("the plan has edits, of which only a run shows the price; leave out --no-audit, or plan anew")
     if place.dry_run:
-        plan = Plan.model_validate(describe_plan(decided.plan))
-        edits = list(listed_edits(decided.layout, decided.plan, decided.predicted).values())
-        more: dict[str, Any] = {"inexact": edits} if edits else {}
-        more["outputs"] = output_errors(output_factors(decided.layout, decided.plan), (), (), ())
-        summary = Report(schema=SCHEMA, family=decided.layout.family.name, plan=plan, signals=decided.signals, **more)
-        nbytes = sum(
-            math.prod(write.shape) * write.dtype.itemsize
-            for write in writes(opened.checkpoint, decided.layout, decided.plan)
-        )
-        return Conversion(dump(summary), None, decided.planned, decided.plan, nbytes)
-    run_on, seed = opened.inputs, options.seed
-    inputs = describe_batches(run_on, seed=seed, data=options.data) if options.run_model else None
+        return dry_run(opened, decided)
+    inputs = describe_batches(opened.inputs, seed=options.seed, data=options.data) if options.run_model else None
     with staged(place.out, force=place.force) as work:
         moved = provenance is not None and provenance.lineage.finetune.start is not None
         rewritten = rewrite(opened, decided, work, options, progress, moved=moved)
         measured = measure(opened, decided, work, options, progress)
-        if provenance is not None:
-            unproven = [site.name for site in measured.certificate.sites if not site.holds]
-            if unproven:
-                measured = replace(measured, attack=provenance.search(work, unproven, opened.device))
+        unproven = [site.name for site in measured.certificate.sites if not site.holds]
+        if provenance is not None and unproven:
+            measured = replace(measured, attack=provenance.search(work, unproven, opened.device))
         report = reports.build(
             opened.checkpoint,
             decided,
@@ -175,21 +157,76 @@ def convert_by(
     return Conversion(dump(report), place.out, decided.planned, measured.plan, notes=decided.notes, next=then)
 
 
+def dry_run(opened: Opened, decided: Decided) -> Conversion:
+    layout, plan = decided.layout, decided.plan
+    edits = list(listed_edits(layout, plan, decided.predicted).values())
+    more: dict[str, Any] = {"inexact": edits} if edits else {}
+    more |= {"outputs": output_errors(output_factors(layout, plan), (), (), ()), "signals": decided.signals}
+    described = Plan.model_validate(describe_plan(plan))
+    report = Report(schema=SCHEMA, family=layout.family.name, plan=described, **more)
+    nbytes = sum(math.prod(write.shape) * write.dtype.itemsize for write in writes(opened.checkpoint, layout, plan))
+    return Conversion(dump(report), None, decided.planned, plan, nbytes)
+
+
+def rewrite(
+    opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress, *, moved: bool = False
+) -> Rewritten:
+    checkpoint, layout = opened.checkpoint, decided.layout
+    with progress.step(f"Writing {len(layout.tensors)} tensors") as advance:
+        written = write_fp16(
+            checkpoint,
+            writes(checkpoint, layout, decided.plan),
+            work,
+            max_shard_size=options.max_shard_size if options.layout == FOLDER_LAYOUT else sys.maxsize,
+            advance=advance,
+        )
+    check_finite(written, checkpoint, layout)
+    write_json(work / "config.json", edited_config(layout, decided.plan, moved=moved))
+    carried, left_out = carry_over(
+        checkpoint.home, work, tokenizer=tokenizer_beside(checkpoint.home, options.subfolder)
+    )
+    if options.layout == FOLDER_LAYOUT and not has_tokenizer(work):
+        progress.say(
+            f"{checkpoint.name} has no tokenizer, so the output has none; put one beside the source and convert again"
+        )
+    return Rewritten(written, carried, left_out)
+
+
+def check_finite(written: Written, checkpoint: Checkpoint, layout: Layout) -> None:
+    for name, stats in written.stats.items():
+        if not stats.nonfinite:
+            continue
+        source = layout.tensors[name].source
+        if source is not None and float(checkpoint.read(source).abs().max()) <= FP16_MAX:
+            raise UserError(
+                f"tensor {name}: the plan takes {stats.nonfinite} of {stats.elements} weights past 65504; give the plan"
+                " of this very checkpoint, or leave out --plan"
+            )
+        raise UserError(
+            f"tensor {name}: {stats.nonfinite} of {stats.elements} weights are inf, NaN or so large that no"
+            " exponent brings them under 65504; use another revision of the checkpoint or repair the tensor"
+        )
+
+
 def next_of(options: Options, report: Report, source: str, out: str) -> str:
     broken = report.broken_regimes
     if report.short:
-        return IN_PYTORCH
-    if alone := tower_alone(report.family, report.regimes):
+        return remedies.IN_PYTORCH
+    if alone := remedies.tower_alone(report.family, report.regimes):
         return alone
     if options.exact and options.plan is None:
-        return WITHOUT_EXACT if options.run_model else WITHOUT_EITHER
-    held = "" if options.run_model or options.plan is not None else f"{WITHOUT_AUDIT}; "
-    held += f"{LET_STREAM_GO}; " if options.stream is not None and options.plan is None else ""
-    held += f"{LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
-    if options.plan is None and options.margin_bits > 0 and any(entry.remedy == INEXACT for entry in report.unsafe):
-        held += f"{SHRINK_BY_LESS}; "
+        return remedies.WITHOUT_EXACT if options.run_model else remedies.WITHOUT_EITHER
+    held = "" if options.run_model or options.plan is not None else f"{remedies.WITHOUT_AUDIT}; "
+    held += f"{remedies.LET_STREAM_GO}; " if options.stream is not None and options.plan is None else ""
+    held += f"{remedies.LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
+    if (
+        options.plan is None
+        and options.margin_bits > 0
+        and any(entry.remedy == remedies.INEXACT for entry in report.unsafe)
+    ):
+        held += f"{remedies.SHRINK_BY_LESS}; "
     target = options.target if options.plan is None else report.target
-    return held + finetuning_of(
+    return held + remedies.finetuning_of(
         source,
         f"{out}-finetuned",
         [name for name in report.regimes if name not in broken] if broken else (),

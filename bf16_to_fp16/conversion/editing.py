@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.folder import has_tokenizer
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from ..families.layout import Layout, TensorReader, TensorSource
+from ..families.layout import Layout, TensorReader
 from ..families.signals import LOGITS, columns_of
 from ..families.wiring import Attention
 from ..measuring import probe
@@ -30,14 +31,14 @@ from ..measuring.fidelity import (
     outputs_on,
     reference_of,
 )
-from ..measuring.lanes import Change, Lane, Walk
-from ..measuring.tokenizer import has_tokenizer
+from ..measuring.lanes import Lane, Walk
+from ..measuring.observing import change_by
 from ..numerics import FP16_MAX, NOISE, PROOF_LIMIT
 from ..progress import Progress
 from ..ranges import ModuleRange
-from ..rescaling.centred import centrable, centred, centred_tensors, shared_biases, tables_of
+from ..rescaling.centred import centrable, centred, shared_biases, tables_of
 from ..rescaling.columns import column_exponents
-from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, edited, excess_of_signals, exponents_for, least
+from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, excess_of_signals, exponents_for, least
 from ..rescaling.exponents import OfChannels
 from ..rescaling.norm_drift import CHANNEL_RANGE
 from ..rescaling.plan import Plan
@@ -280,16 +281,3 @@ def outputs_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progres
     with progress.step("Running the source on text") as advance:
         reference = reference_of(checkpoint, inputs, advance)
     return [ReferenceOutputs.of(layout, inputs, reference, MOST_ON_TEXT)]
-
-
-def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the change of stored weights by edits. read: gives weights with keys centred, shared by many changes."""
-    biases = centred_tensors(layout, edits.centred_keys)
-    read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
-
-    def changed(name: str, weight: Tensor) -> Tensor:
-        if (tensor := layout.tensors.get(name)) is None:
-            return weight
-        return edited(tensor, read(name).to(weight) if name in biases else weight, edits, tensor.offset)
-
-    return changed

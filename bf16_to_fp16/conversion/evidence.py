@@ -12,6 +12,7 @@ import torch
 
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.tiers import bounded
+from ..checkpoint.folder import has_tokenizer
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device
 from ..errors import UserError
@@ -21,8 +22,8 @@ from ..measuring import probe
 from ..measuring import soft_side as soft
 from ..measuring.agreement import agreed_layout
 from ..measuring.batch import Batch
-from ..measuring.every_output import EveryOutput, output_errors, smallest_batches
 from ..measuring.fidelity import (
+    EveryOutput,
     Outputs,
     Reference,
     add_differences,
@@ -30,22 +31,26 @@ from ..measuring.fidelity import (
     compared,
     fidelity,
     mean_divergence,
+    output_errors,
     outputs_on,
     reference_of,
+    smallest_batches,
 )
 from ..measuring.lanes import Change, Walk, results_of
-from ..measuring.regimes import ATTENTIONS, REGIMES, Audited, RegimeResult, audit_folder, run_regimes
+from ..measuring.observing import change_by, drifted_outputs
+from ..measuring.regime_results import RegimeResult
+from ..measuring.regimes import ATTENTIONS, REGIMES, Audited, audit_folder, run_regimes
 from ..measuring.stock import attentions_of, load_config
-from ..measuring.tokenizer import has_tokenizer, load_tokenizer, tokenised
+from ..measuring.tokenizer import load_tokenizer, tokenised
 from ..progress import Advance, Progress
 from ..report.steps import Decided, Measured
 from ..rescaling.edits import edits_of, listed_edits
 from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Drift, Plan, inverse
 from ..results import Fidelity, InexactEntry, OutputEntry
-from .editing import TEXT, change_by, some_of
+from .editing import TEXT, some_of
 from .options import Options
-from .planning import Opened, drifted_outputs
+from .planning import Opened
 
 
 def measure(opened: Opened, decided: Decided, work: Path, options: Options, progress: Progress) -> Measured:
@@ -66,7 +71,8 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         with progress.step("Running a few short rows of the output") as advance:
             ran = outputs_of(Walk(written), inputs, inputs, {}, advance)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
-        reference = decided.reference or reference_of(opened.checkpoint, inputs)
+        observed = decided.observed
+        reference = reference_of(opened.checkpoint, inputs) if observed is None else observed.reference
         closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran, inputs, in_fp32)
         edits = measured_edits(written, decided, in_fp32)
     found = searched(opened.checkpoint, written, decided.layout, plan, progress) if options.run_model else None
@@ -214,5 +220,4 @@ def audited(
 def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> Fidelity:
     reference = reference_of(original, inputs)
     probabilities = resolve(original).gives_probabilities
-    close = fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)
-    return close
+    return fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)

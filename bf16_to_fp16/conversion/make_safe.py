@@ -1,16 +1,10 @@
-"""``make_fp16_safe`` and its ``undo``, around a training under fp16 AMP. The model's config is changed as well, so that
-``save_pretrained`` writes matching weights and eps."""
+"""``make_fp16_safe``: rescale a model in memory before a training under fp16 AMP, by the least plan that proves it."""
 
 from __future__ import annotations
 
-import copy
-import math
-import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,244 +13,42 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from torch import nn
 
-from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
+from ..bounds.arithmetic import MAX_LENGTH, Arithmetic, full_precision
 from ..bounds.certificate import bound, is_certified
 from ..bounds.spectral import Spectra
-from ..checkpoint.adapters import adapter_config
 from ..checkpoint.contents import read_config
 from ..checkpoint.recorded import CONVERTED_KEY, REPORT
-from ..checkpoint.staging import check_out
 from ..errors import UserError
 from ..families.configs import with_value
 from ..families.known import FAMILIES, class_named, names_of
 from ..families.layout import Layout, TensorReader
 from ..families.resolve import effective, resolve, stored
+from ..measuring.agreement import check_modules
+from ..measuring.batch import Batch
+from ..measuring.interface import config_of
+from ..measuring.meter import observe_ranges
+from ..measuring.probe import batches, chosen_ids
+from ..measuring.stock import set_attention
 from ..numerics import FP16_MAX
-from ..progress import Progress
 from ..quiet import quiet
-from ..report.coverage import tower_aside
+from ..ranges import ModuleRange
 from ..report.signals import signals_of
 from ..report.stored import originals as stored_originals
 from ..report.stored import read_origin, read_plan
-from ..rescaling.adapters import scaled_adapter
-from ..rescaling.apply import apply, eps_attribute, scale
+from ..rescaling.apply import apply, scale
+from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.centred import centred, centred_tensors, tables_of
-from ..rescaling.exponents import OfChannels, exponents_of, norm_exponents
-from ..rescaling.follow import check_whole, exponents_by_parameter, follow
+from ..rescaling.exponents import exponents_of, norm_exponents
 from ..rescaling.outputs import input_factor, output_factors
-from ..rescaling.plan import Plan, composed, inverse, mark_of
+from ..rescaling.plan import Plan, composed, mark_of
+from ..rescaling.planner import make_plan
 from ..rescaling.weights import ModelTensors, source_weights
-from ..targets import MARGIN_BITS, WHERE
-from .adapter import check_tying, head_gain, rescale_adapter
-from .planning import bound_source
-from .rescale import check_asked, observed, observed_plan, opened
+from ..targets import MARGIN_BITS, TARGETS
+from .adapter import head_gain
+from .made_safe import EMBEDDINGS, MARK, MadeSafe, check_plain, on_the_cpu, set_eps_of_configs
+from .options import check_margin
 
-EMBEDDINGS = "inputs_embeds"
-MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
-SAVES = "save_pretrained"  # method of a rescaled model that warns
-WRAPPED = {"base_layer", "original_module"}  # under what names PEFT's wrappers keep a model's own layer
-
-
-@dataclass(frozen=True)
-class MadeSafe:
-    """The result of ``make_fp16_safe``; ``str`` says it in a sentence or two.
-
-    plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the present
-    weights, rounded to fp16; training moves them. headroom_bits: log2(limit / bound) at ``tightest``, the site with the
-    least. eps: of the norms before. again: the model had been made safe before, and nothing was done. converted: the
-    converted folder that the model was loaded from, whose plan is part of this one. originals: by name, the former
-    values of key biases and position-bias tables that were centred; tables: the centred tables. outputs: by name, log2
-    of the factor by which an output of the class is larger than before, for all channels or for each; logits are
-    unchanged. inputs: log2 of the factor that ``inputs_embeds`` must be multiplied by. passed: an observed signal over
-    65504 that no exponent moves, or "". layout, head_gain, original: for ``adapter``.
-    """
-
-    plan: Plan
-    target: str
-    certified: bool
-    headroom_bits: float
-    tightest: str
-    eps: float
-    again: bool = False
-    converted: str = ""
-    originals: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
-    tables: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
-    outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
-    inputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
-    passed: str = ""
-    layout: Layout | None = field(default=None, compare=False, repr=False)
-    head_gain: float = 1.0
-    original: str = ""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "layout": None}  # its functions cannot be pickled with a model
-
-    @property
-    def changed(self) -> bool:
-        return self.plan.moves or bool(self.plan.centred_keys)
-
-    def __str__(self) -> str:
-        exponents = self.plan.residual_exponents
-        streams, signals = " and ".join(f"2^{r}" for r in exponents), len(self.plan.exponents) - len(exponents) + 1
-        if self.again:
-            done = "made safe before; nothing was done"
-        elif self.converted:
-            done = (
-                f"loaded from the converted folder {self.converted}; its stream is now {streams} times the original's"
-            )
-        elif not self.changed:
-            done = "nothing to rescale; the weights are as they were"
-        else:
-            done = f"rescaled in memory: the residual stream by {streams}, channels of {signals} other signals"
-        at = f"{self.headroom_bits:.2f} bits at {self.tightest}"
-        over = (
-            f"is {-self.headroom_bits:.2f} bits over its limit" if math.isfinite(self.headroom_bits) else "is infinite"
-        )
-        observed = (
-            f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
-            " checkpoint, which can edit it, or train it in bf16"
-            if self.passed
-            else "safe on what was observed only"
-        )
-        proof = (
-            f"certified {WHERE[self.target]}: no input overflows these weights in fp16"
-            f"{tower_aside(self.plan.family)} (least headroom {at}); training moves them, so certify what you save"
-            if self.certified
-            else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over}; {observed}"
-        )
-        scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
-        if factor := self.inputs.get(EMBEDDINGS):
-            scale += f" {own_embeddings(factor)}."
-        return f"{done}. {proof[0].upper()}{proof[1:]}.{scale}"
-
-    def __repr__(self) -> str:
-        proof = f"{'' if self.certified else 'not '}certified {WHERE[self.target]}"
-        return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
-
-    def undo(self, model: Any) -> Any:
-        """Take ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
-
-        Its config gets its eps back. model: the model made safe, a copy of it, one loaded by ``from_pretrained`` from
-        a folder saved before ``undo``, which the eps in its config shows, or a PEFT model with one LoRA around it,
-        whose adapter follows. Raises UserError for any other model.
-        """
-        if hasattr(model, "get_base_model"):
-            return self.undo_adapted(model)
-        check_plain(model, "give the PEFT model around it, or merge it with merge_and_unload() and undo that")
-        return self.undo_plain(model)
-
-    def undo_plain(self, model: Any) -> Any:
-        check_whole(model)
-        if self.changed:
-            self.check_made_safe(model)
-            source = ModelTensors(model)
-            if "F16" in {t.dtype for t in source.tensors.values()}:
-                raise UserError(
-                    f"{source.source} is in fp16, which may not hold the source's scale; undo before half()"
-                )
-            layout = resolve(source)
-            with on_the_cpu(model):
-                # No output depends on a centred key bias, so it is restored even if trained. Trained tables stay: a
-                # softmax ignores the offset that they lost.
-                trained = any(not torch.equal(model.get_parameter(name), t) for name, t in self.tables.items())
-                apply(model, layout, inverse(self.plan))
-                for name, bias in self.originals.items():
-                    if name not in self.tables or not trained:
-                        model.get_parameter(name).data.copy_(bias)
-            set_eps(model, layout, self.eps)
-            vars(model.config).pop(CONVERTED_KEY, None)
-        for name in (MARK, SAVES):
-            model.__dict__.pop(name, None)
-        for module in takers_of_embeddings(model):
-            hooks = module._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is warn_of_embeddings]:
-                del hooks[key], module._forward_pre_hooks_with_kwargs[key]
-        return model
-
-    def save(self, model: Any, out: str | Path, **options: Any) -> None:
-        """Save a copy of ``model`` at the source's scale to ``out``, by its own ``save_pretrained``.
-
-        options: of ``save_pretrained``. Memory holds the weights twice. Raises UserError as ``undo`` does.
-        """
-        self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
-
-    def undo_adapted(self, model: Any) -> Any:
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-        base = self.adapted(model)
-        state = get_peft_model_state_dict(model)
-        with without_adapters(base):
-            back = scaled_adapter(state, resolve(ModelTensors(base)), inverse(self.plan), 1 / self.head_gain)
-            if lost := next((name for name, tensor in back.items() if tensor.widened), None):
-                raise UserError(f"{lost} is in 16 bits and would lose some; adapter(model, OUT) writes it in fp32")
-            self.undo_plain(base)
-        set_peft_model_state_dict(model, {name: tensor.values for name, tensor in back.items()})
-        return model
-
-    def adapted(self, model: Any) -> Any:
-        """Return the base model of a PEFT model. Raises UserError unless it has one adapter and this plan's scale."""
-        if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
-            raise UserError(
-                f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"
-            )
-        base = model.get_base_model()
-        mark = base.__dict__.get(MARK)
-        if mark is None or mark.plan != self.plan:
-            raise UserError(
-                "the adapter's model is not at this plan's scale; it was undone already, or not made safe so"
-            )
-        return base
-
-    def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
-        """Write the adapter of a PEFT model around the model made safe to ``out``, rescaled for the original, and
-        return ``out``. PEFT's own ``save_pretrained`` writes it at the plan's scale. Raises UserError as
-        ``convert_adapter`` does, and unless the model has one adapter and is at this plan's scale."""
-        if self.layout is None:
-            raise UserError("what came back from a pickle or a copy writes no adapter; keep what make_fp16_safe gave")
-        self.adapted(model)
-        out, adapters = Path(out), list(model.peft_config)
-        check_out(out, force=force)
-        with tempfile.TemporaryDirectory() as folder:
-            saved = Path(folder) / ("" if adapters == ["default"] else adapters[0])  # as PEFT places it
-            model.save_pretrained(folder)
-            config = adapter_config(saved) | {"base_model_name_or_path": self.original}
-            check_tying(saved, config, self.plan)
-            gain = 1 / self.head_gain
-            rescale_adapter(saved, out, self.layout, inverse(self.plan), gain, config, back=True, force=force)
-        return out
-
-    def check_made_safe(self, model: Any) -> None:
-        mark = model.__dict__.get(MARK)
-        if mark is not None and mark.plan == self.plan:
-            return
-        layout = resolve(ModelTensors(model))
-        told_by_eps = layout.family.eps_key is not None and self.plan.residual_exponent != 0
-        if mark is None and told_by_eps and layout.eps == self.plan.eps:
-            return
-        raise UserError(
-            f"{type(model).__name__} is not at this plan's scale; it was undone already, or not made safe so"
-        )
-
-    def follow(
-        self, optimizer: torch.optim.Optimizer, model: Any, *, max_grad_norm: float | None = None
-    ) -> torch.optim.Optimizer:
-        """Make ``optimizer`` take exactly the steps that it would take without the rescaling, and return it.
-
-        Around each step gradients and weights are brought to the source's scale, so that learning rate, epsilon, decay
-        and second moments keep their meaning. max_grad_norm: the L2 norm to which the optimizer's gradients are clipped
-        there, summed in the optimizer's order; leave out any clipping of your own. Call it once, before the first step.
-        Parameters that were not rescaled, such as an adapter's, are stepped as they are. Raises UserError where
-        ``model`` is not at the plan's scale, for a norm that is not positive, and, from a step, for sharded parameters
-        (FSDP, ZeRO-3), copies of them (ZeRO-1 and 2), and after a step that failed.
-        """
-        check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
-        exponents = {}
-        if self.changed:
-            self.check_made_safe(model)
-            exponents = exponents_by_parameter(model, resolve(ModelTensors(model)), self.plan)
-        if exponents or max_grad_norm is not None:
-            follow(optimizer, exponents, model, max_grad_norm)
-        return optimizer
+FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 
 
 @quiet()
@@ -283,99 +75,73 @@ def make_fp16_safe(
         return replace(mark, again=True)
     with on_the_cpu(model):
         source, layout = opened(model)
-        weights, arithmetic = source_weights(source, layout), Arithmetic(max_length)
-        spectra, passed = Spectra(weights), ""
-        if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
-            moved = Plan(family=layout.family.name, eps=layout.eps)
-        else:
-            bounds = bound_source(layout, {}, weights, target, max_length, Progress(quiet=True), spectra).ranges
-            options: dict[str, Any] = {"target": target, "margin_bits": margin_bits, "bounds": bounds}
-            ranges = observed(model, source, layout)
-            moved = observed_plan(source, layout, ranges, **options)
-            over = (signal.module for signal in signals_of(layout, moved, ranges) if signal.after > FP16_MAX)
-            passed = next(over, "")
-        known = spectra.for_others()
-        planned = layout_under(layout, moved)
-        proof = bound(planned, rounded(source, layout, moved), arithmetic, target=target, spectra=known)
+        arithmetic, spectra = Arithmetic(max_length), Spectra(source_weights(source, layout))
+        moved, passed = plan_of(model, source, layout, arithmetic, spectra, target, margin_bits)
+        after = layout_under(layout, moved)
+        weights = rounded(source, layout, moved)
+        proof = bound(after, weights, arithmetic, target=target, spectra=spectra.for_others())
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
-        originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
-        plan, folder, original, gain = moved, converted_folder(model), str(model.name_or_path), 1.0
-        if folder is not None:
-            first, origin = read_plan(folder), read_origin(folder)
-            plan = composed(first, moved)
-            originals |= {n: t.float() for n, t in stored_originals(layout, first, origin).items()}
-            original, gain = origin.path or "", head_gain(layout, first, read_config(folder), origin)
-        eps = layout.eps if folder is None else layout.eps * 4.0**-first.residual_exponent
+        before = before_all(model, source, layout, moved)
+        plan: Plan = before["plan"]
         if moved.moves or moved.centred_keys:
             apply(model, layout, moved)
             if layout.family.eps_key is not None:
-                set_eps_of_configs(model, layout, planned.eps)
+                set_eps_of_configs(model, layout, after.eps)
         tables = (name for name, at in centred_tensors(layout, plan.centred_keys).items() if tables_of(at))
         kept = {name: model.get_parameter(name).detach().clone() for name in tables}
     safe = MadeSafe(
-        plan=plan,
         target=target,
         certified=proof.holds,
         headroom_bits=worst.headroom_bits,
         tightest=worst.name,
-        eps=eps,
-        converted="" if folder is None else folder.name,
-        originals=originals,
         tables=kept,
-        outputs=output_factors(planned, plan),
-        inputs={EMBEDDINGS: input_factor(planned, plan)},
+        outputs=output_factors(after, plan),
+        inputs={EMBEDDINGS: input_factor(after, plan)},
         passed=passed,
         layout=layout,
-        head_gain=gain,
-        original=original,
+        **before,
     )
-    model.__dict__[MARK] = safe
-    if plan.moves:
-        model.__dict__[SAVES] = partial(save_as_it_is, model)
-    if factor := safe.inputs[EMBEDDINGS]:
-        for module in takers_of_embeddings(model):
-            module.register_forward_pre_hook(partial(warn_of_embeddings, own_embeddings(factor)), with_kwargs=True)
+    safe.mark(model)
     return safe
 
 
-@contextmanager
-def without_adapters(base: Any) -> Iterator[None]:
-    """Put the layers that PEFT wrapped in the places of its wrappers for the block."""
-    wrappers = {name: module for name, module in base.named_modules() if {*module._modules} & WRAPPED}
-    parents = {name: base.get_submodule(name.rpartition(".")[0]) for name in wrappers}
-    try:
-        for name, wrapper in wrappers.items():
-            layer = next(child for key, child in wrapper.named_children() if key in WRAPPED)
-            setattr(parents[name], name.rpartition(".")[2], layer)
-        yield
-    finally:
-        for name, wrapper in wrappers.items():
-            setattr(parents[name], name.rpartition(".")[2], wrapper)
+def plan_of(
+    model: Any,
+    source: ModelTensors,
+    layout: Layout,
+    arithmetic: Arithmetic,
+    spectra: Spectra,
+    target: str,
+    margin_bits: float,
+) -> tuple[Plan, str]:
+    """Return the plan, which moves nothing where the weights as they are have a certificate, and an observed signal
+    over 65504 that it leaves there, or ""."""
+    if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
+        return Plan(family=layout.family.name, eps=layout.eps), ""
+    unscaled, weights = replace(arithmetic, planned={}), source_weights(source, layout)
+    bounds = bound(layout, weights, unscaled, target=target, spectra=spectra).ranges
+    ranges = observed(model, source, layout)
+    plan = observed_plan(source, layout, ranges, target=target, margin_bits=margin_bits, bounds=bounds)
+    over = (signal.module for signal in signals_of(layout, plan, ranges) if signal.after > FP16_MAX)
+    return plan, next(over, "")
 
 
-def takers_of_embeddings(model: Any) -> list[nn.Module]:
-    """Return the modules that may be given ``inputs_embeds``: the model, and the encoder, which ``generate`` calls."""
-    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
-    return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
-
-
-def own_embeddings(factor: OfChannels) -> str:
-    by = f"2^{factor}" if isinstance(factor, int) else f"powers of two, one for each channel (inputs[{EMBEDDINGS!r}])"
-    return f"Multiply {EMBEDDINGS} that its own embedding did not make by {by}"
-
-
-def save_as_it_is(model: Any, *args: Any, **options: Any) -> Any:
-    warnings.warn(
-        "make_fp16_safe rescaled this model, and it is saved at that scale; safe.save(model, OUT) saves it at the"
-        " original's",
-        stacklevel=2,
-    )
-    return type(model).save_pretrained(model, *args, **options)
-
-
-def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
-    if named.get(EMBEDDINGS) is not None:
-        warnings.warn(f"this model was rescaled by make_fp16_safe. {advice}", stacklevel=2)
+def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) -> dict[str, Any]:
+    """Return the fields of ``MadeSafe`` that lead back to the original, through the converted folder that the model was
+    loaded from, if any."""
+    originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
+    folder = converted_folder(model)
+    if folder is None:
+        return {"plan": moved, "originals": originals, "eps": layout.eps, "original": str(model.name_or_path)}
+    first, origin = read_plan(folder), read_origin(folder)
+    return {
+        "plan": composed(first, moved),
+        "originals": originals | {n: t.float() for n, t in stored_originals(layout, first, origin).items()},
+        "eps": layout.eps * 4.0**-first.residual_exponent,
+        "converted": folder.name,
+        "original": origin.path or "",
+        "head_gain": head_gain(layout, first, read_config(folder), origin),
+    }
 
 
 def converted_folder(model: Any) -> Path | None:
@@ -423,30 +189,6 @@ def layout_under(layout: Layout, plan: Plan) -> Layout:
     return replace(layout, config=config, eps_in_memory=eps)
 
 
-def set_eps(model: Any, layout: Layout, eps: float) -> None:
-    for path in layout.norms:
-        norm = model.get_submodule(path)
-        setattr(norm, eps_attribute(norm), eps)
-    set_eps_of_configs(model, layout, eps)
-
-
-def set_eps_of_configs(model: Any, layout: Layout, eps: float) -> None:
-    for key in layout.family.eps_keys:
-        *inside, last = key.split(".")
-        for module in model.modules():
-            config = getattr(module, "config", None)
-            for part in inside:
-                config = getattr(config, part, None)
-            if config is not None and hasattr(config, last):
-                setattr(config, last, eps)
-
-
-def check_plain(model: Any, remedy: str) -> None:
-    modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    if hasattr(model, "peft_config") or any(name.rpartition(".")[2] == "base_layer" for name, _ in modules):
-        raise UserError(f"{type(model).__name__} has an adapter in it; {remedy}")
-
-
 def check_known(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise UserError(
@@ -460,18 +202,89 @@ def check_known(model: Any) -> None:
         )
 
 
+@quiet()
+def rescale(
+    model: Any, inputs: list[Batch] | None = None, *, target: str = "half", margin_bits: float = MARGIN_BITS
+) -> Plan:
+    """Rescale a stock fp32 model in place, exactly, by the best plan for ``inputs``, and return the plan.
+
+    inputs: from ``measuring.probe.batches``; by default the built-in probe. fp32 outputs keep every bit, as far
+    as fp32 holds gains that are stored less an offset. Norm eps attributes are scaled; set them in ``model.config``
+    too before saving (``plan.eps``), as ``make_fp16_safe`` does. Raises UserError for a model of no known family, or
+    whose modules do not match its config.
+    """
+    check_asked(target, margin_bits)
+    source, layout = opened(model)
+    ranges = observed(model, source, layout, inputs)
+    plan = observed_plan(source, layout, ranges, target=target, margin_bits=margin_bits)
+    apply(model, layout, plan)
+    return plan
+
+
+def check_asked(target: str, margin_bits: float) -> None:
+    if target not in TARGETS:
+        raise UserError(f"target {target!r} is unknown; choose one of {', '.join(TARGETS)}")
+    check_margin(margin_bits)
+
+
+def opened(model: Any) -> tuple[ModelTensors, Layout]:
+    source = ModelTensors(model)
+    layout = resolve(source)
+    check_modules(layout, model, source.source)
+    check_tied(model, layout, source.source)
+    narrow = sorted({t.dtype for t in source.tensors.values()} & {"F16", "BF16"})
+    if narrow:
+        raise UserError(f"{source.source} holds {narrow[0]} parameters; {FULL_PRECISION}")
+    return source, layout
+
+
+def check_tied(model: Any, layout: Layout, where: str) -> None:
+    """Raise UserError for a tensor tied to another that the plan would not scale with it."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {id(parameters[name]) for name in layout.tensors if name in parameters}
+    for name in layout.dropped:
+        if name in parameters and name not in layout.family.ignorable and id(parameters[name]) not in known:
+            raise UserError(
+                f"{where}: {name} has the values of {layout.family.embedding} and is not tied to it; call"
+                " model.tie_weights(), or set model.config.tie_word_embeddings = False for a head of its own"
+            )
+
+
+def observed(
+    model: Any, source: ModelTensors, layout: Layout, inputs: list[Batch] | None = None
+) -> Mapping[str, ModuleRange]:
+    if inputs is None:
+        config = config_of(model)
+        inputs = batches(config, None, None, chosen=chosen_ids(config, source, layout))
+    with full_precision(), evaluating(model):
+        return observe_ranges(model, inputs)
+
+
+def observed_plan(
+    source: ModelTensors,
+    layout: Layout,
+    ranges: Mapping[str, ModuleRange],
+    *,
+    target: str,
+    margin_bits: float,
+    bounds: Mapping[str, ModuleRange] | None = None,
+) -> Plan:
+    """Return the best plan for observed ranges and, with ``bounds``, any input; eps are scaled, so nothing drifts."""
+    weights = source_weights(source, layout)
+    plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
+    if target == "train":
+        plan = with_smaller_gradients(plan, layout, weights, ranges, bounds)
+    return plan.model_copy(update={"gain_correction": {}, "drift": None})
+
+
 @contextmanager
-def on_the_cpu(model: Any) -> Iterator[None]:
-    """Keep a model on the CPU for the block; raise UserError if it is spread over devices or lacks values."""
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or next(iter(devices)).type == "meta":
-        raise UserError(
-            f"{type(model).__name__} is not on one device with its values; load it without device_map, and leave moving"
-            " it to the Trainer"
-        )
-    (device,) = devices
-    model.to("cpu")
+def evaluating(model: Any) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    attention = str(config_of(model)._attn_implementation)
+    set_attention(model.eval(), "eager")
     try:
         yield
     finally:
-        model.to(device)
+        set_attention(model, attention)
+        for module in training:
+            module.training = True

@@ -18,21 +18,39 @@ from ..checkpoint.files import read_json
 from ..checkpoint.folder import records
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
-from ..checkpoint.pipeline import PIPELINE, Pipeline, bring, is_pipeline, open_pipeline
+from ..checkpoint.pipeline import MODEL_INDEX, PIPELINE, Pipeline, bring, config_of, is_pipeline, open_pipeline
 from ..checkpoint.places import contained, own_name
 from ..checkpoint.staging import staged
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.known import is_known
+from ..families.known import architectures, class_named, family_of, is_known, names_of, same_code
 from ..json_text import write_json
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import answers, schema
+from ..report.facts import giving_states
+from ..rescaling.outputs import LAST
 from ..results import dump
 from ..wording import counted, listed
 from .convert import Conversion, convert_by, next_of
 from .options import Destination, Options
-from .pipeline_classes import alone, check_kept, options_of
+
+
+def classes(names: str) -> frozenset[str]:
+    return frozenset(f"{name}Pipeline" for name in names.split())
+
+
+READ_AT_THE_END = classes(
+    """
+    DreamLite DreamLiteMobile Kandinsky5I2I Kandinsky5I2V Kandinsky5T2I Kandinsky5T2V Kandinsky6TI2VA LongCatImage
+    LongCatImageEdit OvisImage QwenImage QwenImageControlNet QwenImageControlNetInpaint QwenImageEdit
+    QwenImageEditInpaint QwenImageEditPlus QwenImageImg2Img QwenImageInpaint QwenImageLayered Sana SanaControlNet
+    SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM
+    """
+)
+"""Pipeline classes that read the last states alone of an encoder of one stack, by the source of diffusers 0.42.1."""
+READ_INSIDE = classes("LongCatAudioDiT")
+"""Pipeline classes that read inner states of an encoder of a family with two stacks."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +113,8 @@ def convert_pipeline_by(
             "--as is for one model, and model_index.json says which class loads each; give --subfolder"
             f" {listed(pipeline.encoders, 'or')} as well"
         )
-    local, given = pipeline.revision is None, options
-    asked = {name: options_of(given, pipeline, name) for name in pipeline.encoders}
+    local = pipeline.revision is None
+    asked = {name: options_of(options, pipeline, name) for name in pipeline.encoders}
     place.check(pipeline.folder)
     if place.dry_run:
         planned = {n: converted(asked[n], pipeline, n, place, endpoint, progress) for n in pipeline.encoders}
@@ -106,13 +124,10 @@ def convert_pipeline_by(
             fetch_others(pipeline, endpoint, progress)
         with progress.step(f"Bringing {counted(len(pipeline.others), 'file')} besides the encoders") as advance:
             links = bring(pipeline.folder, pipeline.others, work, link=not copy, advance=advance)
-        encoders: list[answers.PipelineEntry] = []
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
             done[name] = converted(asked[name], pipeline, name, Destination(work / name), endpoint, progress)
-            said = done[name].report
-            encoders.append(answers.PipelineEntry(subfolder=name, verdict=said["verdict"], proof=said["proof"]))
         # Links are recorded without SHA-256: replacing ``out`` removes only the link, not the source's file.
         known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
         files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
@@ -122,7 +137,10 @@ def convert_pipeline_by(
             verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
             source=schema.Source(path=shown, revision=pipeline.revision),
             pipeline=pipeline.kind,
-            encoders=encoders,
+            encoders=[
+                answers.PipelineEntry(subfolder=name, verdict=one.report["verdict"], proof=one.report["proof"])
+                for name, one in done.items()
+            ],
             left_out=list(pipeline.left_out),
             command=options.command(pipeline.source, place.out) + (" --copy" if copy else ""),
             environment=schema.read(schema.Report, next(iter(done.values())).report).environment,
@@ -133,15 +151,19 @@ def convert_pipeline_by(
             dtype=dtype_of_largest(work, pipeline.others),
         )
         write_json(work / PIPELINE, dump(report))
-    moved = {}
-    for name, one in done.items():
-        # The finetune leaves a folder beside the pipeline.
-        report_of, beside = schema.read(schema.Report, one.report), f"{place.out}-{name}"
-        then = next_of(replace(options, subfolder=name), report_of, pipeline.source, beside)
-        if asked[name].stream is not None and options.stream is None and not options.exact and options.run_model:
-            then = f"its stream is held; {alone(pipeline, name)}"
-        moved[name] = replace(one, out=place.out / name, next=then if one.next else "")
+    moved = {name: moved_to(place, one, asked[name], options, pipeline, name) for name, one in done.items()}
     return PipelineConversion(dump(report), place.out, moved)
+
+
+def moved_to(
+    place: Destination, done: Conversion, asked: Options, options: Options, pipeline: Pipeline, name: str
+) -> Conversion:
+    # The finetune leaves a folder beside the pipeline.
+    report, beside = schema.read(schema.Report, done.report), f"{place.out}-{name}"
+    then = next_of(replace(options, subfolder=name), report, pipeline.source, beside)
+    if asked.stream is not None and options.stream is None and not options.exact and options.run_model:
+        then = f"its stream is held; {alone(pipeline, name)}"
+    return replace(done, out=place.out / name, next=then if done.next else "")
 
 
 def converted(
@@ -192,3 +214,49 @@ def check_no_pipeline(folder: Path) -> None:
         raise UserError(
             f"{folder} is a pipeline of several models; give what was converted in it: {listed(names, 'or')}"
         )
+
+
+def alone(pipeline: Pipeline, name: str) -> str:
+    return f"convert it alone: bf16-to-fp16 convert {pipeline.source} OUT --subfolder {name}"
+
+
+def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
+    """Return an encoder's options: the class that loads it, and its stream held where the pipeline may read inner
+    states. Raises UserError for a class that does not fit its config, or one with a decoder, whose inner states
+    change."""
+    config = config_of(pipeline.folder, name) or {}
+    (library, loaded), known = pipeline.loaded[name], names_of(family_of(config))
+    kind = next((each for each in same_code(loaded) if each in known), None)
+    if library != "transformers" or kind is None:
+        raise UserError(
+            f"{pipeline.folder / MODEL_INDEX} loads {name} as {library}.{loaded}, which is no supported class for its"
+            f" config ({config['model_type']}: {', '.join(known)}); name the right one there, or"
+            f" {alone(pipeline, name)}"
+        )
+    stock = class_named(kind)
+    two_stacks = family_of(config).decoder is not None
+    if two_stacks and stock is not None and stock.decodes:
+        raise UserError(
+            f"what {pipeline.kind} reads of {name} is not known, and inner states of a {kind} change by a factor;"
+            f" {alone(pipeline, name)}"
+        )
+    held = pipeline.kind in READ_INSIDE if two_stacks else pipeline.kind not in READ_AT_THE_END
+    if held and options.stream not in (None, 0):
+        raise UserError(
+            f"{pipeline.kind} may read inner states of {name}, so that its stream stays; leave out --stream, or"
+            f" {alone(pipeline, name)}"
+        )
+    own = architectures(config)[:1] == [kind]
+    return replace(options, subfolder=name, as_class=None if own else kind, stream=0 if held else options.stream)
+
+
+def check_kept(pipeline: Pipeline, name: str, report: schema.Report) -> None:
+    factor = report.outputs[LAST].factor_log2
+    if factor == 0:
+        return
+    other, itself = giving_states(report), alone(pipeline, name)
+    raise UserError(
+        f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, which become"
+        f" {f'2^{factor}' if isinstance(factor, int) else 'other'} times the source's;"
+        f" {f'name {other} for it in {MODEL_INDEX}, or ' if other else ''}{itself}"
+    )

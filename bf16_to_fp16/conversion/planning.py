@@ -1,18 +1,17 @@
-"""The first steps of ``convert``: open the source, bound it, observe it, and choose the plan."""
+"""The first steps of ``convert``: open the source, observe it, bound it, and choose the plan."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from itertools import product
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..bounds.arithmetic import Arithmetic, full_precision
+from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound
 from ..bounds.findings import SourceBounds
 from ..bounds.kinds import traits
@@ -27,22 +26,19 @@ from ..families.other_class import headless, read_as
 from ..families.resolve import check_norms, resolve
 from ..families.signals import LOGITS
 from ..measuring.batch import Batch
-from ..measuring.every_output import EveryOutput, run_recording, smallest_batches
-from ..measuring.fidelity import Outputs, Reference, add_outputs, compared, fidelity, output_on
-from ..measuring.lanes import Change, Walk, results_of
-from ..measuring.meter import RangeObserver, Scratch
+from ..measuring.fidelity import fidelity
+from ..measuring.observing import Observed, change_by, drifted_outputs, observe_source
 from ..measuring.probe import checkpoint_batches
 from ..measuring.stock import load_config
 from ..numerics import PROOF_MARGIN_BITS
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..report.steps import Decided
-from ..rescaling.apply import eps_attribute, through_fp16
 from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.costs import PROOF_WORTH
-from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits, without_edits
-from ..rescaling.exponents import OfChannels, check_plan_fits, exponents_of, norm_exponents
+from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits
+from ..rescaling.exponents import OfChannels, check_plan_fits
 from ..rescaling.plan import Drift, Plan
 from ..rescaling.planner import PROOF_FIRST, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
@@ -55,7 +51,6 @@ from .editing import (
     ReferenceOutputs,
     Trial,
     attentions_to_centre,
-    change_by,
     least_edits,
     needed_edits,
     outputs_on_text,
@@ -150,21 +145,19 @@ def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
-    checkpoint, device = opened.checkpoint, opened.device
+    """Choose the plan for the target and, where it is not enough, edits and a plan of the edited source."""
     tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
-    predicted: Mapping[str, float] = {}
-    first = TIERS[0].target if options.target == AUTO else options.target
-    ranges, reference = None, None
+    observed = None
     if options.run_model:
-        ranges, reference = observe_source(checkpoint, opened.inputs, progress, device)
-    search = source = Search(opened, options, progress, ranges, reference, tables=tables)
-    decided = search.affordable(search.decided(first))
-    if options.run_model and not options.exact:
-        search, decided, predicted = with_needed_edits(search, decided)
-    notes = (*decided.notes, *price_of_moving(decided))
-    for note in notes[len(decided.notes) :]:
+        observed = observe_source(opened.checkpoint, opened.inputs, progress, opened.device)
+    search = Search(opened, options, progress, observed, tables=tables)
+    decided = search.affordable(search.decided(TIERS[0].target if options.target == AUTO else options.target))
+    if observed is not None and not options.exact:
+        decided = with_needed_edits(search, decided)
+    notes = tuple(price_of_moving(decided))
+    for note in notes:
         progress.say(note)
-    return replace(decided, ranges_before=source.ranges, reference=source.reference, predicted=predicted, notes=notes)
+    return replace(decided, notes=(*decided.notes, *notes))
 
 
 def price_of_moving(decided: Decided) -> Iterator[str]:
@@ -176,7 +169,7 @@ def price_of_moving(decided: Decided) -> Iterator[str]:
             f" follow, or AdamW at 2^{least} of the source's learning rate; the default, for PyTorch, moves less"
         )
     for stream, room in ({} if planned is None else planned.for_proof).items():
-        if decided.ranges is not None and decided.target not in SQUARING:
+        if decided.observed is not None and decided.target not in SQUARING:
             name = "the stream" if len(exponents) == 1 else stream
             yield (
                 f"the proof needs {name} times 2^{exponents[stream]}; what was run needs only 2^{room}: --stream {room}"
@@ -184,31 +177,31 @@ def price_of_moving(decided: Decided) -> Iterator[str]:
             )
 
 
-def with_needed_edits(search: Search, decided: Decided) -> tuple[Search, Decided, Mapping[str, float]]:
-    """Return the search and its plan with edits where no exact plan is enough, and each edit's cost by signal. Keys are
-    centred first, at no cost."""
-    source, opened, exponents = search, search.opened, bounds_of(decided).exponents
+def with_needed_edits(source: Search, decided: Decided) -> Decided:
+    """Return the plan with edits where no exact plan is enough. Keys are centred first, at no cost."""
+    search, opened, exponents = source, source.opened, bounds_of(decided).exponents
     shared = attentions_to_centre(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
     made = Plan(family=opened.layout.family.name, centred_keys=shared)
     if shared:
         search = edited_search(source, Edits(made, {}), exponents)
         decided = search.decided(decided.target)
-    assert search.ranges is not None and search.reference is not None
-    needed = needed_edits(opened.layout, bounds_of(decided).ranges, search.ranges, search.options.margin_bits)
+    assert search.observed is not None
+    seen, reference = search.observed.ranges, search.observed.reference
+    needed = needed_edits(opened.layout, bounds_of(decided).ranges, seen, search.options.margin_bits)
     if not needed:
-        return search, decided, {}
-    known = [ReferenceOutputs.of(opened.layout, opened.inputs, search.reference)]
+        return decided
+    known = [ReferenceOutputs.of(opened.layout, opened.inputs, reference)]
     known += outputs_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
     trial = Trial(opened.checkpoint, opened.layout, known, search.progress, made)
     of_observed = {n: NeededExponents(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}
     # If edits prove nothing, only those for observed ranges are worth a price.
     for wanted in (needed, of_observed):
         if wanted and (edits := least_edits(trial, wanted, search.options.max_kl)) is not None:
-            after = edited_search(source, edits, exponents)
-            found = after.decided(decided.target)
-            if wanted == of_observed or proves(found):
-                return after, found, edits.predicted
-    return search, decided, {}
+            found = edited_search(source, edits, exponents).decided(decided.target)
+            proves = found.planned is not None and not found.planned.fallbacks and not bounds_of(found).unmoved
+            if wanted == of_observed or proves:
+                return replace(found, predicted=edits.predicted)
+    return decided
 
 
 def bounds_of(decided: Decided) -> SourceBounds:
@@ -216,20 +209,17 @@ def bounds_of(decided: Decided) -> SourceBounds:
     return decided.bounds
 
 
-def proves(decided: Decided) -> bool:
-    return decided.planned is not None and not decided.planned.fallbacks and not bounds_of(decided).unmoved
-
-
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, edits included. ``ranges``, ``reference``: None where nothing runs. ``start``: for
-    an edited source, the stream exponents under which the plain one was bounded. ``tables``: kept between plans."""
+    """Chooses plans for one source, edits included. ``observed``: None where nothing runs. ``before``: of the source
+    without its edits, where it has some. ``start``: the stream exponents under which that one was bounded. ``tables``:
+    kept between plans."""
 
     opened: Opened
     options: Options
     progress: Progress
-    ranges: Mapping[str, ModuleRange] | None = None
-    reference: Reference | None = None
+    observed: Observed | None = None
+    before: Observed | None = None
     start: Mapping[str, int] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
 
@@ -238,26 +228,98 @@ class Search:
         if margin_bits is not None:
             options = replace(options, margin_bits=margin_bits)
         with products_on(opened.device, "certificate"):
-            layout, planned, bounds = best_plan(replace(self, options=options))
-        plan = planned.plan if opened.edits is None else with_edits(planned.plan, opened.edits)
-        return Decided(layout, plan, target, planned, self.ranges, self.reference, bounds=bounds)
+            layout, planned, bounds = replace(self, options=options).best_plan()
+        if self.observed is None or self.before is None or opened.edits is None:
+            return Decided(layout, planned.plan, target, planned, self.observed, bounds=bounds)
+        plan, edited = with_edits(planned.plan, opened.edits), self.observed.ranges
+        return Decided(layout, plan, target, planned, self.before, ranges_edited=edited, bounds=bounds)
 
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        opened, options = self.opened, self.options
-        return bound_source(
-            layout,
-            exponents,
-            opened.weights(layout),
-            options.target,
-            options.max_length,
-            self.progress,
-            opened.spectra,
-            opened.named(layout),
-        )
+        """Bound the source before any exponent but those of its streams, in arithmetic without subnormals."""
+        opened, target = self.opened, self.options.target
+        again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
+        name = opened.named(layout)
+        with self.progress.step(f"Bounding every site of the {name} {WHERE[target]}{again}") as advance:
+            arithmetic, weights = Arithmetic(self.options.max_length, planned=exponents), opened.weights(layout)
+            certificate = bound(layout, weights, arithmetic, target=target, spectra=opened.spectra, advance=advance)
+        unmoved = {site.name for site in certificate.sites if not site.holds and not traits(site.kind).movable}
+        return SourceBounds(certificate.ranges, exponents, frozenset(unmoved))
+
+    def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
+        """Return the best plan with its layout and bounds; a tied head is separated where that breaks fewer limits."""
+
+        def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
+            fallbacks = len(planned.fallbacks) if self.options.prove else 0
+            return sum(v.excess_bits for v in planned.violations), fallbacks
+
+        layout = self.opened.layout
+        planned, bounds = self.plan_for(layout)
+        if any(missing(planned)) and layout.tied and layout.family.untie:
+            apart = self.opened.apart()
+            other, its_bounds = self.plan_for(apart)
+            if missing(other) < missing(planned):
+                return apart, other, its_bounds
+        return layout, planned, bounds
+
+    def plan_for(self, layout: Layout) -> tuple[Planned, SourceBounds]:
+        """Return a layout's plan and its bounds. LayerNorm's eps does not scale with the stream, so bounds hold for
+        their stream exponents and smaller ones. Each round bounds with the last plan's exponents, until these bounds
+        cover the new plan's."""
+        start = self.start if layout.family.centred_norm else {}
+        exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
+        planned, bounds = self.planned_within(layout, exponents, "")
+        while layout.family.centred_norm:
+            chosen = stream_exponents(layout, planned.plan)
+            if all(chosen[stream] <= exponents[stream] for stream in chosen):
+                break
+            exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
+            planned, bounds = self.planned_within(layout, exponents, f", with {stream_powers(exponents)} at most")
+        if self.observed is not None and planned.plan.gain_correction:
+            # A correction takes out the mean over all tokens, and outputs may depend on few.
+            planned = min((uncorrected(planned), planned), key=lambda each: self.drift(layout, each.plan).kl_fp16)
+        return planned, bounds
+
+    def planned_within(self, layout: Layout, exponents: Mapping[str, int], again: str) -> tuple[Planned, SourceBounds]:
+        """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it
+        where a run shows that its drift is acceptable. again: ends the progress line."""
+        options, bounds = self.options, self.bounds(layout, exponents)
+        head = ", with a head apart from the embedding" if layout.tied is False and self.opened.layout.tied else ""
+        place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
+        with self.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
+            planned = self.planned(layout, bounds.ranges, advance=advance)
+        fallbacks = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams}
+        held = {stream: exponent for stream, exponent in fallbacks.items() if exponent is not None}
+        if self.observed is not None and layout.fixed_eps is not None and held and options.stream is None:
+            trial = self.planned(layout, bounds.ranges, held)
+            choices = (uncorrected(trial), trial)
+            planned = next((each for each in choices if is_acceptable(self.drift(layout, each.plan))), planned)
+        return planned, bounds
+
+    def planned(
+        self,
+        layout: Layout,
+        possible: Mapping[str, ModuleRange],
+        held: Mapping[str, int] | None = None,
+        advance: Advance | None = None,
+    ) -> Planned:
+        weights, options, observed = self.opened.weights(layout), self.options, self.observed
+        how: dict[str, Any] = {"target": options.target, "known": self.tables, "advance": advance}
+        # Bounds do not show how small a norm's input is, and so how much a fixed eps would change.
+        how |= {"drift_free": options.exact or observed is None, "held": held}
+        if held is None and options.stream is not None:
+            how["held"] = dict.fromkeys(layout.streams, options.stream)
+        if observed is None:
+            return make_plan(layout, weights, possible, margin_bits=PROOF_MARGIN_BITS, **how)
+        how |= {"margin_bits": options.margin_bits, "bounds": possible}
+        how["proof_worth"] = PROOF_FIRST if options.prove else PROOF_WORTH
+        planned = make_plan(layout, weights, observed.ranges, **how)
+        if options.target != "train":
+            return planned
+        return replace(planned, plan=with_smaller_gradients(planned.plan, layout, weights, observed.ranges, possible))
 
     def drift(self, layout: Layout, plan: Plan) -> Fidelity:
-        assert self.reference is not None
-        opened, reference = self.opened, self.reference
+        assert self.observed is not None
+        opened, reference = self.opened, self.observed.reference
         tried = stream_powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
         with self.progress.step(f"Trying the drift of eps with {tried}") as advance:
             whole = plan if opened.edits is None else with_edits(plan, opened.edits)
@@ -266,7 +328,7 @@ class Search:
 
     def affordable(self, decided: Decided) -> Decided:
         """Return the plan, for training without the further margin where rounded gains would be worse than bf16."""
-        if decided.target != "train" or self.reference is None or decided.plan.drift is None:
+        if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         found = self.drift(decided.layout, decided.plan)
         if is_acceptable(found, 1.0):
@@ -281,17 +343,19 @@ class Search:
 
 
 def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) -> Search:
-    opened, reference = search.opened, search.reference
-    assert reference is not None
+    opened = search.opened
+    assert search.observed is not None
     layout = opened.apart() if edits.apart else opened.layout
     change, inputs = change_by(opened.checkpoint, layout, edits.plan), opened.inputs
-    ranges, outputs = observe_source(opened.checkpoint, inputs, search.progress, opened.device, change)
+    observed = observe_source(opened.checkpoint, inputs, search.progress, opened.device, change)
+    ranges = observed.ranges
     if edits.apart and layout.head is not None:
         ranges = with_scaled_output(ranges, layout.head.linears[0].at, edits.plan.exponent(LOGITS))
     edited = replace(opened, layout=layout, edits=edits.plan, before=opened)
     tables = search.tables.without(changed_by(layout, edits.plan))
-    reference = replace(reference, fp32=outputs.fp32)
-    return Search(edited, search.options, search.progress, ranges, reference, exponents, tables)
+    reference = replace(search.observed.reference, fp32=observed.reference.fp32)
+    observed = Observed(ranges, reference)
+    return Search(edited, search.options, search.progress, observed, search.observed, exponents, tables)
 
 
 def with_scaled_output(
@@ -311,111 +375,6 @@ def stream_powers(exponents: Mapping[str, int]) -> str:
     return f"{streams} at {' and '.join(f'2^{e}' for e in exponents.values())}"
 
 
-def bound_source(
-    layout: Layout,
-    exponents: Mapping[str, int],
-    weights: TensorReader,
-    target: str,
-    max_length: int,
-    progress: Progress,
-    spectra: Spectra | None = None,
-    name: str = "source",
-) -> SourceBounds:
-    """Bound the source before any exponent but the ``exponents`` of its streams, in arithmetic without subnormals.
-    spectra: keeps the eigenvalues. name: of the source, in progress lines."""
-    again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
-    with progress.step(f"Bounding every site of the {name} {WHERE[target]}{again}") as advance:
-        arithmetic = Arithmetic(max_length, planned=exponents)
-        certificate = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
-    over = [site for site in certificate.sites if not site.holds]
-    unmoved = frozenset(site.name for site in over if not traits(site.kind).movable)
-    return SourceBounds(certificate.ranges, exponents, unmoved)
-
-
-def observe_source(
-    checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
-) -> tuple[Mapping[str, ModuleRange], Reference]:
-    """Run the source in one walk, in fp32 and, where outputs are compared, in bf16. Return the modules' fp32 ranges and
-    both outputs. change: by edits; then it runs in fp32 alone."""
-
-    def observed(place: torch.device) -> tuple[Mapping[str, ModuleRange], Reference]:
-        walk = Walk(checkpoint, place)
-        unchanged = inputs if change is None else []
-        shown, scratch = smallest_batches(compared(unchanged)), Scratch()
-        every_fp32: list[EveryOutput] = [{} for _ in shown]
-        every_bf16: list[EveryOutput] = []
-
-        def run(number: int, batch: Batch, model: Any) -> torch.Tensor | None:
-            with observers[number]:
-                output = run_recording(model, batch, shown, every_fp32)
-            return output_on(batch, output) if compared([batch]) else None
-
-        def advanced(done: int, total: int) -> None:
-            first.take(rest)
-            advance(done, total)
-
-        how: dict[str, Any] = {"change": change}
-        fp32 = [walk.add(partial(run, n, batch), torch.float32, **how) for n, batch in enumerate(inputs)]
-        first, *rest = observers = [RangeObserver(lane.model, scratch) for lane in fp32]
-        bf16 = add_outputs(walk, unchanged, torch.bfloat16, every_bf16)
-        walk.run(advanced)
-        kept = [output for output in results_of(fp32) if output is not None]
-        return first.ranges(rest), Reference(kept, results_of(bf16), every_fp32, every_bf16)
-
-    what = "source" if change is None else "edited source"
-    with full_precision(), progress.step(f"Observing the {what} in fp32") as advance:
-        ranges, reference = device.run("observation", observed, wide=True)
-    check_finite(checkpoint, ranges)
-    return ranges, reference
-
-
-def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> None:
-    for path, seen in ranges.items():
-        if not bool(torch.isfinite(seen.output.amax).all()):
-            bad = [n for n in sorted(checkpoint.tensors) if not bool(checkpoint.read(n).isfinite().all())]
-            because = f"tensor {bad[0]} holds inf or NaN, so that {path}" if bad else path
-            raise UserError(
-                f"{checkpoint.folder}: {because} gives inf or NaN in fp32 on the source; the checkpoint is damaged,"
-                " use another revision of it or repair the tensor"
-            )
-
-
-def best_plan(search: Search) -> tuple[Layout, Planned, SourceBounds]:
-    """Return the best plan with its layout and bounds; a tied head is separated where that breaks fewer limits."""
-
-    def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
-        fallbacks = len(planned.fallbacks) if search.options.prove else 0
-        return sum(v.excess_bits for v in planned.violations), fallbacks
-
-    layout = search.opened.layout
-    planned, bounds = plan_for(layout, search)
-    if any(missing(planned)) and layout.tied and layout.family.untie:
-        apart = search.opened.apart()
-        other, its_bounds = plan_for(apart, search)
-        if missing(other) < missing(planned):
-            return apart, other, its_bounds
-    return layout, planned, bounds
-
-
-def plan_for(layout: Layout, search: Search) -> tuple[Planned, SourceBounds]:
-    """Return a layout's plan and its bounds. LayerNorm's eps does not scale with the stream, so bounds hold for their
-    stream exponents and smaller ones. Each round bounds with the last plan's exponents, until these bounds cover the
-    new plan's."""
-    start = search.start if layout.family.centred_norm else {}
-    exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
-    planned, bounds = planned_within(exponents, "", layout, search)
-    while layout.family.centred_norm:
-        chosen = stream_exponents(layout, planned.plan)
-        if all(chosen[stream] <= exponents[stream] for stream in chosen):
-            break
-        exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-        planned, bounds = planned_within(exponents, f", with {stream_powers(exponents)} at most", layout, search)
-    if search.reference is not None and planned.plan.gain_correction:
-        # A correction takes out the mean over all tokens, and outputs may depend on few.
-        planned = min((uncorrected(planned), planned), key=lambda each: search.drift(layout, each.plan).kl_fp16)
-    return planned, bounds
-
-
 def uncorrected(planned: Planned) -> Planned:
     plan = planned.plan
     if plan.gain_correction and plan.drift is not None:
@@ -424,78 +383,6 @@ def uncorrected(planned: Planned) -> Planned:
     return replace(planned, plan=plan)
 
 
-def planned_within(
-    exponents: Mapping[str, int], again: str, layout: Layout, search: Search
-) -> tuple[Planned, SourceBounds]:
-    """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it where
-    a run shows that its drift is acceptable. again: ends the progress line."""
-    options, bounds = search.options, search.bounds(layout, exponents)
-    head = ", with a head apart from the embedding" if layout.tied is False and search.opened.layout.tied else ""
-    place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
-    with search.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
-        planned = planned_once(layout, search, bounds.ranges, advance=advance)
-    held = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams and f.exponent is not None}
-    if search.reference is not None and layout.fixed_eps is not None and held and options.stream is None:
-        trial = planned_once(layout, search, bounds.ranges, held)
-        choices = (uncorrected(trial), trial)
-        planned = next((each for each in choices if is_acceptable(search.drift(layout, each.plan))), planned)
-    return planned, bounds
-
-
-def planned_once(
-    layout: Layout,
-    search: Search,
-    possible: Mapping[str, ModuleRange],
-    held: Mapping[str, int] | None = None,
-    advance: Advance | None = None,
-) -> Planned:
-    weights, options, ranges = search.opened.weights(layout), search.options, search.ranges
-    how: dict[str, Any] = {"target": options.target, "known": search.tables, "advance": advance}
-    # Bounds do not show how small a norm's input is, and so how much a fixed eps would change.
-    how |= {"drift_free": options.exact or ranges is None, "held": held}
-    if held is None and options.stream is not None:
-        how["held"] = dict.fromkeys(layout.streams, options.stream)
-    if ranges is None:
-        return make_plan(layout, weights, possible, margin_bits=PROOF_MARGIN_BITS, **how)
-    how |= {"margin_bits": options.margin_bits, "bounds": possible}
-    how["proof_worth"] = PROOF_FIRST if options.prove else PROOF_WORTH
-    planned = make_plan(layout, weights, ranges, **how)
-    if options.target != "train":
-        return planned
-    return replace(planned, plan=with_smaller_gradients(planned.plan, layout, weights, ranges, possible))
-
-
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
     """Return whether a drift's divergence is at most a share of bf16's, by default half of fp16's own."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share
-
-
-def drifted_outputs(
-    checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
-) -> Outputs:
-    """Return the fp32 source's outputs under eps·4^-r, which is the function of rescaled weights with a fixed eps.
-    Corrected gains are rounded to fp16. Where some weights are stored minus an offset, all are rounded: both losses are
-    of one size."""
-    rounds = any(tensor.offset for tensor in layout.tensors.values())
-    edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
-
-    def corrected(name: str, weight: torch.Tensor) -> torch.Tensor:
-        tensor, weight, correction = layout.tensors.get(name), edit(name, weight), plan.gain_correction.get(name)
-        if tensor is not None and rounds:
-            exponents = exponents_of(tensor, exact).full(tensor.shape)
-            return through_fp16(weight, exponents, tensor.offset, correction or 1.0)
-        return weight if correction is None else (weight * correction).half().float()
-
-    walk = Walk(checkpoint)
-    lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
-    fixed = plan.eps if plan.eps_held else layout.fixed_eps
-    eps = layout.eps * 4.0**plan.residual_exponent if fixed is None else fixed
-    for lane, (path, exponent) in product(lanes, norm_exponents(layout, plan).items()):
-        if fixed is not None or exponent != plan.residual_exponent:
-            norm: Any = lane.model.get_submodule(path)
-            setattr(norm, eps_attribute(norm), eps * 4.0**-exponent)
-    for lane, projector in product(lanes, (w for w in layout.projectors if w.shares_eps)):
-        norm = lane.model.get_submodule(projector.norm)
-        setattr(norm, eps_attribute(norm), layout.eps * 4.0**plan.residual_exponent)
-    walk.run(advance)
-    return results_of(lanes)

@@ -80,23 +80,20 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
             " was saved before any undo and not moved further by make_fp16_safe"
         )
     say_what_stays(layout, plan, progress)
-    stored = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
     whole, back = with_start(layout, without_edits(layout, plan), read_start(report), progress), []
-    for write in writes(checkpoint, layout, inverse(whole)):
-        if write.source is not None:
+    for each in writes(checkpoint, layout, inverse(whole)):
+        if each.source is not None:
             # A gain that is stored less 1, or was corrected, would be rounded once more in bf16.
-            exact = stored[write.source] == "BF16" and not write.offset and write.gain == 1
-            back.append(write.as_dtype("BF16" if exact else "F32"))
+            exact = checkpoint.tensors[each.source].dtype == "BF16" and not each.offset and each.gain == 1
+            back.append(each.as_dtype("BF16" if exact else "F32"))
     config = {key: value for key, value in checkpoint.config.items() if key != CONVERTED_KEY}
     if (mark := read_mark(report)) is not None:
         config[CONVERTED_KEY] = mark
     for key in () if plan.eps_held else layout.family.eps_keys:
         config = with_value(config, key, layout.eps * 4.0**-whole.residual_exponent)
-    set_dtype(config, "bfloat16" if all(write.dtype == torch.bfloat16 for write in back) else "float32")
+    set_dtype(config, "bfloat16" if all(each.dtype == torch.bfloat16 for each in back) else "float32")
     with staged(out, force=force) as work:
-        with progress.step(f"Writing {len(back)} tensors") as advance:
-            written = write_fp16(checkpoint, back, work, advance=advance)
-        checkpoint.check_unchanged()
+        written = write(checkpoint, back, work, progress)
         if broken := next((name for name, stats in written.stats.items() if stats.nonfinite), None):
             raise UserError(f"{folder}: tensor {broken} holds inf or NaN; take a state from before the loss diverged")
         write_json(work / "config.json", config)
@@ -152,12 +149,14 @@ def write_weights(
         before = {name: edited(layout.tensors[name], t, to_original) for name, t in before.items()}
     replaced = {name: Write(name, tuple(t.shape), None, t) for name, t in before.items()}
     back = [
-        replaced.get(write.name, write).as_dtype(
-            stored.get(dtype := origin.dtypes.get(write.name, origin.dtype), dtype)
-        )
-        for write in writes(checkpoint, layout, inverse(whole))
-        if write.name not in origin.made
+        replaced.get(each.name, each).as_dtype(stored.get(dtype := origin.dtypes.get(each.name, origin.dtype), dtype))
+        for each in writes(checkpoint, layout, inverse(whole))
+        if each.name not in origin.made
     ]
+    return write(checkpoint, back, work, progress, **how)
+
+
+def write(checkpoint: Checkpoint, back: list[Write], work: Path, progress: Progress, **how: Any) -> Written:
     with progress.step(f"Writing {len(back)} tensors") as advance:
         written = write_fp16(checkpoint, back, work, advance=advance, **how)
     checkpoint.check_unchanged()

@@ -3,9 +3,8 @@ from the files, and ``differences`` compares it section by section; card and pag
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +13,36 @@ import torch
 from ..bounds.arithmetic import SPLITS, Arithmetic
 from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
-from ..checkpoint.contents import MODULES
-from ..checkpoint.folder import TOKENIZER_FILES, carry_over, tokenizer_beside
-from ..checkpoint.formats import bytes_of
 from ..checkpoint.packed import summary_of
 from ..checkpoint.places import local_source, own_name
-from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
-from ..checkpoint.writer import write_fp16
 from ..devices import Device
 from ..environment import SCHEMA, installed
 from ..errors import UserError
-from ..families.configs import changes, looked_up, without_value
+from ..families.configs import looked_up
 from ..families.declared import DTYPE_KEYS
-from ..families.known import padding_entry, stock_class
+from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.other_class import read_as
 from ..families.resolve import resolve
-from ..json_text import write_json
 from ..measuring import probe
 from ..measuring.agreement import agreed_layout
 from ..measuring.batch import SWEEP, Batch, describe_batches
+from ..measuring.observing import observe_source
 from ..measuring.regimes import Audited
 from ..measuring.soft_side import LEAST
 from ..measuring.stock import load_config
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import answers, schema
-from ..report.build import moved_by, source_of, weight_counts
+from ..report.build import moved_by
 from ..report.facts import missed
 from ..report.judgement import cost_of, harmed, is_exact, too_inexact
 from ..report.regimes import tiers_of
-from ..report.remedies import CONVERT_AGAIN, RIGHT_REVISION, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
-from ..report.signals import signals_of
-from ..report.steps import Decided, Rewritten
+from ..report.remedies import CONVERT_AGAIN, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
+from ..report.steps import Decided
 from ..report.stored import originals, read_packed
-from ..rescaling.apply import edited_config, writes
 from ..rescaling.edits import listed_edits
 from ..rescaling.exponents import check_plan_fits
 from ..rescaling.outputs import output_factors
@@ -59,32 +52,12 @@ from ..targets import TARGETS
 from ..wording import listed
 from .comparison import differences
 from .evidence import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
-from .file_checks import (
-    check_foreign,
-    check_hashes,
-    check_tensors,
-    check_tokenizer,
-    check_unread,
-    present_files,
-)
+from .file_checks import check_foreign, check_hashes, check_tensors, check_tokenizer, check_unread
 from .locating import locate, read_recorded
 from .options import check_data
-from .planning import observe_source
+from .replay import other_weights, replayed
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
-UNNAMED_KEYS = ("dtype", "torch_dtype", "_name_or_path", "transformers_version")  # they name no model
-OBEYED = (  # files that change what stock code computes
-    *(
-        "generation_config.json",
-        MODULES,
-        *TOKENIZER_FILES,
-        "added_tokens.json",
-        "merges.txt",
-        "special_tokens_map.json",
-    ),
-    *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
-    "hf_quant_config.json",
-)
 
 
 @dataclass
@@ -205,11 +178,22 @@ def check_contents(
     found.add("plan", check_plan(checkpoint, layout, report))
     if any(problem.check == "plan" for problem in found.problems):
         return  # a plan that does not fit cannot be replayed
-    found.sections["edits"] = len(listed_edits(layout, plan_of(report)))
+    plan = plan_of(report)
+    found.sections["edits"] = len(listed_edits(layout, plan))
     before = None
     if original is not None:
-        before = replay(original, checkpoint, report, found, progress)
-    certificate, certified = certify_again(checkpoint, layout, report, device, progress)
+        found.add("replay", other_weights(original, report))
+        if found.checks["replay"] == "passed":
+            agreed_layout(original)
+            before = resolve(original, untie=plan.untied_head)
+            with progress.step("Replaying the plan"):
+                found.add("replay", replayed(original, before, plan, checkpoint, report))
+    recorded, target = report.certificate, report.target or "half"
+    if recorded is None or target not in TARGETS or recorded.max_length < 1:
+        raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
+    # The report may choose the length, which every claim names, but not what is assumed of kernels.
+    length = Arithmetic(recorded.max_length)
+    certificate, certified = bounded(checkpoint, layout, target, length, device, progress)
     found.sections["certificate"] = certificate.entry(sites=False)
     found.add("certificate", check_certificate(certificate, report))
     regimes = {}
@@ -291,76 +275,6 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
                 yield "config.json", f"{at} is {part[key]}, which stock code loads the weights in"
 
 
-def replay(
-    original: Checkpoint, checkpoint: Checkpoint, report: schema.Report, found: Verified, progress: Progress
-) -> Layout | None:
-    """Apply the plan to the original and compare bytes, config and carried files with the checkpoint. Return the
-    original's layout, or None where its files are not those that were converted."""
-    hashes = {original.file_name(file): original.sha256(file) for file in original.weight_files}
-    other = [n for n in sorted({*hashes, *report.source.sha256}) if report.source.sha256.get(n) != hashes.get(n)]
-    if other:
-        found.add("replay", ((name, "is not the file that was converted", RIGHT_REVISION) for name in other))
-        return None
-    agreed_layout(original)
-    plan = plan_of(report)
-    layout = resolve(original, untie=plan.untied_head)
-    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch, progress.step("Replaying the plan"):
-        written = write_fp16(original, writes(original, layout, plan), Path(scratch), hashes=False)
-        write_json(Path(scratch, "config.json"), checkpoint.config)
-        again = open_checkpoint(scratch)
-        found.add("replay", different_tensors(again, checkpoint))
-    counts = dump(weight_counts(layout, plan, written))
-    found.add("replay", differences(report.weights and dump(report.weights), counts, "weights"))
-    rewritten = Rewritten(replace(written, source_sha256=hashes), report.source.carried_over, report.source.left_out)
-    again_of, said = dump(source_of(original, layout, plan, rewritten)), dump(report.source)
-    keys = ["dtype", "dtypes", "made", "dropped", "replaced", *([] if original.home in VIEWS else ["config_changes"])]
-    of_source = differences({k: said.get(k) for k in keys}, {k: again_of.get(k) for k in keys}, "source")
-    found.add("replay", of_source)
-    if original.home not in VIEWS:  # one file of weights has no config
-        found.add("replay", different_config(edited_config(layout, plan), checkpoint.config))
-    if checkpoint.folder not in VIEWS:
-        found.add("replay", different_files(original, checkpoint.folder, report.source.subfolder))
-    return layout
-
-
-def different_tensors(again: Checkpoint, checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    for name in sorted({*again.tensors, *checkpoint.tensors}):
-        if name in again.tensors and name in checkpoint.tensors:
-            ours, theirs = again.read(name), checkpoint.read(name)
-            if (ours.dtype, ours.shape, bytes_of(ours)) == (theirs.dtype, theirs.shape, bytes_of(theirs)):
-                continue
-        yield name, "is not what the plan makes of the original"
-
-
-def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    keys = ["architectures"] if stock_class(wanted) != stock_class(config) else []
-    for key in ("architectures", *UNNAMED_KEYS):
-        wanted, config = without_value(wanted, key), without_value(config, key)
-    for key in sorted([*keys, *changes(wanted, config)]):
-        yield f"config.json, {key}", "is not what the conversion makes of the original's config.json"
-
-
-def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield carried files that differ from the original's. One on one side only counts where stock code reads it."""
-    with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
-        carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
-        for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
-            ours, theirs = (f.read_bytes() if f.is_file() else None for f in (Path(scratch, name), folder / name))
-            alone = ours is None or theirs is None
-            if ours != theirs and (not alone or name in OBEYED or "/" in name):
-                yield name, "is not what the conversion carries over from the original"
-
-
-def certify_again(
-    checkpoint: Checkpoint, layout: Layout, report: schema.Report, device: Device, progress: Progress
-) -> tuple[Certificate, dict[str, bool]]:
-    recorded, target = report.certificate, report.target or "half"
-    if recorded is None or target not in TARGETS or recorded.max_length < 1:
-        raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
-    # The report may choose the length, which every claim names, but not what is assumed of kernels.
-    return bounded(checkpoint, layout, target, Arithmetic(recorded.max_length), device, progress)
-
-
 def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:
     assert report.certificate is not None
     if report.certificate.sites or report.output.files:  # one file records no bounds
@@ -433,15 +347,15 @@ def check_fidelity(
     progress: Progress,
 ) -> Iterator[tuple[str, str]]:
     plan, said = plan_of(report), dump(report)
-    ranges, reference = observe_source(original, again.inputs, progress, device)
+    observed = observe_source(original, again.inputs, progress, device)
+    reference, decided = observed.reference, Decided(before, plan, report.target or "half", observed=observed)
     close, drifted = compare(original, before, plan, reference, again.ran, again.inputs, again.in_fp32)
-    decided = Decided(before, plan, report.target or "half", ranges=ranges)
     now: dict[str, Any] = {
         "fidelity": dump(close),
         "outputs": {n: dump(each) for n, each in outputs_beside(before, plan, reference, again.ran).items()},
     }
     if not plan.centred_keys:  # else they were observed with centred keys
-        now["signals"] = [dump(entry) for entry in signals_of(before, plan, ranges)]
+        now["signals"] = [dump(entry) for entry in decided.signals]
     for key, section in now.items():
         if said.get(key) or key == "fidelity":  # the others are absent after ``--plan``
             yield from differences(said[key], section, key)

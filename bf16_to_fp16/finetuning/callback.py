@@ -15,7 +15,8 @@ from transformers import TrainerCallback
 
 from ..checkpoint.staging import check_out, scratch
 from ..conversion.convert import Conversion, convert
-from ..conversion.make_safe import MadeSafe, make_fp16_safe
+from ..conversion.made_safe import MadeSafe
+from ..conversion.make_safe import make_fp16_safe
 from ..errors import UserError
 from ..numerics import FP16_MAX
 from ..progress import Progress

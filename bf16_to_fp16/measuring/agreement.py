@@ -23,13 +23,13 @@ from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.side_modules import check_sentence_encoder
 from ..errors import UserError, first_line
 from ..families.configs import config_value, looked_up, with_value
-from ..families.known import FAMILIES, may_be_absent, stock_class
+from ..families.known import FAMILIES, stock_class
 from ..families.layout import Layout
 from ..families.resolve import resolve
 from ..families.types import Family, Quotient
 from ..families.wiring import Attention, Experts, StackEnds
 from ..rescaling.apply import eps_attribute
-from .stock import load_config, run_everywhere, without_values
+from .stock import check_complete, load_config, run_everywhere, without_values
 
 FREE_KEYS = frozenset(
     f"""
@@ -130,12 +130,7 @@ def attributes(config: Any) -> dict[str, Any]:
 
 
 def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any]) -> None:
-    allowed = may_be_absent(layout.family)
-    for name in sorted(set(info["missing_keys"]) - allowed):
-        raise UserError(
-            f"{checkpoint.source}: tensor {name} is missing, and stock code would fill it with random numbers;"
-            " use the whole original checkpoint and its config.json"
-        )
+    check_complete(checkpoint.folder, checkpoint.config, info["missing_keys"])
     for name in sorted(set(info["unexpected_keys"]) - set(layout.dropped)):
         raise UserError(
             f"{checkpoint.source}: stock code drops tensor {name}; use the config.json that belongs to these weights"

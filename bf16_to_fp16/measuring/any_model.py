@@ -14,14 +14,14 @@ import torch
 
 from ..errors import UserError
 from ..families.known import architectures
-from ..families.places import places_by_name
 from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
-from ..results import SiteEntry
 from . import probe
 from .batch import Batch
 from .padding import CAUSAL
-from .regimes import DTYPES, RegimeResult, audit_each, audit_model, beside_fp32, check_names, finite
+from .regime_results import RegimeResult, beside_fp32
+from .regimes import DTYPES, audit_each, audit_model
+from .sites import Site
 from .stock import all_half, any_config, attentions_of, described, from_files
 
 
@@ -100,19 +100,13 @@ def audit_any(
     advance: Advance | None = None,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    check_names(regimes, model.attention)
     place = device or torch.device("cpu")
-    lost: dict[str, list[SiteEntry]] = {}
 
     def load(regime: str) -> Any:
-        loaded = model.load(DTYPES[regime], half=regime == "half").to(place)
-        lost[regime] = lost_weights(loaded)
-        return loaded
+        return model.load(DTYPES[regime], half=regime == "half").to(place)
 
-    shown = audit_each(
-        load, inputs, regimes, attention=model.attention, train_mode=train_mode, advance=advance, seed=seed
-    )
-    results = {regime: with_lost_weights(result, lost[regime]) for regime, result in shown.items()}
+    how: dict[str, Any] = {"attention": model.attention, "advance": advance, "seed": seed}
+    results = audit_each(load, inputs, regimes, train_mode=train_mode, weights=lost_weights, **how)
 
     def in_fp32() -> dict[str, float]:
         loaded = model.load(torch.float32).to(place)
@@ -123,34 +117,11 @@ def audit_any(
     return beside_fp32(results, frozenset(), in_fp32)
 
 
-def lost_weights(model: Any) -> list[SiteEntry]:
-    counts = {name: int((~p.detach().isfinite()).sum()) for name, p in model.named_parameters()}
-    lost = {_site_of(name): (model.get_parameter(name).dtype, count) for name, count in counts.items() if count}
-    places = places_by_name(lost)
-    return [
-        SiteEntry(
-            name=name,
-            dtype=str(dtype).removeprefix("torch."),
-            limit=FP16_MAX,
-            benign=None,
-            nonfinite=count,
-            saturated=0,
-            **finite(math.inf, -math.inf, FP16_MAX),
-            **places[name].to_json(),
-        )
-        for name, (dtype, count) in lost.items()
-    ]
-
-
-def with_lost_weights(result: RegimeResult, weights: Sequence[SiteEntry]) -> RegimeResult:
-    """Return the result with non-finite weights as its first sites; the probe runs few rows of a large embedding."""
-    seen = {site.name for site in result.sites}
-    lost = [site for site in weights if site.name not in seen]
-    if not lost:
-        return result
-    first = {key: getattr(lost[0], key) for key in ("amax", "headroom_bits")}
-    nonfinite = result.nonfinite + sum(site.nonfinite for site in lost)
-    return result.model_copy(update=first | {"sites": [*lost, *result.sites], "nonfinite": nonfinite})
+def lost_weights(model: Any) -> list[Site]:
+    """Return weights with non-finite elements, as sites: the probe runs few rows of a large embedding."""
+    counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
+    lost = [(_site_of(name), dtype, count) for name, dtype, count in counts if count]
+    return [Site(name, dtype, FP16_MAX, amax=math.inf, calls=1, nonfinite=count) for name, dtype, count in lost]
 
 
 def _site_of(parameter: str) -> str:

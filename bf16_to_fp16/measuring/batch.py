@@ -59,12 +59,8 @@ class Batch:
         masks = (self.attention_mask, self.decoder_attention_mask)
         return torch.stack([mask.bool().all(1) for mask in masks if mask is not None]).all(0)
 
-    @property
-    def has_image(self) -> bool:
-        return bool(self.image)
-
     def rows(self, chosen: slice | Tensor) -> Batch:
-        if self.has_image:
+        if self.image:
             assert len(self.input_ids[chosen]) == len(self.input_ids)
             return self
         kept: dict[str, Any] = {name: x[chosen] for name, x in self.tensors.items() if x is not None}

@@ -63,13 +63,7 @@ class SiteObserver(TorchDispatchMode):
     unless it is cut off before the module ends. only: measure the modules at these paths.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        fast_products: bool = True,
-        only: Collection[str] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
         self.model = model
         self.only = only

@@ -3,9 +3,10 @@ so hooks are on the layout's modules alone, instead of every operation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,88 +43,86 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     """Yield a dictionary that each forward fills with the values of sites that can overflow, by audit names, with
     channels last. Scores are computed again from queries and keys, [rows, heads, queries, keys]; local attention's are
     taken as they are, [rows, ..., keys]."""
-    values: dict[str, Tensor] = {}  # without empty tensors, which short sequences give
-    taken: dict[str, Tensor] = {}
     local = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention) and sublayer.radius]
     near = {f"{at}:{what}" for at in local for what in ("scores", "context")}
-    hooks = ExitStack()
-
-    def note(name: str, value: Tensor) -> None:
-        if name in taken:
-            values[name] = values[name].masked_scatter(taken[name], value)
-        elif value.numel():
-            values[name] = value
-
-    def entering(path: str, name: str) -> None:
-        module = model.get_submodule(path)
-        # Before others' hooks: behind ZeRO-3's a gradient would end the module's backward, which it never began.
-        hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs: note(name, inputs[0]), prepend=True))
-
-    def leaving(path: str, name: str = "") -> None:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            note(name or path, output[0] if isinstance(output, tuple) else output)
-
-        hooks.enter_context(model.get_submodule(path).register_forward_hook(hook))
-
-    def after(path: str, hook: Any) -> None:
-        hooks.enter_context(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
-
-    site = layout.family.norm_site
-    for reader in walk(layout):
-        sublayer = reader.sublayer
-        entering(reader.entrance, reader.site)
-        for norm in filter(None, (reader.norm, *norms_inside(sublayer))):
-            leaving(norm, f"{norm}:{site}")
-        if isinstance(sublayer, Attention):
-            leaving(sublayer.query)
-            if sublayer.block:  # keys and values of positions, then of sums
-                after(sublayer.value, _further(values, sublayer.value))
-                after(sublayer.key, _further(values, sublayer.key))
-                entering(sublayer.block_norm, f"{sublayer.at}:sum")
-                attention = model.get_submodule(sublayer.at)
-                hooks.enter_context(
-                    attention.register_forward_pre_hook(_forgetting(values, sublayer.value, sublayer.key))
-                )
-            else:
-                leaving(sublayer.value)
-                leaving(sublayer.key)
-            leaving(sublayer.output)
-            if not sublayer.radius:  # the tap sees local attention's products, with the last block's padding
-                entering(sublayer.output, f"{sublayer.at}:context")
-                after(sublayer.at, _scores(values, layout, sublayer))
-        elif isinstance(sublayer, Experts):
-            leaving(sublayer.classifier)
-            after(sublayer.router, _handed_out(values, layout, sublayer, taken))
-        for feed_forward in feed_forwards_of(sublayer) if sublayer is not None else ():
-            for point in points_of(feed_forward):
-                (entering if point.enters else leaving)(point.module, point.name)
-    for linear in layout.head.linears if layout.head is not None else ():
-        leaving(linear.at)
-    with hooks:
+    watch = _Watch(model, layout)
+    with watch.hooks as hooks:
         if near:
-            tap = hooks.enter_context(Tap(model, values.__setitem__, only=near.__contains__))
+            tap = hooks.enter_context(Tap(model, watch.values.__setitem__, only=near.__contains__))
             tap.without_gradients = True
-        yield values
+        yield watch.values
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Return queries or keys [rows, heads, positions, channels] rotated by angles [rows, positions, channels]. Channel
-    i pairs with i + channels/2 or, ``interleaved``, 2i with 2i + 1; channels beyond the angles stay."""
-    size = cos.shape[-1]
-    turning, rest = x[..., :size], x[..., size:]
-    if interleaved:
-        cos, sin = (angles[..., : size // 2].repeat_interleave(2, -1) for angles in (cos, sin))
-        other = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
-    else:
-        left, right = turning.chunk(2, -1)
-        other = torch.cat((-right, left), -1)
-    return torch.cat((turning * cos.unsqueeze(1) + other * sin.unsqueeze(1), rest), -1)
+class _Watch:
+    """Hooks on a layout's modules. ``taken``: where an expert's sites have values, which they have for its tokens
+    alone."""
 
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.model, self.layout, self.hooks = model, layout, ExitStack()
+        self.values: dict[str, Tensor] = {}  # without empty tensors, which short sequences give
+        self.taken: dict[str, Tensor] = {}
+        for reader in walk(layout):
+            sublayer = reader.sublayer
+            self.entering(reader.entrance, reader.site)
+            for norm in filter(None, (reader.norm, *norms_inside(sublayer))):
+                self.leaving(norm, f"{norm}:{layout.family.norm_site}")
+            if isinstance(sublayer, Attention):
+                self.attending(sublayer)
+            elif isinstance(sublayer, Experts):
+                self.leaving(sublayer.classifier)
+                self.after(sublayer.router, partial(self.hand_out, sublayer))
+            for feed_forward in feed_forwards_of(sublayer) if sublayer is not None else ():
+                for point in points_of(feed_forward):
+                    (self.entering if point.enters else self.leaving)(point.module, point.name)
+        for linear in layout.head.linears if layout.head is not None else ():
+            self.leaving(linear.at)
 
-def _scores(values: dict[str, Tensor], layout: Layout, sublayer: Attention) -> Any:
-    heads = layout.heads(sublayer), layout.kv_heads(sublayer)
+    def note(self, name: str, value: Tensor) -> None:
+        if name in self.taken:
+            self.values[name] = self.values[name].masked_scatter(self.taken[name], value)
+        elif value.numel():
+            self.values[name] = value
 
-    def hook(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def entering(self, path: str, name: str) -> None:
+        module = self.model.get_submodule(path)
+        # Before others' hooks: behind ZeRO-3's a gradient would end the module's backward, which it never began.
+        hook = module.register_forward_pre_hook(lambda _, inputs: self.note(name, inputs[0]), prepend=True)
+        self.hooks.enter_context(hook)
+
+    def leaving(self, path: str, name: str = "") -> None:
+        self.after(path, lambda inputs, kwargs, out: self.note(name or path, out[0] if isinstance(out, tuple) else out))
+
+    def after(self, path: str, hook: Callable[[Any, Any, Any], None]) -> None:
+        module = self.model.get_submodule(path)
+        self.hooks.enter_context(module.register_forward_hook(lambda _, *seen: hook(*seen), with_kwargs=True))
+
+    def attending(self, sublayer: Attention) -> None:
+        self.leaving(sublayer.query)
+        self.leaving(sublayer.output)
+        keys_and_values = sublayer.key, sublayer.value
+        if sublayer.block:  # keys and values of positions, then of sums
+            for path in keys_and_values:
+                self.after(path, partial(self.append, path))
+            self.entering(sublayer.block_norm, f"{sublayer.at}:sum")
+            attention = self.model.get_submodule(sublayer.at)
+            self.hooks.enter_context(attention.register_forward_pre_hook(lambda *_: self.forget(*keys_and_values)))
+        else:
+            for path in keys_and_values:
+                self.leaving(path)
+        if not sublayer.radius:  # the tap sees local attention's products, with the last block's padding
+            self.entering(sublayer.output, f"{sublayer.at}:context")
+            self.after(sublayer.at, partial(self.score, sublayer))
+
+    def append(self, name: str, inputs: Any, kwargs: Any, output: Tensor) -> None:
+        self.values[name] = torch.cat([self.values[name], output], 1) if name in self.values else output
+
+    def forget(self, *names: str) -> None:
+        for name in names:
+            self.values.pop(name, None)
+
+    def score(self, sublayer: Attention, inputs: Any, kwargs: Any, output: Any) -> None:
+        values, layout = self.values, self.layout
+        heads = layout.heads(sublayer), layout.kv_heads(sublayer)
         both = (
             values[sublayer.query].split(sublayer.fused, -1)[:2]
             if sublayer.fused
@@ -143,14 +142,9 @@ def _scores(values: dict[str, Tensor], layout: Layout, sublayer: Attention) -> A
             q = q * (1 + growth * (kwargs["position_ids"] // positions).log1p())[:, None, :, None]
         values[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
-    return hook
-
-
-def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, taken: dict[str, Tensor]) -> Any:
-    """Return a router's hook that gives every expert's sites zeros, [rows, positions, channels], to fill where the
-    expert takes a token. taken: gets those places by site."""
-
-    def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Any) -> None:
+    def hand_out(self, sublayer: Experts, inputs: Any, kwargs: Any, output: Any) -> None:
+        """Give every expert's sites zeros, [rows, positions, channels], to fill where the expert takes a token."""
+        values, layout = self.values, self.layout
         chosen, weights = output[0].bool(), output[1]
         if sublayer.chosen:  # of tokens of all rows
             positions = values[f"{sublayer.norm}:{layout.family.norm_site}"].shape[:2]
@@ -164,21 +158,18 @@ def _handed_out(values: dict[str, Tensor], layout: Layout, sublayer: Experts, ta
                 # Part of the graph, so that a goal that no token reaches has a gradient too, 0.
                 width = layout.tensors[f"{point.width}.weight"].shape[0]
                 room = of_graph.expand(*takes.shape, width)
-                values[point.name], taken[point.name] = room, takes[..., None].expand_as(room)
-
-    return hook
+                values[point.name], self.taken[point.name] = room, takes[..., None].expand_as(room)
 
 
-def _further(values: dict[str, Tensor], name: str) -> Any:
-    def hook(module: nn.Module, inputs: Any, kwargs: Any, output: Tensor) -> None:
-        values[name] = torch.cat([values[name], output], 1) if name in values else output
-
-    return hook
-
-
-def _forgetting(values: dict[str, Tensor], *names: str) -> Any:
-    def hook(module: nn.Module, inputs: Any) -> None:
-        for name in names:
-            values.pop(name, None)
-
-    return hook
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Return queries or keys [rows, heads, positions, channels] rotated by angles [rows, positions, channels]. Channel
+    i pairs with i + channels/2 or, ``interleaved``, 2i with 2i + 1; channels beyond the angles stay."""
+    size = cos.shape[-1]
+    turning, rest = x[..., :size], x[..., size:]
+    if interleaved:
+        cos, sin = (angles[..., : size // 2].repeat_interleave(2, -1) for angles in (cos, sin))
+        other = torch.stack((-turning[..., 1::2], turning[..., ::2]), -1).flatten(-2)
+    else:
+        left, right = turning.chunk(2, -1)
+        other = torch.cat((-right, left), -1)
+    return torch.cat((turning * cos.unsqueeze(1) + other * sin.unsqueeze(1), rest), -1)

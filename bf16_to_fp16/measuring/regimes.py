@@ -9,35 +9,31 @@ operation's output is non-finite or saturated, other than by design.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from ..checkpoint.contents import listed_modules
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
-from ..families.known import of_model_type, roles_of, stock_class
-from ..families.places import places_by_name
-from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
+from ..families.known import stock_class
 from ..progress import Advance
 from ..ranges import NormRange
-from ..results import RegimeEntry, RunEntry, SiteEntry, SunkSignal
+from ..results import SiteEntry
 from . import probe
 from .batch import SHORT, Batch, run_batch, seen_padding, values_of
-from .every_output import EveryOutput
-from .fidelity import Outputs, add_outputs, compared, output_on
+from .fidelity import EveryOutput, Outputs, add_outputs, compared, output_on
 from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
 from .lanes import Lane, Walk, results_of
 from .meter import NormMeters, metering_norms, norms_seen
 from .observer import SiteObserver
+from .regime_results import RegimeResult, beside_fp32, merge, modules_without_signals, regime_result, run_of
 from .sentence_vectors import SentenceVectors, runs_behind
 from .sites import Site, sites_of_all
 from .stock import attentions_of, load, load_config, set_attention
@@ -52,27 +48,6 @@ ATTENTIONS = ("eager", "sdpa")
 LOSS_SCALE = 2.0**10
 """Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so the
 scale alone never breaks pure half. It is lower where gradients under AMP need that, as with a dynamic scaler."""
-
-_FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
-
-# Operations that put out a signal: linears and norms, embeddings, residual adds, gated products, attention's context.
-# Copies repeat a signal. Scores, statistics and values inside an activation may be small by nature, or their absolute
-# size has a meaning.
-_SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
-
-
-class RegimeResult(RegimeEntry):
-    """A regime's entry in the report, with further results of its run. ``norms``: norms' inputs, in ``half`` under the
-    first attention. ``vectors``: a sentence encoder's further modules ran."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    norms: Mapping[str, NormRange] = Field(default_factory=dict, exclude=True)
-    vectors: bool = Field(default=False, exclude=True)
-
-
-def verdict(results: Mapping[str, RegimeResult]) -> Literal["safe", "unsafe"]:
-    return "unsafe" if any(result.broken for result in results.values()) else "safe"
 
 
 def audit_folder(
@@ -90,7 +65,6 @@ def audit_folder(
     under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over the files, with one
     block's weights in memory; ``train_mode`` loads the model and runs all. Attentions that the class lacks are left
     out. Raises UserError for a folder that cannot be used."""
-    check_names(regimes, attention)
     place = device or torch.device("cpu")
     config = load_config(folder)
     attention = attentions_of(stock_class(config.to_dict()), attention)
@@ -120,7 +94,9 @@ def audit_each(
     train_mode: bool = False,
     advance: Advance | None = None,
     seed: int = 0,
+    weights: Callable[[nn.Module], Iterable[Site]] = lambda model: (),
 ) -> dict[str, RegimeResult]:
+    """weights: gives a model's non-finite weights, as sites."""
     share = sum(len(seen_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
     scale, fits, first = LOSS_SCALE, train_mode, "amp" if train_mode else None
@@ -132,10 +108,11 @@ def audit_each(
 
         model, gradients = load(regime), None
         if regime == first:
-            _set_attention(model, attention[0])
+            set_attention(model, attention[0])
             gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
             scale, fits = min(scale, gradients.loss_scale or scale), gradients.loss_scale is not None
         options: dict[str, Any] = {"regime": regime, "attention": attention, "advance": step, "seed": seed}
+        options["known"] = weights(model)
         shown, least = audit_model(model, inputs, loss_scale=scale if train_mode else None, **options), scale
         # An fp16 stream may need a lower scale than autocast; search for it only if autocast has one.
         while fits and least > 2.0**LAST_EXPONENT and _breaks_backwards_alone(shown):
@@ -200,10 +177,10 @@ def run_regimes(
         merged: dict[str, tuple[int, SiteEntry]] = {}
         shares = [seen[regime, name] for name in attention]
         for shown in shares:
-            _merge(merged, shown.sites())
+            merge(merged, shown.sites())
         logits = sum(each.nonfinite for shown in shares for each in shown.results())
         runs = [run_of(shown.attention, shown.inputs) for shown in shares]
-        result = _result(merged, logits, insides, runs, shares[0].norms())
+        result = regime_result(merged, logits, insides, runs, shares[0].norms())
         results[regime] = result.model_copy(update={"vectors": pooled})
     for regime in regimes:
         if regime not in results:
@@ -317,27 +294,6 @@ def _beside_fp32(
     return beside_fp32(results, modules_without_signals(load_config(checkpoint.folder)), run)
 
 
-def beside_fp32(
-    results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
-) -> dict[str, RegimeResult]:
-    """Add fp32's values of sites that broke, and list as underflow the all-zero signals that are not zero in fp32.
-    within: from ``modules_without_signals``. run: gives every site's largest fp32 |x|; called only where needed."""
-    silent = {site.name for result in results.values() for site in _signals(result.sites, within) if site.amax == 0}
-    if not silent and verdict(results) == "safe":
-        return results
-    fp32 = run()
-    alive = {name for name in silent if fp32.get(name, 0.0) > 0}
-    shown = {}
-    for regime, result in results.items():
-        sites = [
-            s.model_copy(update={"fp32": fp32[s.name]}) if s.broken and s.name in fp32 else s for s in result.sites
-        ]
-        sunk = {site.name for site in result.underflow} | alive
-        underflow = [SunkSignal(name=s.name, amax=s.amax) for s in _signals(sites, within) if s.name in sunk]
-        shown[regime] = result.model_copy(update={"sites": sites, "underflow": underflow})
-    return shown
-
-
 def audit_model(
     model: nn.Module,
     batches: Sequence[Batch],
@@ -347,21 +303,23 @@ def audit_model(
     loss_scale: float | None = None,
     advance: Advance | None = None,
     seed: int = 0,
+    known: Iterable[Site] = (),
 ) -> RegimeResult:
     """Run ``model``, in the dtypes of ``regime``, on ``batches`` under each attention; for ``amp`` it is in fp32 and
-    runs under autocast. loss_scale: train, with seeded dropout and a backward of the scaled loss. Mode, attention and
-    gradients are restored."""
+    runs under autocast. loss_scale: train, with seeded dropout and a backward of the scaled loss. known: further sites
+    of the result. Mode, attention and gradients are restored."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     merged: dict[str, tuple[int, SiteEntry]] = {}
     norms: list[NormMeters] = []
     nonfinite_logits = steps = 0
+    merge(merged, known)
     given = {implementation: seen_padding(batches, implementation) for implementation in attention}
     model.train(loss_scale is not None)
     try:
         for implementation in attention:
-            _set_attention(model, implementation)
+            set_attention(model, implementation)
             observer = SiteObserver(model)
             with ExitStack() as stack:
                 if regime == "half" and implementation == attention[0]:
@@ -376,21 +334,12 @@ def audit_model(
                         advance(steps, sum(map(len, given.values())))
             if regime == "amp":
                 _check_autocast(model, observer)
-            _merge(merged, observer.sites())
+            merge(merged, observer.sites())
         runs = [run_of(implementation, given[implementation]) for implementation in attention]
     finally:
         model.train(was_training)
-        _set_attention(model, stock)
-    return _result(merged, nonfinite_logits, modules_without_signals(model.config), runs, norms_seen(norms))
-
-
-def _set_attention(model: Any, implementation: str) -> None:
-    try:
-        set_attention(model, implementation)
-    except ValueError as error:
-        raise UserError(
-            f"{type(model).__name__} has no {implementation} attention; leave it out of --attention"
-        ) from error
+        set_attention(model, stock)
+    return regime_result(merged, nonfinite_logits, modules_without_signals(model.config), runs, norms_seen(norms))
 
 
 def _autocast(model: nn.Module, regime: str) -> AbstractContextManager[Any]:
@@ -426,95 +375,3 @@ def _check_autocast(model: nn.Module, observer: SiteObserver) -> None:
     seen = {site.dtype for site in observer.sites() if site.name in linear}
     if torch.float16 not in seen:
         raise RuntimeError(f"autocast did not run the linear layers in fp16 but in {seen}")
-
-
-def _merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> None:
-    """Add ``sites`` by name; a site in fp16 once and in fp32 once counts as fp16."""
-    for site in sites:
-        if not site.calls:
-            continue
-        order = site.order
-        result = SiteEntry(
-            name=site.name,
-            dtype=str(site.dtype).removeprefix("torch."),
-            benign=site.reason,
-            **{key: getattr(site, key) for key in ("amax", "limit", "headroom_bits", "nonfinite", "saturated")},
-        )
-        if site.name in merged:
-            before, old = merged[site.name]
-            shown = old if result.limit is None else result
-            amax = max(r.amax for r in (old, result) if (r.limit is None) == (shown.limit is None))
-            # If only one of the two broke, its order counts.
-            if bool(old.nonfinite) == bool(site.nonfinite):
-                order = min(order, before)
-            elif old.nonfinite:
-                order = before
-            both = {
-                "amax": amax,
-                "headroom_bits": None if shown.limit is None else headroom_bits(amax, shown.limit),
-                "nonfinite": old.nonfinite + result.nonfinite,
-                "saturated": old.saturated + result.saturated,
-                "benign": old.benign or result.benign,
-            }
-            result = shown.model_copy(update=both)
-        merged[site.name] = (order, result)
-
-
-def modules_without_signals(config: Any) -> frozenset[str]:
-    """Return the names of modules whose outputs are not signals; none for an unknown family."""
-    return roles_of(of_model_type(getattr(config, "model_type", None))).insides
-
-
-def run_of(attention: str, batches: Sequence[Batch]) -> RunEntry:
-    return RunEntry(attention=attention, batches=len(batches), kinds=list(dict.fromkeys(b.kind for b in batches)))
-
-
-def _result(
-    merged: dict[str, tuple[int, SiteEntry]],
-    nonfinite_logits: int,
-    insides: Collection[str],
-    runs: list[RunEntry],
-    norms: Mapping[str, NormRange],
-) -> RegimeResult:
-    def tightness(item: tuple[int, SiteEntry]) -> tuple[float, int]:
-        order, site = item
-        bits = math.inf if site.headroom_bits is None else site.headroom_bits
-        return (-math.inf if site.nonfinite else bits, order)
-
-    placed = places_by_name(merged)
-    ordered = [site for _, site in sorted(merged.values(), key=tightness)]
-    limited = [(headroom_bits(site.amax, site.limit), site.amax) for site in ordered if site.limit is not None]
-    bits, amax = min(limited, key=lambda pair: pair[0], default=(math.inf, 0.0))
-    return RegimeResult(
-        nonfinite=sum(site.nonfinite for site in ordered),
-        saturated=sum(site.saturated for site in ordered),
-        **finite(amax, bits, FP16_MAX),
-        nonfinite_logits=nonfinite_logits,
-        underflow=[SunkSignal(name=s.name, amax=s.amax) for s in _signals(ordered, insides) if 0 < s.amax < FP16_TINY],
-        runs=runs,
-        same_as=None,
-        sites=[
-            s.model_copy(update=placed[s.name].to_json() | finite(s.amax, s.headroom_bits, s.limit)) for s in ordered
-        ],
-        norms=norms,
-    )
-
-
-def finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
-    """Return a report's finite numbers: 65536 for an overflowed amax, at most 40 bits (fp16's range) of headroom."""
-    if bits is not None:
-        bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)
-    return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}
-
-
-def _signals(sites: Iterable[SiteEntry], insides: Collection[str]) -> list[SiteEntry]:
-    sites = list(sites)
-    attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
-    signals = []
-    for site in sites:
-        path, _, operation = site.name.partition(":")
-        operation = operation.partition("#")[0]
-        inside = path.rpartition(".")[2] in insides or (path in attentions and operation != "context")
-        if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
-            signals.append(site)
-    return signals

@@ -30,13 +30,25 @@ def texts(data: str) -> Iterator[tuple[str, str | None]]:
 
 
 def choose_columns(
-    strings: Iterable[str], input_column: str | None = None, target_column: str | None = None
-) -> tuple[str | None, str | None]:
-    """Return the text's and the target's column: the named ones, else ``input``, ``text`` or the first other column,
-    and ``target``. None for a text without a column."""
+    data: str,
+    names: Iterable[str],
+    strings: Iterable[str],
+    input_column: str | None = None,
+    target_column: str | None = None,
+) -> tuple[str, str | None]:
+    """Return the text's and the target's column: the named ones, else ``input``, ``text`` or the first other column of
+    strings, and ``target``. Raises UserError where a named column is missing or there is none."""
+    for wanted in (target_column, input_column):
+        if wanted is not None and wanted not in names:
+            raise UserError(f"{data}: no column {wanted!r} among {_listed(names)}; mend the recipe's data")
     target = target_column or (TARGET_COLUMN if input_column != TARGET_COLUMN else None)
     others = [name for name in strings if name != target]
-    return input_column or next((name for name in (*TEXT_COLUMNS, *others) if name in others), None), target
+    column = input_column or next((name for name in (*TEXT_COLUMNS, *others) if name in others), None)
+    if column is None:
+        raise UserError(
+            f"{data}: no column of strings among {_listed(names)}; put text into one named `input` or `text`"
+        )
+    return column, target
 
 
 def text_pairs(
@@ -44,19 +56,12 @@ def text_pairs(
 ) -> Iterator[tuple[str, str | None]]:
     """Yield text and target of ``rows``; the first row decides on columns that are not named. data: its name in errors.
     Raises UserError where a column is missing or holds no strings."""
-    column: str | None = None
-    target: str | None = None
+    columns: tuple[str, str | None] | None = None
     for row in rows:
-        for wanted in (target_column, input_column):
-            if wanted is not None and wanted not in row:
-                raise UserError(f"{data}: no column {wanted!r} among {_listed(row)}; mend the recipe's data")
-        if column is None:
-            strings = (name for name, value in row.items() if isinstance(value, str))
-            column, target = choose_columns(strings, input_column, target_column)
-            if column is None:
-                raise UserError(
-                    f"{data}: no column of strings among {_listed(row)}; put text into one named `input` or `text`"
-                )
+        if columns is None:
+            strings = [name for name, value in row.items() if isinstance(value, str)]
+            columns = choose_columns(data, row, strings, input_column, target_column)
+        column, target = columns
         text, answer = row.get(column), None if target is None else row.get(target)
         if not isinstance(text, str):
             raise UserError(f"{data}: column {column!r} holds something that is not text; make every row a string")
@@ -191,35 +196,32 @@ def open_texts(
 ) -> tuple[Any, tuple[str, str | None]]:
     """Return a ``datasets`` table and the names of its text and target columns. path: files as in ``local_files``, else
     a Hub dataset with ``subset`` and ``split``. Raises UserError for unreadable data."""
+    import datasets
+
     named = (input_column, target_column)
     files = local_files(path)
-    wanted: dict[str, Any] = {}
-    if files is not None:
-        wanted = {
+    with _plain_errors(path), _quiet(datasets):
+        if files is None:
+            dataset = datasets.load_dataset(path, subset, split=split)
+            kinds = {name: getattr(feature, "dtype", None) for name, feature in dataset.features.items()}
+            strings = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
+            column, target = choose_columns(path, kinds, strings, *named)
+            if other := next((name for name in named if name in kinds and name not in strings), None):
+                raise UserError(f"{path}: column {other!r} holds something that is not text; name one of text")
+            columns = column, target if target in strings else None
+            return dataset.select_columns([name for name in columns if name is not None]), columns
+        features = datasets.Features({"text": datasets.Value("string"), "target": datasets.Value("string")})
+        rows: dict[str, Any] = {
             "path": path,
             "files": tuple(str(file.absolute()) for file in files),
             "columns": (None, None) if _ending(files[0]) == ".txt" else named,
             "stamps": tuple((file.stat().st_size, file.stat().st_mtime_ns) for file in files),
         }
-    import datasets
-
-    with _plain_errors(path), _quiet(datasets):
-        if files is not None and _ending(files[0]) != ".parquet":
-            features = datasets.Features({"text": datasets.Value("string"), "target": datasets.Value("string")})
-            first: dict[str, Any] | None = next(_local_rows(**wanted), None)
-            if first is None:
-                raise UserError(f"{path}: no examples in it; give data with at least one line of text")
-            return (
-                datasets.Dataset.from_generator(_local_rows, features=features, gen_kwargs=wanted),
-                ("text", "target" if first["target"] is not None else None),
-            )
-        if files is not None:
-            names = [str(file) for file in files]
-            dataset = datasets.load_dataset("parquet", data_files=names, split="train")
-        else:
-            dataset = datasets.load_dataset(path, subset, split=split)
-        columns = _columns_of(path, dataset, *named)
-        return dataset.select_columns([name for name in columns if name is not None]), columns
+        first = next(_local_rows(**rows), None)
+        if first is None:
+            raise UserError(f"{path}: no examples in it; give data with at least one line of text")
+        table = datasets.Dataset.from_generator(_local_rows, features=features, gen_kwargs=rows)
+        return table, ("text", "target" if first["target"] is not None else None)
 
 
 def _local_rows(
@@ -229,20 +231,6 @@ def _local_rows(
     for name in files:
         for text, target in text_pairs(path, file_rows(Path(name)), *columns):
             yield {"text": text, "target": target}
-
-
-def _columns_of(path: str, dataset: Any, input_column: str | None, target_column: str | None) -> tuple[str, str | None]:
-    features = dataset.features
-    names = list(features)
-    strings = [name for name in names if getattr(features[name], "dtype", None) in ("string", "large_string")]
-    for wanted in (input_column, target_column):
-        if wanted is not None and wanted not in strings:
-            kind = "holds something that is not text" if wanted in names else f"is not among {', '.join(names)}"
-            raise UserError(f"{path}: column {wanted!r} {kind}; name one of text in the recipe's data")
-    column, target = choose_columns(strings, input_column, target_column)
-    if column is None:
-        raise UserError(f"{path}: no column of strings among {_listed(names)}; name one in the recipe's data")
-    return column, target if target in strings else None
 
 
 @contextmanager

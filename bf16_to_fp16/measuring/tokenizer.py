@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.folder import check_tokenizer
-from ..checkpoint.folder import has_tokenizer as has_tokenizer
 from ..errors import UserError, first_line
 from .batch import DATA, LOGIT_BUDGET, Batch, seeded
 from .interface import decoder_start, is_causal, pad_id

@@ -45,7 +45,7 @@ def build(
 ) -> schema.Report:
     """Return the report of a conversion. command: repeats it. inputs: from ``describe_batches``. others: records
     of the output's files besides weights. max_kl: the accepted distance from the source, if over bf16's."""
-    layout, planned, ranges, written = decided.layout, decided.planned, decided.of_source, rewritten.written
+    layout, planned, written = decided.layout, decided.planned, rewritten.written
     plan, certificate, regimes, attack = measured.plan, measured.certificate, measured.regimes, measured.attack
     counts, source = weight_counts(layout, plan, written), source_of(checkpoint, layout, plan, rewritten)
     over, close = judged(planned, measured, counts, source, max_kl)
@@ -78,7 +78,7 @@ def build(
         outputs=dict(measured.outputs),
         plan=Plan.model_validate(describe_plan(plan)),
         moved=moved_by(layout, plan),
-        for_proof={} if planned is None or ranges is None else dict(planned.for_proof),
+        for_proof={} if planned is None or decided.observed is None else dict(planned.for_proof),
         signals=decided.signals,
         unsafe=[*over, *remedies.unsafe_sites(regimes, layout.family.name, converted=True), *broken],
         close=close,

@@ -11,7 +11,7 @@ from ..bounds.kinds import SiteKind, traits
 from ..families.layout import Layout
 from ..families.signals import RESIDUAL
 from ..families.walk import walk
-from ..measuring.regimes import RegimeResult, verdict
+from ..measuring.regime_results import RegimeResult, verdict
 from ..measuring.soft_side import LEAST, TIMES
 from ..numerics import NOISE
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED

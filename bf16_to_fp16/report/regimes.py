@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..bounds.arithmetic import growth
 from ..families.layout import Layout
 from ..families.signals import RESIDUAL
-from ..measuring.regimes import RegimeResult, verdict
+from ..measuring.regime_results import RegimeResult, verdict
 from ..numerics import OVERFLOWED
 from ..ranges import Squares
 from ..results import AttackEntry

@@ -9,8 +9,9 @@ from typing import Any
 from ..bounds.findings import Certificate, SourceBounds
 from ..checkpoint.writer import Written
 from ..families.layout import Layout
-from ..measuring.fidelity import Outputs, Reference
-from ..measuring.regimes import RegimeResult
+from ..measuring.fidelity import Outputs
+from ..measuring.observing import Observed
+from ..measuring.regime_results import RegimeResult
 from ..measuring.soft_side import SoftSide
 from ..ranges import ModuleRange
 from ..rescaling.plan import Plan
@@ -23,27 +24,24 @@ from .signals import signals_of
 @dataclass(frozen=True)
 class Decided:
     """The plan for one layout (head tied or separated) and target, and its grounds. planned, bounds: None for a
-    replayed plan. ranges: of the edited source where there are edits; None where nothing ran. ranges_before: of the
-    source before edits. predicted: the divergence of each edit, by signal. notes: for the user, what was given up."""
+    replayed plan. observed: of the source without edits; None where nothing ran. ranges_edited: of the edited source,
+    where there are edits. predicted: the divergence of each edit, by signal. notes: for the user, what was given up."""
 
     layout: Layout
     plan: Plan
     target: str
     planned: Planned | None = None
-    ranges: Mapping[str, ModuleRange] | None = None
-    reference: Reference | None = None
+    observed: Observed | None = None
+    ranges_edited: Mapping[str, ModuleRange] | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
-    ranges_before: Mapping[str, ModuleRange] | None = None
     notes: tuple[str, ...] = ()
     bounds: SourceBounds | None = None
 
     @property
-    def of_source(self) -> Mapping[str, ModuleRange] | None:
-        return self.ranges if self.ranges_before is None else self.ranges_before
-
-    @property
     def signals(self) -> list[schema.SignalEntry]:
-        return [] if self.of_source is None else signals_of(self.layout, self.plan, self.of_source, self.ranges)
+        if self.observed is None:
+            return []
+        return signals_of(self.layout, self.plan, self.observed.ranges, self.ranges_edited)
 
 
 @dataclass(frozen=True)

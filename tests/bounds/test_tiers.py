@@ -16,13 +16,12 @@ from support.fp16_sums import fp16_runtime, one_by_one
 
 from bf16_to_fp16.bounds.arithmetic import MOST_POSITIONS, UNIT, Arithmetic, growth
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.conversion import planning
 from bf16_to_fp16.conversion.convert import Conversion, convert
 from bf16_to_fp16.conversion.options import Options
-from bf16_to_fp16.conversion.planning import Opened, decide
+from bf16_to_fp16.conversion.planning import Opened, Search, decide
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import RESIDUAL
-from bf16_to_fp16.measuring.regimes import RegimeResult
+from bf16_to_fp16.measuring.regime_results import RegimeResult
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import NORM_FLOOR
 from bf16_to_fp16.progress import Progress
@@ -187,13 +186,13 @@ def test_a_centred_norm_is_bounded_for_the_exponent_that_is_chosen_or_a_larger_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(tiny.save(tiny.build("pegasus", encoder_layers=1, decoder_layers=1), tmp_path))
-    bound_source, bounded = planning.bound_source, list[int]()
+    bounds, bounded = Search.bounds, list[int]()
 
-    def watched(layout: Any, exponents: Any, *given: Any) -> Any:
+    def watched(search: Any, layout: Any, exponents: Any) -> Any:
         bounded.append(exponents[RESIDUAL])
-        return bound_source(layout, exponents, *given)
+        return bounds(search, layout, exponents)
 
-    monkeypatch.setattr(planning, "bound_source", watched)
+    monkeypatch.setattr(Search, "bounds", watched)
     decided = decide(Opened(checkpoint, resolve(checkpoint), []), Options(run_model=False), Progress(quiet=True))
     assert bounded[0] < decided.plan.residual_exponent <= max(bounded)
 

@@ -19,7 +19,7 @@ from support import causal, exhaustive, pipelines, tiny
 from tokenizers.pre_tokenizers import ByteLevel
 
 from bf16_to_fp16 import convert_pipeline
-from bf16_to_fp16.conversion.pipeline_classes import READ_AT_THE_END, READ_INSIDE
+from bf16_to_fp16.conversion.pipeline import READ_AT_THE_END, READ_INSIDE
 from bf16_to_fp16.families.known import named
 
 logging.set_verbosity_error()

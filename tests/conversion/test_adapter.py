@@ -122,9 +122,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.float32, torch.bfloat16]))
-def test_a_merged_adapter_computes_the_same_function_on_both_sides(
-    pair: Pair, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_merged_adapter_is_the_same_function_on_both_sides(pair: Pair, dtype: torch.dtype, tmp_path: Path) -> None:
     source, out = pair
     before = adapter_for(source, tmp_path / "adapter", dtype)
     done = convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
@@ -194,9 +192,7 @@ def test_peft_computes_the_same_function_with_the_converted_adapter(pair: Pair, 
 
 
 @pytest.mark.parametrize("kind", ["IA3", "prompt"])
-def test_factors_of_channels_stay_and_a_soft_prompt_takes_the_streams_factor(
-    gated: Pair, kind: str, tmp_path: Path
-) -> None:
+def test_factors_of_channels_stay_and_a_prompt_takes_the_streams_factor(gated: Pair, kind: str, tmp_path: Path) -> None:
     source, out = gated
     config: Any = peft.IA3Config(
         task_type="SEQ_2_SEQ_LM", target_modules=["k", "v", "wo"], feedforward_modules=["wo"], init_ia3_weights=False
@@ -333,7 +329,7 @@ def test_the_commands_take_an_adapter_there_and_back_and_say_what_is_not_covered
         ({"init_lora_weights": "pissa"}, "'pissa' changes the checkpoint's weights"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused_by_name(
+def test_other_kinds_of_lora_are_refused_by_name(
     gated: Pair, config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     adapter_for(gated[0], tmp_path / "adapter", **config)

@@ -133,13 +133,13 @@ def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pyt
     ("changes", "options", "said"),
     [
         ({}, {"attack_steps": 2}, "needs bounds"),
-        ({}, {"regimes": ("whole",)}, "no such regime"),
+        ({}, {"regimes": ("whole",)}, "whole: no such regime; choose from stock, amp, half"),
         ({"architectures": None}, {}, "names no class"),
         ({"architectures": ["MyOwnModel"]}, {}, "code of a checkpoint is not run"),
         ({"architectures": ["BertTokenizer"]}, {}, "is no model of transformers"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(
+def test_what_is_impossible_is_a_line(
     tmp_path: Path, changes: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     folder = bart(tmp_path / "m")

@@ -18,7 +18,8 @@ from support.forging import copied
 from bf16_to_fp16 import UserError, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion import make_safe
-from bf16_to_fp16.conversion.rescale import observed_plan
+from bf16_to_fp16.conversion.made_safe import MadeSafe
+from bf16_to_fp16.conversion.make_safe import observed_plan
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.finetuning import start
@@ -221,7 +222,7 @@ def test_a_table_of_position_biases_past_fp16s_range_is_centred(
 
 def test_a_plan_that_only_centres_keys_changes_a_model() -> None:
     plan = Plan(family="pegasus", centred_keys=["a"])
-    assert make_safe.MadeSafe(plan, "half", True, 1.0, "a", 1e-5).changed
+    assert MadeSafe(plan, "half", True, 1.0, "a", 1e-5).changed
 
 
 def test_an_adapter_follows_on_centred_keys_with_a_bias_of_its_own() -> None:

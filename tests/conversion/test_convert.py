@@ -170,9 +170,7 @@ def test_replaying_a_plan_gives_the_same_bytes(
         assert (tmp_path / "again" / name).read_bytes() == (result.out / name).read_bytes()
 
 
-def test_a_forced_replacement_that_fails_puts_the_old_folder_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forced_replacement_that_fails_restores_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     out: Any = convert(source, tmp_path / "out", run_model=False).out
     before = (out / "fp16_report.json").stat().st_ino
@@ -249,7 +247,7 @@ def test_data_is_observed_audited_and_compared_on_besides_the_probe(tmp_path: Pa
         ("pegasus apart", -3, {}, {"tie_word_embeddings": False}),
     ],
 )
-def test_of_a_config_only_what_the_plan_needs_is_edited(
+def test_of_a_config_only_the_plans_keys_change(
     kind: str, r: int, config: dict[str, Any], edits: dict[str, Any]
 ) -> None:
     """Three dots stand for a key that is absent."""

@@ -14,10 +14,11 @@ from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.convert import convert_by, next_of
 from bf16_to_fp16.conversion.options import Destination, Options, Provenance
-from bf16_to_fp16.conversion.planning import Opened, Search, observe_source
+from bf16_to_fp16.conversion.planning import Opened, Search
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.run import attack_unproven
+from bf16_to_fp16.measuring.observing import observe_source
 from bf16_to_fp16.measuring.probe import checkpoint_batches
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
@@ -204,10 +205,10 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
     checkpoint = open_checkpoint(source)
     progress = Progress(quiet=True)
     layout = resolve(checkpoint)
-    ranges, _ = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress, Device("cpu"))
-    decided = Search(Opened(checkpoint, layout, []), Options(margin_bits=margin), progress, ranges).decided("half")
+    observed = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress, Device("cpu"))
+    decided = Search(Opened(checkpoint, layout, []), Options(margin_bits=margin), progress, observed).decided("half")
     assert decided.planned is not None and not decided.planned.violations and decided.plan.margin_bits == margin
-    reached = float(ranges[layout.norms[-1]].input.amax.max()) * 2.0**decided.plan.residual_exponent
+    reached = float(observed.ranges[layout.norms[-1]].input.amax.max()) * 2.0**decided.plan.residual_exponent
     assert reached <= 65504 * 2.0**-margin
 
 

@@ -56,9 +56,7 @@ def test_the_number_of_threads_changes_no_byte(run_model: bool, tmp_path: Path) 
     assert found[0] == found[1]
 
 
-def test_the_shards_of_the_source_change_no_byte(
-    model: Any, source: Path, reference: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_sources_shards_change_no_byte(model: Any, source: Path, reference: dict[str, str], tmp_path: Path) -> None:
     shutil.copytree(source, tmp_path / "source")
     (tmp_path / "source" / "model.safetensors").unlink()
     tiny.save(model, tmp_path / "source", max_shard_size="6KB")
@@ -82,7 +80,7 @@ def backwards(file: Path) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
 
 
-def test_the_order_of_tensors_in_the_source_changes_no_byte(
+def test_the_order_of_the_sources_tensors_changes_no_byte(
     source: Path, reference: dict[str, str], tmp_path: Path
 ) -> None:
     shutil.copytree(source, tmp_path / "source")

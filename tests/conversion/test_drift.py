@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,25 @@ from support.folders import compared
 
 from bf16_to_fp16 import convert, undo
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion import planning
 from bf16_to_fp16.conversion.options import Options
-from bf16_to_fp16.conversion.planning import (
-    Opened,
-    Search,
-    best_plan,
-    drifted_outputs,
-    is_acceptable,
-    observe_source,
-)
+from bf16_to_fp16.conversion.planning import Opened, Search, decide, is_acceptable
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.measuring import probe
 from bf16_to_fp16.measuring.batch import Batch
+from bf16_to_fp16.measuring.fidelity import compared as judged
 from bf16_to_fp16.measuring.fidelity import fidelity, reference_of
-from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.observing import drifted_outputs, observe_source
+from bf16_to_fp16.measuring.probe import batches, checkpoint_batches
 from bf16_to_fp16.measuring.stock import load_config
+from bf16_to_fp16.numerics import headroom_bits
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import Fidelity
+from bf16_to_fp16.targets import MARGIN_BITS
 
 
 @pytest.mark.usefixtures("first_batch")
@@ -187,12 +185,12 @@ def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps(
 def searched(source: Path) -> Search:
     checkpoint, progress = open_checkpoint(source), Progress(quiet=True)
     inputs = batches(load_config(source), None, None)
-    ranges, reference = observe_source(checkpoint, inputs, progress, Device("cpu"))
+    observed = observe_source(checkpoint, inputs, progress, Device("cpu"))
     options = Options(margin_bits=1.25, target="half", max_length=512)
-    return Search(Opened(checkpoint, resolve(checkpoint), inputs), options, progress, ranges, reference)
+    return Search(Opened(checkpoint, resolve(checkpoint), inputs), options, progress, observed)
 
 
-def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(
+def test_a_drift_that_was_predicted_too_dear_is_tried_and_certified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     search = searched(tiny.save(tiny.build("pegasus"), tmp_path / "source"))
@@ -200,7 +198,7 @@ def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(
     for kl in (1.0, 0.0):
         with monkeypatch.context() as patch:
             patch.setattr(Search, "drift", lambda *_, kl=kl: Fidelity(kl_fp16=kl, kl_bf16=1.0))
-            plans.append(best_plan(search)[1])
+            plans.append(search.best_plan()[1])
     refused, taken = plans
     assert [f.signal for f in refused.fallbacks] == ["residual"] and not taken.fallbacks
     assert taken.plan.residual_exponent < refused.plan.residual_exponent
@@ -209,13 +207,14 @@ def test_a_pegasus_whose_drift_was_predicted_too_dear_is_tried_and_certified(
     assert not is_acceptable(search.drift(layout, taken.plan.model_copy(update={"residual_exponent": -9})))
 
 
-def test_a_correction_of_gains_is_kept_only_where_it_brings_the_outputs_nearer(tmp_path: Path) -> None:
+def test_gains_are_corrected_only_where_outputs_come_nearer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes out the mean of the drift over all tokens can move the few on which the logits depend."""
     search = searched(tiny.save(tiny.build("bigbird_pegasus", 1), tmp_path / "source"))
-    asked = {"unmeasured": replace(search, reference=None), "measured": search}
-    plans = {name: best_plan(each)[1].plan for name, each in asked.items()}
-    assert plans["unmeasured"].gain_correction and not plans["measured"].gain_correction
-    with_it, without = (search.drift(search.opened.layout, plan).kl_fp16 for plan in plans.values())
+    chosen = search.best_plan()[1].plan
+    monkeypatch.setattr(planning, "uncorrected", lambda planned: planned)
+    corrected = search.best_plan()[1].plan
+    assert corrected.gain_correction and not chosen.gain_correction
+    with_it, without = (search.drift(search.opened.layout, plan).kl_fp16 for plan in (corrected, chosen))
     assert without < with_it / 4
 
 
@@ -224,3 +223,20 @@ def test_a_correction_of_gains_is_kept_only_where_it_brings_the_outputs_nearer(t
 def test_a_stream_that_is_asked_for_is_not_moved_for_a_drift_that_may_be_taken(stream: int, tmp_path: Path) -> None:
     source = tiny.save(tiny.small("pegasus"), tmp_path / "source")
     assert convert(source, tmp_path / "out", stream=stream).plan.residual_exponent == stream
+
+
+DEMOS = Path(str(files("bf16_to_fp16") / "demo_data"))
+
+
+@pytest.mark.parametrize(("demo", "affordable"), [("t5-gated-bytes", True), ("gemma3-bytes", False)])
+def test_gains_that_would_round_further_than_bf16_keep_no_margin_for_training(demo: str, affordable: bool) -> None:
+    checkpoint = open_checkpoint(DEMOS / demo)
+    layout = resolve(checkpoint)
+    opened = Opened(checkpoint, layout, judged(checkpoint_batches(checkpoint, layout, None, 0))[:1])
+    decided = decide(opened, Options(target="train"), Progress(quiet=True))
+    assert decided.observed is not None and [("no further margin" in note) for note in decided.notes] == (
+        [] if affordable else [True]
+    )
+    reached = max(float(decided.observed.ranges[path].input.amax.max()) for path in opened.layout.streams_read)
+    kept = headroom_bits(reached * 2.0**decided.plan.residual_exponent)
+    assert kept >= MARGIN_BITS and (kept >= MARGIN_BITS + 2) == affordable

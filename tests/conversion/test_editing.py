@@ -23,7 +23,6 @@ from bf16_to_fp16.conversion.editing import (
     NeededExponents,
     ReferenceOutputs,
     Trial,
-    change_by,
     least_edits,
     outputs_on_text,
     scaled_by,
@@ -35,6 +34,7 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import LOGITS
 from bf16_to_fp16.measuring.fidelity import add_outputs, compared, fidelity, reference_of
 from bf16_to_fp16.measuring.lanes import Walk
+from bf16_to_fp16.measuring.observing import change_by
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.progress import Progress
@@ -182,9 +182,7 @@ LOGITS_NEEDED = {LOGITS: NeededExponents(EACH, [-3, 0, 0])}
 
 
 @pytest.mark.parametrize("together,each", [(0.0009, 0.0), (0.0, 0.0009), (0.0, 0.0), (0.02, 0.03), (0.03, 0.02)])
-def test_a_head_of_its_own_has_one_exponent_or_one_for_each_choice_whichever_costs_less(
-    together: float, each: float
-) -> None:
+def test_a_head_of_its_own_has_one_exponent_or_one_for_each_choice_by_the_cost(together: float, each: float) -> None:
     """One keeps the order of the choices: where the loud ones are chosen among, one for each costs hundreds of nats."""
     edits = chosen(Given({(LOGITS, -4): together, (LOGITS, tuple(EACH)): each}), LOGITS_NEEDED)
     one = together <= each

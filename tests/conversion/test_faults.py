@@ -19,7 +19,8 @@ from support.faults import JOBS
 
 from bf16_to_fp16.checkpoint import staging
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.conversion import planning, rewriting
+from bf16_to_fp16.conversion import convert as converting
+from bf16_to_fp16.conversion import planning
 from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.measuring import batch, probe
@@ -158,7 +159,7 @@ def test_termination_and_interruption_clean_up(
         assert not (root / "out").exists() and not faults.wrong_after(job, root, {}, strays=False), said
 
 
-def test_of_two_conversions_to_one_place_one_wins_and_one_says_so(
+def test_of_two_conversions_to_one_place_one_wins_and_one_tells(
     inputs: Path, whole: Callable[[str], faults.Whole]
 ) -> None:
     job, wanted = JOBS["convert"], whole("convert").content
@@ -218,7 +219,7 @@ def exchanged(file: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [rewritten, exchanged])
-@pytest.mark.parametrize(("step", "moment"), [(planning, "bound"), (rewriting, "write_fp16")])
+@pytest.mark.parametrize(("step", "moment"), [(planning, "bound"), (converting, "write_fp16")])
 def test_a_shard_that_changes_while_it_is_read_is_noticed(
     change: Callable[[Path], None], step: ModuleType, moment: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

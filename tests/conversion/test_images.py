@@ -168,9 +168,7 @@ def test_what_images_bring_decides_over_the_exponent(tmp_path: Path, converted: 
         [(tied, naming) for tied in (True, False) for naming in NAMES],
     ),
 )
-def test_names_stay_as_the_files_have_them_and_undo_gives_them_back(
-    naming: Callable[[str], str], tied: bool, tmp_path: Path
-) -> None:
+def test_names_stay_as_in_the_files_and_come_back(naming: Callable[[str], str], tied: bool, tmp_path: Path) -> None:
     source = saved(tmp_path / "source", naming, tie_word_embeddings=tied)
     convert(source, tmp_path / "out", run_model=False, max_shard_size=20_000)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -221,7 +219,7 @@ def test_no_other_id_of_the_probes_row_is_an_images(tmp_path: Path) -> None:
         ("image_token_index", -1, "'image_token_index' is -1, not an id"),
     ],
 )
-def test_a_value_with_which_images_would_be_nan_or_nowhere_is_one_line(
+def test_a_value_that_makes_images_nan_or_vanish_is_one_line(
     key: str, value: object, line: str, tmp_path: Path
 ) -> None:
     source = saved(tmp_path / "source")

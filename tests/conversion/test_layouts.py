@@ -74,9 +74,7 @@ def test_wans_own_class_loads_every_key_and_computes_the_source_in_fp16(files: A
 
 
 @pytest.mark.parametrize("layout", ["wan", "single"])
-def test_undo_of_a_file_gives_the_source_back_bit_for_bit(
-    layout: str, files: Any, sources: Any, tmp_path: Path
-) -> None:
+def test_undo_of_a_file_gives_the_sources_bits_back(layout: str, files: Any, sources: Any, tmp_path: Path) -> None:
     kind, file, _ = files[layout]
     undo(file, tmp_path / "back.safetensors")
     back, source = load_file(tmp_path / "back.safetensors"), load_file(sources[kind])

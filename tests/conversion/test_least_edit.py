@@ -256,9 +256,7 @@ def test_one_file_with_edits_is_verified_and_undone(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "back").glob("*.safetensors")) == ["model.safetensors"]
 
 
-def test_one_token_that_overflows_by_a_channel_of_its_own_costs_a_column(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_token_with_a_channel_of_its_own_costs_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("llama", factor=1.0)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 3] = 0.0

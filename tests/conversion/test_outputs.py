@@ -14,7 +14,7 @@ from support.forging import copied
 
 from bf16_to_fp16 import UserError, cli, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.families.signals import LOGITS
-from bf16_to_fp16.measuring.every_output import output_errors, smallest_batches, unscaled
+from bf16_to_fp16.measuring.fidelity import output_errors, smallest_batches, unscaled
 from bf16_to_fp16.measuring.interface import config_of
 from bf16_to_fp16.measuring.probe import few_rows, images
 from bf16_to_fp16.report.card import render_card
@@ -100,9 +100,7 @@ def test_converted_for_the_class_without_a_head_the_last_states_are_the_sources(
 
 
 @pytest.mark.parametrize(("kind", "name"), [("gemma2", "Gemma2Model"), ("llama", "LlamaModel")])
-def test_what_was_converted_for_another_class_comes_back_under_its_own_names(
-    kind: str, name: str, tmp_path: Path
-) -> None:
+def test_undo_of_another_class_gives_the_tensors_their_own_names(kind: str, name: str, tmp_path: Path) -> None:
     """Where the head is not the embedding without it, which nobody asks for."""
     source = tiny.save(tiny.small(kind), tmp_path / "source")
     convert(source, tmp_path / "out", as_class=name, run_model=False)
@@ -236,9 +234,7 @@ def test_another_head_and_a_decoder_are_left_out_for_a_class_without_them(kind: 
 
 
 @pytest.mark.parametrize("options", [{"as_class": "LlamaForCausalLM"}, {"target": "train"}], ids=str)
-def test_a_command_with_the_class_of_the_config_or_the_target_train_is_no_problem(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_command_with_the_configs_class_or_the_target_train_is_fine(options: dict[str, Any], tmp_path: Path) -> None:
     source = tiny.save(tiny.small("llama"), tmp_path / "source")
     convert(source, tmp_path / "out", **options)
     problems = verify(tmp_path / "out", original=source, run_model=False)["problems"]

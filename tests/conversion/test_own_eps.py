@@ -174,9 +174,7 @@ def test_other_families_take_it_as_well(kind: str, tmp_path: Path) -> None:
     assert verify(tmp_path / "out", original=source, run_model=False)["problems"] == []
 
 
-def test_gains_that_are_stored_less_1_are_corrected_as_was_predicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gains_stored_less_1_are_corrected_as_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "uncorrected", lambda planned: planned)  # which is nearer here
     result = convert(tiny.save(tiny.small("gemma"), tmp_path / "source"), tmp_path / "out", eps="fixed")
     drift = result.plan.drift

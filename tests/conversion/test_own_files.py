@@ -88,7 +88,7 @@ def test_force_replaces_a_converted_folder_an_empty_one_and_a_packed_file(here: 
     assert not [path for path in here.iterdir() if path.name.startswith(".")]
 
 
-def test_arguments_that_are_swapped_cost_nothing_and_force_is_not_advised(
+def test_swapped_arguments_cost_nothing_and_force_is_not_advised(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(here)
@@ -158,9 +158,7 @@ def test_a_file_that_appears_in_the_old_folder_meanwhile_is_kept(here: Path) -> 
     assert not [path for path in here.iterdir() if path.name.startswith(".")]
 
 
-def test_undo_replaces_what_convert_wrote_and_nothing_that_has_no_report(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_undo_replaces_what_convert_wrote_and_nothing_else(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(here)
     for out in (here / "back", here / "back" / "model.safetensors"):
         source = here / ("packed.safetensors" if out.suffix else "converted")
@@ -170,9 +168,7 @@ def test_undo_replaces_what_convert_wrote_and_nothing_that_has_no_report(
     assert cli.main(["undo", str(here / "converted"), str(here / "other"), "--force"]) == 0
 
 
-def test_a_packed_file_replaces_no_file_of_weights_that_was_not_packed_here(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_packed_file_replaces_none_that_was_not_packed_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny.save(tiny.small("t5-encoder", num_layers=1), here / "other")
     before = contents(here)
     for out in (here / "other" / "model.safetensors", here / "source" / "model.safetensors"):
@@ -190,9 +186,7 @@ def test_what_is_converted_is_not_converted_again(here: Path, capsys: pytest.Cap
         assert not (here / "again").exists()
 
 
-def test_force_replaces_a_converted_pipeline_and_none_with_another_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_force_replaces_a_converted_pipeline_without_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = pipelines.make(tmp_path / "sd", {"text_encoder": pipelines.encoder()})
     convert_pipeline(folder, tmp_path / "out", run_model=False)
     ask = ["convert", str(folder), str(tmp_path / "out"), "--no-audit", "--force"]
@@ -240,9 +234,7 @@ def test_a_report_overwrites_no_file_of_the_users(
     assert contents(here) == before
 
 
-def test_a_report_replaces_an_earlier_one_whole_and_leaves_its_other_names(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_replaces_an_earlier_one_but_not_its_links(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "report.json").touch()
     assert cli.main(["families", "--json", str(here / "report.json")]) == 0
     os.link(here / "report.json", here / "kept.json")

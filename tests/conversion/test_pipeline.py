@@ -112,9 +112,7 @@ def test_every_part_is_verified_by_its_name_and_the_whole_says_which(
     assert "is a converted pipeline already" in refused(capsys, "convert", out, f"{out}-2")
 
 
-def test_one_unsafe_encoder_makes_the_whole_unsafe_and_each_is_reported(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_unsafe_encoder_makes_the_whole_pipeline_unsafe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = pipelines.encoder(seed=2)
     with torch.no_grad():  # scores, which no exponent moves
         for part in ("q", "k"):
@@ -158,9 +156,7 @@ def test_one_encoder_is_brought_back_by_its_name_and_a_whole_pipeline_says_so(
 # --- where it goes ---------------------------------------------------------------------------------------------------
 
 
-def test_copies_where_it_is_asked_or_no_link_can_be_made(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_if_asked_or_where_no_link_can_be(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied = convert_pipeline(small, tmp_path / "copied", run_model=False, copy=True)
     assert not (tmp_path / "copied" / TRANSFORMER).samefile(small / TRANSFORMER) and copied.report["linked"] == 0
 
@@ -347,9 +343,7 @@ def test_the_stream_of_an_encoder_is_held_unless_its_last_states_alone_are_read(
             convert_pipeline(folder, tmp_path / "out", **with_stream)
 
 
-def test_a_held_stream_that_overflows_is_sent_to_a_conversion_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_held_stream_that_overflows_is_converted_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = pipelines.make(
         tmp_path / "one", {"text_encoder": pipelines.llama(factor=9000.0)}, _class_name="NewPipeline"
     )
@@ -410,9 +404,7 @@ def test_as_is_for_one_model(small: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_last_states_of_an_encoder_that_sees_images_are_the_sources_or_it_is_refused(
-    tied: bool, tmp_path: Path
-) -> None:
+def test_the_last_states_of_an_encoder_of_images_are_the_sources_or_it_is_refused(tied: bool, tmp_path: Path) -> None:
     """Qwen-Image reads them of a class with a head, whose last states change where the embedding is the head."""
     model = tiny.build("qwen2_5_vl", tie_word_embeddings=tied)
     source = pipelines.make(tmp_path / "source", {"text_encoder": model}, _class_name="QwenImagePipeline")

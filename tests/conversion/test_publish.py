@@ -28,6 +28,7 @@ from bf16_to_fp16.conversion.publish import MESSAGE
 from bf16_to_fp16.progress import Progress
 
 Run = Callable[..., tuple[int, str, str]]
+Send = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def send(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., Any]:
+) -> Send:
     """Publish a folder whose audit was run once already; the result, or the line of the error. No token anywhere."""
     caplog.set_level(logging.DEBUG)
     monkeypatch.setattr("bf16_to_fp16.conversion.publish.check_contents", lambda *_, **__: None)
@@ -161,17 +162,13 @@ def test_the_question_decides(
     assert ("nothing was uploaded" in out) is not made
 
 
-def test_a_name_without_namespace_is_ones_own_and_public_only_where_it_is_said(
-    run: Run, hub: HubServer, folder: Path
-) -> None:
+def test_a_name_without_namespace_is_ones_own_and_public_only_if_asked(run: Run, hub: HubServer, folder: Path) -> None:
     assert upload(run, folder, "--public", repo="out")[0] == 0 and set(hub.repos) == {"me/out"}
     assert not hub.repos["me/out"].private
     assert "me/out is not private, so nothing was uploaded; give --public" in error_of(upload(run, folder))
 
 
-def test_a_repository_that_turns_out_public_gets_no_byte(
-    send: Callable[..., Any], hub: HubServer, converted: Path
-) -> None:
+def test_a_repository_that_turns_out_public_gets_no_byte(send: Send, hub: HubServer, converted: Path) -> None:
     """A server may not do as ``create`` asks."""
 
     def made_public() -> None:
@@ -194,7 +191,7 @@ def test_a_pull_request_leaves_the_branch_alone(run: Run, hub: HubServer, folder
 
 
 @pytest.mark.usefixtures("waits")
-def test_no_fault_opens_a_second_pull_request(send: Callable[..., Any], hub: HubServer, converted: Path) -> None:
+def test_no_fault_opens_a_second_pull_request(send: Send, hub: HubServer, converted: Path) -> None:
     hub.add("me/out", {})
     hub.faults.append(Fault("GET", "/tree/refs", 503, times=3))
     assert send(converted, create_pr=True)["pull_request"].endswith("/discussions/1")
@@ -205,9 +202,7 @@ def test_no_fault_opens_a_second_pull_request(send: Callable[..., Any], hub: Hub
     assert [branch for branch in hub.repos["me/out"].branches if "pr" in branch] == ["refs/pr/1", "refs/pr/2"]
 
 
-def test_a_branch_must_exist_and_then_gets_the_files(
-    send: Callable[..., Any], run: Run, hub: HubServer, converted: Path
-) -> None:
+def test_a_branch_must_exist_and_then_gets_the_files(send: Send, run: Run, hub: HubServer, converted: Path) -> None:
     folder = converted
     assert "me/out@fp16 is neither a folder here nor a repository" in send(folder, revision="fp16")
     repo = hub.add("me/out", {})
@@ -217,9 +212,7 @@ def test_a_branch_must_exist_and_then_gets_the_files(
     assert hub.files("me/out", "fp16") == contents(folder) and hub.files("me/out") == {}
 
 
-def test_other_content_is_left_alone_unless_it_is_to_be_replaced(
-    send: Callable[..., Any], hub: HubServer, converted: Path
-) -> None:
+def test_other_content_is_left_alone_unless_it_is_to_be_replaced(send: Send, hub: HubServer, converted: Path) -> None:
     folder = converted
     hub.add("me/out", {"tf_model.h5": b"old", "config.json": b"{}", "README.md": b"# Mine"})
     line = send(folder)
@@ -246,7 +239,7 @@ def test_weights_that_stay_are_said_and_those_that_would_be_loaded_instead_stand
     assert hub.files("me/single") == {"model.safetensors": b"old"}
 
 
-def test_no_published_file_names_a_local_folder(send: Callable[..., Any], hub: HubServer, converted: Path) -> None:
+def test_no_published_file_names_a_local_folder(send: Send, hub: HubServer, converted: Path) -> None:
     send(converted)
     report = json.loads(hub.files("me/out")["fp16_report.json"])
     assert (
@@ -433,7 +426,7 @@ def test_a_token_that_may_only_read_is_one_line_without_it(
     ids=lambda value: f"{value.method}-{value.path}-{value.status}" if isinstance(value, Fault) else None,
 )
 def test_a_passing_fault_is_waited_for(
-    send: Callable[..., Any], hub: HubServer, converted: Path, waits: list[float], fault: Fault, waited: float
+    send: Send, hub: HubServer, converted: Path, waits: list[float], fault: Fault, waited: float
 ) -> None:
     folder = converted
     hub.faults.append(Fault(**vars(fault)))
@@ -460,7 +453,7 @@ def test_a_passing_fault_is_waited_for(
     ids=lambda value: f"{value.method}-{value.path}-{value.status}" if isinstance(value, Fault) else None,
 )
 def test_a_lasting_fault_is_one_line_with_its_remedy(
-    send: Callable[..., Any], hub: HubServer, converted: Path, waits: list[float], fault: Fault, said: str
+    send: Send, hub: HubServer, converted: Path, waits: list[float], fault: Fault, said: str
 ) -> None:
     hub.faults.append(Fault(**vars(fault)))
     line = send(converted)
@@ -469,7 +462,7 @@ def test_a_lasting_fault_is_one_line_with_its_remedy(
 
 
 def test_an_upload_that_broke_goes_on_where_it_stopped(
-    send: Callable[..., Any], hub: HubServer, converted: Path, waits: list[float]
+    send: Send, hub: HubServer, converted: Path, waits: list[float]
 ) -> None:
     folder = converted
     name = "model-00002-of-00002.safetensors"
@@ -484,7 +477,7 @@ def test_an_upload_that_broke_goes_on_where_it_stopped(
 
 
 def test_what_the_server_lost_is_noticed(
-    send: Callable[..., Any], hub: HubServer, converted: Path, monkeypatch: pytest.MonkeyPatch
+    send: Send, hub: HubServer, converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = Repo.commit
 
@@ -496,7 +489,7 @@ def test_what_the_server_lost_is_noticed(
 
 
 def test_what_someone_else_commits_meanwhile_stays(
-    send: Callable[..., Any], hub: HubServer, converted: Path, monkeypatch: pytest.MonkeyPatch
+    send: Send, hub: HubServer, converted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preupload = huggingface_hub.HfApi.preupload_lfs_files
 
@@ -518,7 +511,7 @@ def test_no_network_is_one_line(run: Run, folder: Path) -> None:
     assert status == 2 and "the Hub cannot be reached; check the name and the network" in err.splitlines()[-1]
 
 
-def test_a_full_disk_is_one_line(send: Callable[..., Any], converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line(send: Send, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -526,16 +519,14 @@ def test_a_full_disk_is_one_line(send: Callable[..., Any], converted: Path, monk
     assert "the disk is full; free some space" in send(converted)
 
 
-def test_a_card_that_the_hub_refuses_is_one_line(send: Callable[..., Any], hub: HubServer, folder: Path) -> None:
+def test_a_card_that_the_hub_refuses_is_one_line(send: Send, hub: HubServer, folder: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: my-own\n---\n# Mine\n")
     line = send(folder)
     assert 'the Hub refuses README.md: "license" must be' in line and "metadata" in line
     assert hub.files("me/out") == {}
 
 
-def test_what_is_unsafe_is_published_only_where_that_is_allowed(
-    run: Run, hub: HubServer, converted: Path, tmp_path: Path
-) -> None:
+def test_what_is_unsafe_is_published_only_if_allowed(run: Run, hub: HubServer, converted: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(converted.parent / "summariser", tmp_path / "source"))
     shards = sorted(source.glob("*.safetensors"))
     for shard in shards:

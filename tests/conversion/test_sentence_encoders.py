@@ -111,9 +111,7 @@ def test_what_stands_behind_the_encoder_is_carried_over_and_back_byte_for_byte(t
     assert load_line(result.out) == f'load: SentenceTransformer("{result.out}").half()'
 
 
-def test_the_proof_ends_at_the_encoders_last_states_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_proof_says_that_it_ends_at_the_last_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = sentence_encoder(tmp_path / "source", torch.full((2, WIDTH), 3e4))
     report = certify(source, progress=Progress())
     assert "the proof ends at the encoder's last states" in capsys.readouterr().err

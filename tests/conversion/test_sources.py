@@ -13,10 +13,10 @@ from support.folders import compared, rewritten
 from bf16_to_fp16 import UserError, cli, convert, rescale, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.writer import TensorStats, Written
-from bf16_to_fp16.conversion.planning import observe_source
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.measuring.batch import run_batch
+from bf16_to_fp16.measuring.observing import observe_source
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
@@ -167,9 +167,7 @@ def test_generated_tensors_do_not_count_as_carried_over() -> None:
 
 
 @pytest.mark.parametrize(("up", "value"), [(1.0, float("nan")), (1e30, 1e30)], ids=["NaN weight", "finite weights"])
-def test_a_source_that_is_not_finite_in_fp32_is_refused_where_it_breaks(
-    up: float, value: float, tmp_path: Path
-) -> None:
+def test_a_source_not_finite_in_fp32_is_refused_where_it_breaks(up: float, value: float, tmp_path: Path) -> None:
     model = tiny.small("t5-encoder")
     broken = model.encoder.block[1].layer[1].DenseReluDense
     with torch.no_grad():
@@ -182,9 +180,7 @@ def test_a_source_that_is_not_finite_in_fp32_is_refused_where_it_breaks(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_weight_that_is_not_finite_is_named_though_a_replayed_plan_observes_nothing(
-    value: float, tmp_path: Path
-) -> None:
+def test_a_weight_not_finite_is_named_though_a_replayed_plan_observes_nothing(value: float, tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     with rewritten(source / "model.safetensors") as tensors:
         name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"

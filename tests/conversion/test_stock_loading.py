@@ -91,7 +91,7 @@ def test_logits_are_the_versions_own_on_the_source(version: str, logits: Logits)
         assert relative_error(out.output, source.output) <= (DRIFT if name in DRIFTING else NEAR), name
 
 
-def test_untied_umt5_differs_between_the_versions_by_the_root_of_the_width_before_and_after(
+def test_untied_umt5_differs_between_versions_by_the_root_of_the_width_on_both_sides(
     pairs: Pairs, logits: Logits
 ) -> None:
     for folder, five, four in zip(pairs["umt5"], logits("5")["umt5"], logits("4")["umt5"], strict=True):
@@ -142,9 +142,7 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     return made
 
 
-def test_rotary_positions_that_transformers_5_saved_are_read_by_4_too(
-    turned: Pairs, warm_python: Path, compat_python: Path
-) -> None:
+def test_rotary_positions_saved_by_5_are_read_by_4(turned: Pairs, warm_python: Path, compat_python: Path) -> None:
     folders = [folder for pair in turned.values() for folder in pair]
     five, four = (compute_logits(folders, python) for python in (warm_python, compat_python))
     for number, name in enumerate(turned):
@@ -173,9 +171,7 @@ def test_what_transformers_4_computes_otherwise_is_said_in_report_and_card(
     assert relative_error(four * math.sqrt(24), five) <= NEAR
 
 
-def test_ctranslate2_reads_a_converted_t5_and_scores_as_on_the_source(
-    pairs: Pairs, compat_python: Path, tmp_path: Path
-) -> None:
+def test_ctranslate2_scores_a_converted_t5_as_the_source(pairs: Pairs, compat_python: Path, tmp_path: Path) -> None:
     """It ignores the config's eps, so the stream is made no smaller than fp16 needs: with ``half`` its variance stays
     far over eps."""
     names = [*SCORED, DEMOS[0]]

@@ -78,9 +78,7 @@ def test_no_stricter_arithmetic_takes_the_proof_where_nothing_overflows(tmp_path
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma3-images"])
-def test_where_the_tower_alone_overflows_next_names_the_modules_that_stock_code_keeps_in_fp32(
-    kind: str, tmp_path: Path
-) -> None:
+def test_where_the_tower_alone_overflows_next_names_the_modules_to_keep_in_fp32(kind: str, tmp_path: Path) -> None:
     model = tiny.build(kind)
     with torch.no_grad():
         for name, weight in model.named_parameters():

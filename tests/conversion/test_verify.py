@@ -19,6 +19,7 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion.comparison import near
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.json_text import finite
@@ -363,3 +364,32 @@ def test_usage_and_exit_status(folder: Path, tmp_path: Path, capsys: pytest.Capt
     forge(below, {"finetune": {}})
     with pytest.raises(UserError, match="was finetuned"):
         verify(below, original=below)
+
+
+@pytest.mark.parametrize(
+    ("key", "said", "found", "same"),
+    [
+        ("nonfinite", 3, 9, True),
+        ("saturated", 0, 1, False),
+        ("amax", 100.0, 111.0, True),
+        ("amax", 100.0, 120.0, False),
+        ("amax", 0.001, 0.01, True),  # 22 bits from the limit
+        ("amax", 0.01, 0.5, False),
+        ("amax", 100.0, 70000.0, False),  # of an overflow the other must be one too
+        ("amax", 66000.0, 900000.0, True),
+        ("headroom_bits", 3.0, 3.15, True),
+        ("headroom_bits", 3.0, 3.3, False),
+        ("headroom_bits", 21.0, 40.0, True),
+        ("kl_fp16", 1e-6, 1.9e-6, True),
+        ("kl_fp16", 1e-6, 2.1e-6, False),
+        ("kl_fp16", 0.0, 5e-10, True),  # the noise of fp32 logits
+        ("top1_fp16", 0.99, 0.95, True),
+        ("top1_fp16", 0.99, 0.9, False),
+        ("elements", 1000.0, 1000.0001, False),
+        ("bound", 3.0, 3.0 * (1 + 5e-10), True),
+        ("bound", float("inf"), float("inf"), True),
+        ("limit", float("nan"), 1.0, False),
+    ],
+)
+def test_a_number_is_the_same_up_to_another_machines_rounding(key: str, said: float, found: float, same: bool) -> None:
+    assert near(key, said, found) is same and near(key, found, said) is same

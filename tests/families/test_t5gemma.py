@@ -15,7 +15,7 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.attention import ScoreBounds, score_bounds
 from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.conversion.verify import different_config
+from bf16_to_fp16.conversion.replay import different_config
 from bf16_to_fp16.families.configs import changes, looked_up, with_value, without_value
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.wiring import Attention

@@ -148,7 +148,7 @@ def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_and_split(
         ("bad.txt", b"ab\xff\n", "not UTF-8 at byte 2; convert it to UTF-8"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 is not JSON"),
         ("mixed.jsonl", b'{"text": "a"}\n{"text": 3}\n', "column 'text' holds something that is not text"),
-        ("bad.parquet", b"PAR1zz", "neither a readable file nor"),
+        ("bad.parquet", b"PAR1zz", "not a readable Parquet file"),
         ("bad.txt.gz", b"zz", "cannot be read"),
         ("torn.txt.gz", gzip.compress(b"text\n" * 900, mtime=0)[:-20], "cannot be read"),
         ("*.jsonl", None, "no file is called so"),

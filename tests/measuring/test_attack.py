@@ -47,9 +47,7 @@ def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", exhaustive.beyond(["pegasus-bytes"], HARD))
-def test_it_beats_random_inputs_on_trained_weights_and_passes_no_bound(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_beats_random_inputs_on_trained_weights_within_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps, least = LEAST_GAIN[name]
     monkeypatch.setattr(attacking, "FLIPS", 2)
     checkpoint = open_checkpoint(DEMO / name)
@@ -155,9 +153,7 @@ def test_what_it_climbs_is_what_the_audit_measures(kind: str) -> None:
     assert torch.allclose(values[last], again[last], rtol=1e-4, atol=1e-5)
 
 
-def test_the_command_reports_the_bracket(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], few_forwards: None
-) -> None:
+def test_the_command_shows_the_bracket(tmp_path: Path, capsys: pytest.CaptureFixture[str], few_forwards: None) -> None:
     source = tiny.save(tiny.build("gated", 0, factor=1.0, **tiny.few_layers("gated")), tmp_path / "source")
     report = tmp_path / "report.json"
     arguments = ["audit", str(source), "--regime", "half", "--attack", "4", "--json", str(report)]

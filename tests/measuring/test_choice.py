@@ -175,9 +175,7 @@ def test_logits_fit_a_budget_that_the_vocabulary_does_not_change(vocabulary: int
     assert any(b.kind == "random ids" for b in made)
 
 
-def test_a_report_lists_the_ids_and_verify_and_the_sweep_run_what_they_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_lists_the_ids_that_verify_and_the_sweep_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bf16_to_fp16.conversion.verify import verify
 
     model = tiny.KINDS["t5-encoder"](vocab_size=VOCABULARY, num_layers=1)

@@ -21,9 +21,7 @@ EDITS |= dict.fromkeys(("umt5", "mbart", "bigbird_pegasus"), 100)
         *(pytest.param(kind, number, 0, marks=pytest.mark.exhaustive) for kind, number in EDITS.items()),
     ],
 )
-def test_an_edited_config_is_refused_or_not_certified_or_agrees(
-    kind: str, number: int, seed: int, tmp_path: Path
-) -> None:
+def test_an_edited_config_is_refused_uncertified_or_agrees(kind: str, number: int, seed: int, tmp_path: Path) -> None:
     case = config_edits.original(kind, tmp_path)
     assert config_edits.judge(case, {}) == "agrees"
     counts, failures = Counter[str](), list[str]()

@@ -17,7 +17,7 @@ from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.measuring.batch import Batch, run_batch
 from bf16_to_fp16.measuring.fidelity import Fidelity, compared, fidelity, output_on
 from bf16_to_fp16.measuring.probe import batches
-from bf16_to_fp16.measuring.regimes import RegimeResult
+from bf16_to_fp16.measuring.regime_results import RegimeResult
 from bf16_to_fp16.numerics import NOISE
 from bf16_to_fp16.report import schema
 from bf16_to_fp16.report.judgement import conclude, is_exact, passed_limits, too_inexact

@@ -110,9 +110,7 @@ def test_the_audit_in_training_says_so(tmp_path: Path, capsys: pytest.CaptureFix
     assert "backward" not in capsys.readouterr().out
 
 
-def test_a_model_whose_gradients_fit_at_a_small_loss_scale_trains_safely(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gradients_that_fit_at_a_small_loss_scale_are_safe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As under a dynamic scaler, which goes below 1."""
     folder = tiny.save(shrunk(18)[0], tmp_path / "source")
     status = main(["audit", str(folder), "--train-mode", "--regime", "amp", "--json", str(tmp_path / "report.json")])

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
-from bf16_to_fp16.conversion.planning import observe_source
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import resolve
@@ -29,6 +28,7 @@ from bf16_to_fp16.measuring.fidelity import compared, output_on
 from bf16_to_fp16.measuring.lanes import Change, Walk, results_of
 from bf16_to_fp16.measuring.meter import observe_ranges
 from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.measuring.observing import observe_source
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.sites import Site, sites_of_all
 from bf16_to_fp16.measuring.stock import STOCK_LOCK, load
@@ -176,16 +176,16 @@ def test_what_convert_observes_is_what_a_whole_model_shows_on_every_batch(folder
     inputs = batches(whole.config, None, None)
     expected = observe_ranges(whole, inputs)
     checkpoint = open_checkpoint(folders["pegasus"])
-    found, reference = observe_source(checkpoint, inputs, Progress(quiet=True), Device("cpu"))
+    found = observe_source(checkpoint, inputs, Progress(quiet=True), Device("cpu"))
     with torch.no_grad():
         outputs = [output_on(batch, run_batch(whole, batch)) for batch in compared(inputs)]
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(reference.fp32, outputs, strict=True))
-    assert set(found) == set(expected)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found.reference.fp32, outputs, strict=True))
+    assert set(found.ranges) == set(expected)
     for path, seen in expected.items():
         for side in ("input", "output"):
-            ours, theirs = getattr(found[path], side), getattr(seen, side)
+            ours, theirs = getattr(found.ranges[path], side), getattr(seen, side)
             assert torch.equal(ours.amax, theirs.amax) and torch.equal(ours.mean_square, theirs.mean_square)
-        assert found[path].scores == seen.scores
+        assert found.ranges[path].scores == seen.scores
 
 
 def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1)])
-def test_lanes_run_at_once_on_their_shares_of_the_threads(
+def test_lanes_run_at_once_on_shares_of_the_threads(
     how: dict[str, Any], at_once: int, folders: dict[str, Path]
 ) -> None:
     """Those under autocast one after another on all of them."""
@@ -337,9 +337,7 @@ def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict
     assert not any(hasattr(lane, "result") for lane in lanes)
 
 
-def test_an_interrupt_before_a_lane_has_started_is_told_as_one(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_before_a_lane_starts_is_one(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     walk, before, start = Walk(open_checkpoint(folders["t5"])), threading.active_count(), threading.Thread.start
     batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
     lanes = [walk.add(partial(run, batch=batch, amp=False), torch.float32) for _ in range(2)]

@@ -147,9 +147,7 @@ def with_low_scores(kind: str) -> Any:
         ("mistral", 0, 10),
     ],
 )
-def test_padding_that_sees_nothing_is_nan_under_eager_attention_and_nothing_else_is(
-    kind: str, left: int, right: int
-) -> None:
+def test_only_padding_that_sees_nothing_is_nan_under_eager_attention(kind: str, left: int, right: int) -> None:
     model = with_low_scores(kind).half()
     assert certified(model)[1].holds
     ids = torch.arange(32).reshape(2, 16) + 1

@@ -34,9 +34,7 @@ def test_no_sequence_is_longer_than_the_positions(kind: str, longest: int) -> No
 
 
 @pytest.mark.parametrize("kind", ["t5", "pegasus", "t5-encoder"])
-def test_short_rows_have_every_length_and_special_token_with_and_without_end_and_padding_on_both_sides(
-    kind: str,
-) -> None:
+def test_short_rows_have_every_length_and_special_token_with_and_without_end_padded_on_both_sides(kind: str) -> None:
     config = tiny.config(kind)
     right, left = (b for b in batches(config, None, None) if b.kind == SHORT)
     end = config.eos_token_id

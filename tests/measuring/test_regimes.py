@@ -13,18 +13,11 @@ import transformers
 from support import exhaustive, masks, tiny
 
 from bf16_to_fp16.conversion.audit import audit
-from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.measuring import probe
 from bf16_to_fp16.measuring.batch import GENERATE, PADDED, RANDOM, Batch, describe_batches
 from bf16_to_fp16.measuring.probe import batches
-from bf16_to_fp16.measuring.regimes import (
-    LOSS_SCALE,
-    REGIMES,
-    RegimeResult,
-    audit_folder,
-    audit_model,
-    verdict,
-)
+from bf16_to_fp16.measuring.regime_results import RegimeResult, verdict
+from bf16_to_fp16.measuring.regimes import LOSS_SCALE, REGIMES, audit_folder, audit_model
 from bf16_to_fp16.measuring.sites import MASK_REASON
 from bf16_to_fp16.measuring.stock import load, load_config, set_attention
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, OVERFLOWED, SATURATED_FROM
@@ -121,9 +114,7 @@ def test_an_overflow_that_the_clamp_hides_is_named_in_half_alone(audited: Audits
         ("gated", "amp", "encoder.block.0.layer.0:add", "float32"),
     ],
 )
-def test_a_regime_runs_in_the_formats_that_it_says(
-    kind: str, regime: str, name: str, dtype: str, audited: Audits
-) -> None:
+def test_a_regime_runs_in_the_formats_it_says(kind: str, regime: str, name: str, dtype: str, audited: Audits) -> None:
     shown = site(audited(kind)[regime], name)
     assert shown.dtype == dtype and (shown.limit is None) is (dtype == "float32")
 
@@ -407,11 +398,6 @@ def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     assert (sdpa.attention, sdpa.batches, sdpa.kinds) == ("sdpa", 4, ["padded", "generate", "data"])
 
 
-def test_an_unknown_regime_lists_the_known(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="fp8: no such regime; choose from stock, amp, half"):
-        audit_folder(tmp_path, regimes=("fp8",))
-
-
 @pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
 def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
     found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "limit"), 1.0)
@@ -429,9 +415,7 @@ def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool)
     assert facts.found_by(Report(attack=attacked(20), regimes={"half": half})).endswith("search and the probe")
 
 
-def test_an_attention_is_that_of_the_stacks_where_stock_code_leaves_them_as_they_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_attention_is_set_in_stacks_that_stock_code_leaves_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers 5.17 changes the config of the whole model alone, of which each stack has a copy."""
 
     def own_config(self: Any, implementation: str) -> None:

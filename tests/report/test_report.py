@@ -27,7 +27,7 @@ from bf16_to_fp16.finetuning.trainer import Outcome
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.measuring.batch import describe_batches
 from bf16_to_fp16.measuring.probe import batches
-from bf16_to_fp16.measuring.regimes import RegimeResult
+from bf16_to_fp16.measuring.regime_results import RegimeResult
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by

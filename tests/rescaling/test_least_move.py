@@ -18,7 +18,7 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.conversion.make_safe import set_eps
+from bf16_to_fp16.conversion.made_safe import set_eps
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import resolve

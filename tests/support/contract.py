@@ -29,7 +29,7 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import RESIDUAL, Kind, carried_by
 from bf16_to_fp16.families.spread import channels_along
 from bf16_to_fp16.measuring.batch import run_batch
-from bf16_to_fp16.measuring.every_output import RETURN_ALL, all_outputs, unscaled
+from bf16_to_fp16.measuring.fidelity import RETURN_ALL, all_outputs, unscaled
 from bf16_to_fp16.measuring.interface import config_of
 from bf16_to_fp16.measuring.probe import few_rows, images
 from bf16_to_fp16.measuring.stock import set_attention, setting
