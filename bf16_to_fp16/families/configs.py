@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..checkpoint.places import shown
 from ..errors import UserError
-from .types import Family, Quotient, SameAs
+from .types import Family, Quotient, SameAs, Sum
 
 _NOWHERE = object()
 
@@ -99,8 +99,12 @@ def positive(key: str, value: object, what: str, *, zero: bool = False) -> float
 
 
 def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
-    factors = family.sizes[name]
-    return math.prod(of if isinstance(of, int) else number_of(family, config, of, "a size") for of in factors)
+    def size(factor: str | int | Sum) -> int:
+        if isinstance(factor, Sum):
+            return sum(math.prod(map(size, product)) for product in factor.products)
+        return factor if isinstance(factor, int) else number_of(family, config, factor, "a size")
+
+    return math.prod(map(size, family.sizes[name]))
 
 
 def is_nested(rotation: Mapping[str, object]) -> bool:

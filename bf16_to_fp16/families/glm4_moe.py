@@ -24,13 +24,14 @@ PARTIAL = "partial_rotary_factor"
 UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names are read
 
 
-def runs_of(config: Mapping[str, object]) -> int:
-    """Return the number of equal runs of a head's channels, of which rotary positions turn the first. Raises UserError
-    for another share than 0.5 or 1.0, and for a half that cannot turn in pairs."""
+def runs_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
+    """Return the number of equal runs of a head's channels, of which rotary positions turn the first. otherwise: their
+    share where the config has none. Raises UserError for a share other than 0.5 and 1.0, and for a half that cannot
+    turn in pairs."""
     inner = looked_up(config, f"rope_parameters.{PARTIAL}")
-    part = config.get(PARTIAL, 0.5) if inner is None else inner
+    part = config.get(PARTIAL, otherwise) if inner is None else inner
     if part not in (0.5, 1.0):
-        raise UserError(f"config.json: {PARTIAL!r} is {part!r}; known are 0.5, as in its own checkpoints, and 1.0")
+        raise UserError(f"config.json: {PARTIAL!r} is {part!r}; known are 0.5 and 1.0")
     size = whole_number("head_dim", config["head_dim"], "a number")
     if part == 0.5 and size % 4 and size != UNEVEN:
         raise UserError(f"config.json: half of a head_dim of {size} cannot turn in pairs; take it from the original")

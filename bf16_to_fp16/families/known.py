@@ -21,6 +21,7 @@ from .moe import MIXTRAL, OLMOE, QWEN3_MOE
 from .nested import family_inside
 from .olmo import EXAONE4, OLMO2, OLMO3
 from .pegasus import PEGASUS
+from .phi3 import PHI3
 from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
 from .roles import Roles, roles
 from .switch import SWITCH
@@ -34,7 +35,7 @@ INNER = "text_config"  # key of a text model's nested config
 FAMILIES: tuple[Family, ...] = (
     *(T5, MT5, UMT5, LONGT5, SWITCH, PEGASUS, MBART, BIGBIRD_PEGASUS),
     *(GEMMA3, GEMMA3_WITH_IMAGES, GEMMA2, GEMMA),
-    *(LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, QWEN2, QWEN3, SEED_OSS, SMOLLM3, ERNIE4_5),
+    *(LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, QWEN2, QWEN3, SEED_OSS, SMOLLM3, ERNIE4_5, PHI3),
     *(QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT, GLM4, GLM, OLMO2, OLMO3, EXAONE4),
     *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, T5GEMMA),
 )

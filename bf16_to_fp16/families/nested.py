@@ -93,7 +93,7 @@ def keys_inside(family: Family, part: str) -> Family:
 
     return replace(
         family,
-        sizes={name: tuple(f if isinstance(f, int) else key(f) for f in of) for name, of in family.sizes.items()},
+        sizes={name: tuple(key(f) if isinstance(f, str) else f for f in of) for name, of in family.sizes.items()},
         defaults={key(name): default(value) for name, value in family.defaults.items()},
         encoder=Stack(key(family.encoder.layers), block),
         encoder_ends=moved(family.encoder_ends),

@@ -130,6 +130,13 @@ class StoredExperts:
     outputs: str = "down_proj"
 
 
+@dataclass(frozen=True)
+class Sum:
+    """A size: the sum of products of config keys and numbers."""
+
+    products: tuple[tuple[str | int, ...], ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """A model family, with all that the package knows of this family alone; pure data."""
@@ -138,7 +145,8 @@ class Family:
     title: str
     model_type: str
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
-    sizes: Mapping[str, tuple[str | int, ...]]  # products of config keys and numbers; a table counts as its length
+    sizes: Mapping[str, tuple[str | int | Sum, ...]]
+    """Products of config keys, numbers and sums; a table counts as its length."""
     defaults: Mapping[str, object]  # of the stock config class: a value, ``SameAs`` or ``Quotient``
     encoder: Stack  # the first stack, or a decoder-only model's stack
     decoder: Stack | None = None  # the stack that reads the first one's output, None for a family of one stack

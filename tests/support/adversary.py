@@ -33,7 +33,8 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
         name = f"{w.output}.weight"
         read = layout.tensors[name].axes[1]
         assert read is not None
-        return state[name] @ spread_out(rows(w.value), read.spread)
+        values = rows(w.value).split(w.fused)[-1] if w.fused else rows(w.value)
+        return state[name] @ spread_out(values, read.spread)
 
     found = [torch.randn(8, gain.numel()), torch.eye(gain.numel())]
     if isinstance(topology, Experts):

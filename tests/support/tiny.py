@@ -368,6 +368,10 @@ ENTRIES = (
     ),
     Entry({"ernie4_5": stock("Ernie4_5ForCausalLM", LLAMA_SHAPE)}, LLAMA_DRAWN | {"use_bias": (False, True)}),
     Entry(
+        {"phi3": stock("Phi3ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
+        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"},
+    ),
+    Entry(
         {"exaone4": stock("Exaone4ForCausalLM", LLAMA_SHAPE, sliding_window=6, sliding_window_pattern=2)},
         {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"} | {"sliding_window_pattern": (1, 2)},
     ),

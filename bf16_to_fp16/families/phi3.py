@@ -1,0 +1,65 @@
+"""Phi-3 and Phi-4: as Llama, but one matrix gives queries, keys and values, and another gate and neurons, and modules
+drop what joins the stream. Phi-4-mini's rotary positions turn three quarters of a head, which has no place here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from . import llama
+from .glm4_moe import PARTIAL, runs_of
+from .parts import attention, feed_forward
+from .types import Part, Sum
+from .wiring import Rotary
+
+
+def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    llama.check_window(config)
+    at, count = f"layers.{i}", llama.number(config, "intermediate_size")
+    kv_heads, heads, size = llama.shared_values(config)
+    joint = f"{at}.self_attn.qkv_proj"
+    wiring = llama.wired_attention(
+        config,
+        at,
+        query=joint,
+        key=joint,
+        value=joint,
+        dropout=f"{at}.resid_attn_dropout",
+        fused=(kv_heads * heads * size, kv_heads * size, kv_heads * size),
+        rotary=Rotary("rotary_emb", llama.rotary_factor(config), runs=runs_of(config, 1.0)),
+    )
+    gated = llama.wired_feed_forward(
+        at,
+        config["hidden_act"],
+        gate=f"{at}.mlp.gate_up_proj",
+        linear=f"{at}.mlp.gate_up_proj",
+        fused=(count, count),
+        act=f"{at}.mlp.activation_fn",
+        dropouts=(f"{at}.resid_mlp_dropout",),
+    )
+    return attention(wiring, share=(kv_heads, heads, size)), feed_forward(gated)
+
+
+PHI3 = replace(
+    llama.LLAMA,
+    name="phi3",
+    title="Phi-3, Phi-4",
+    model_type="phi3",
+    classes=llama.classes("Phi3"),
+    sizes={
+        **llama.LLAMA.sizes,
+        "qkv": (Sum((("num_attention_heads",), (2, "num_key_value_heads"))), "head_dim"),
+        "gate_and_ff": ("intermediate_size", 2),
+    },
+    defaults={
+        **llama.SHARED_DEFAULTS,
+        "vocab_size": 32_064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "resid_pdrop": 0.0,
+    },
+    encoder=llama.layers(block),
+    eps=1e-5,
+    dropout={**llama.LLAMA.dropout, "branch": "resid_pdrop"},
+    free_keys=(*llama.LLAMA.free_keys, PARTIAL, "embd_pdrop", "original_max_position_embeddings", "sliding_window"),
+)
