@@ -118,7 +118,7 @@ def test_dropout_multiplies_the_bounds_in_train_mode(kind: str) -> None:
             limit = certificate.at(site.name)
             assert limit is not None, site.name
             assert site.amax <= limit, site.name
-    assert any(s.amax > (still.at(s.name) or math.inf) for s in forward) or kind in ("gated", "qwen3-labels")
+    assert any(s.amax > (still.at(s.name) or math.inf) for s in forward) or kind in ("gated", "qwen3-labels", "phi3")
     raised = {s.name: s.bound for s in certificate.sites}
     assert all(raised[s.name] >= s.bound * (1 - 1e-9) for s in still.sites if s.name in raised)
 
