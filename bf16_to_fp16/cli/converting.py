@@ -86,7 +86,7 @@ def convert_command(
     folder = options.layout == FOLDER_LAYOUT
     out = checked_place(out, Path(source), dry_run=dry_run, folder=folder, force=force)
     if recipe is not None:
-        check_finetunes(options, recipe, source, out, dry_run=dry_run)
+        check_finetunes(options, dry_run=dry_run)
     fit = partial(check_convertible, options)
     shared.check_given(source, options.data, options.config, options.subfolder, check=fit)
     place = Destination(out, force=force, dry_run=dry_run)
@@ -100,6 +100,10 @@ def convert_command(
             return convert_whole(options, pipeline, place, copy, json_file=json_file)
     if copy:
         raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
+    if recipe is not None:
+        from ..finetuning.recipe import read_recipe_for
+
+        read_recipe_for(recipe, source, out, options.target, options.subfolder)
     if folder and out.suffix == ".safetensors":
         raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single")
     from ..conversion.convert import convert_by, convert_to_file
@@ -130,14 +134,11 @@ def checked_place(out: Path | None, source: Path, *, dry_run: bool, folder: bool
     return out
 
 
-def check_finetunes(options: Options, recipe: Path, source: str, out: Path, *, dry_run: bool) -> None:
+def check_finetunes(options: Options, *, dry_run: bool) -> None:
     if options.layout != FOLDER_LAYOUT:
         raise UserError("--layout writes one file; leave it out with --finetune, which makes a folder")
     if idle := [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]:
         raise UserError(f"a finetune follows from the audit; leave out either --finetune or {' and '.join(idle)}")
-    from ..finetuning.recipe import read_recipe_for
-
-    read_recipe_for(recipe, source, out, options.target, options.subfolder)
 
 
 UNCOVERED = (
