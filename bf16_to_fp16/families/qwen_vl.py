@@ -1,13 +1,14 @@
-"""Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with the outputs of a vision tower in their stream.
-Positions on three axes turn queries and keys and do nothing else. A merger reads four of the tower's outputs at once
-through their norms, and makes a token of them by two linears with a GELU between them. In Qwen3-VL, further mergers add
-outputs of earlier layers of the tower to the stream after the first layers. All norms in between have an eps of their
-own, so only each last linear carries the stream's factor, and the tower stays as it is."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with the outputs of a vision tower in their
+stream. Positions on three axes turn queries and keys and do nothing else. A merger reads four of the tower's outputs at
+once through their norms, and makes a token of them by two linears with a GELU between them. In Qwen3-VL, further
+mergers add outputs of earlier layers of the tower to the stream after the first layers. All norms in between have an
+eps of their own, so only each last linear carries the stream's factor, and the tower stays as it is."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from .configs import looked_up
@@ -65,9 +66,8 @@ def patches(config: Mapping[str, object]) -> int:
     return across * across if isinstance(across, int) else 1
 
 
-def of_qwen2_5(config: Mapping[str, object]) -> Sequence[Part]:
-    add = ":masked_scatter"
-    own: dict[str, Any] = {"layer_norm_eps": None, "joined": patches(config), "add": add}
+def of_qwen2(config: Mapping[str, object], layer_norm_eps: float | None = None) -> Sequence[Part]:
+    own: dict[str, Any] = {"layer_norm_eps": layer_norm_eps, "joined": patches(config), "add": ":masked_scatter"}
     return (merger(f"{TOWER}.merger", ("mlp.0", "mlp.2"), "ln_q", **own),)
 
 
@@ -94,8 +94,11 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
     )
 
 
-def with_images(text: Family, name: str, title: str, kinds: tuple[str, str], width: int, **own: Any) -> Family:
-    across = "vision_config.spatial_merge_size"
+def with_images(
+    text: Family, name: str, title: str, kinds: tuple[str, str], width: int, *, key: str = "hidden_size", **own: Any
+) -> Family:
+    """Return the family of a text model with a tower. width: the tower's by default, which has the name ``key``."""
+    across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(
         text,
@@ -105,10 +108,10 @@ def with_images(text: Family, name: str, title: str, kinds: tuple[str, str], wid
         classes=image_classes(*kinds),
         sizes={
             **text.sizes,
-            "vision": ("vision_config.hidden_size",),
-            "merged": ("vision_config.hidden_size", across, across),
+            "vision": (wide,),
+            "merged": (wide, across, across),
         },
-        defaults={**text.defaults, "vision_config.hidden_size": width, across: 2, "tie_word_embeddings": False},
+        defaults={**text.defaults, wide: width, across: 2, "tie_word_embeddings": False},
         free_keys=(*text.free_keys, "vision_config.*", *ids),
         tie_keys=tuple(dict.fromkeys(("tie_word_embeddings", *text.tie_keys))),
         **heads(body=INSIDE),
@@ -116,30 +119,33 @@ def with_images(text: Family, name: str, title: str, kinds: tuple[str, str], wid
     )
 
 
-QWEN2_5_VL_TEXT = alone(
-    QWEN2,
-    "qwen2_5_vl_text",
-    "Qwen2.5-VL (text)",
-    "Qwen2_5_VLTextModel",
-    {
-        "vocab_size": 152_064,
-        "hidden_size": 8192,
-        "intermediate_size": 29_568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    },
-    1e-5,
-)
+SIZES = {
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+}
+QWEN2_VL_TEXT = alone(QWEN2, "qwen2_vl_text", "Qwen2-VL (text)", "Qwen2VLTextModel", SIZES, 1e-5)
+QWEN2_5_VL_TEXT = alone(QWEN2, "qwen2_5_vl_text", "Qwen2.5-VL (text)", "Qwen2_5_VLTextModel", SIZES, 1e-5)
 QWEN3_VL_TEXT = alone(
     QWEN3, "qwen3_vl_text", "Qwen3-VL (text)", "Qwen3VLTextModel", {"intermediate_size": 22_016}, 1e-6
+)
+IN_QWEN2 = ("qwen2_vl", "Qwen2-VL", ("Qwen2VLForConditionalGeneration", "Qwen2VLModel"), 1280)
+OF_QWEN2: dict[str, Any] = {"key": "embed_dim", "brings": partial(of_qwen2, layer_norm_eps=1e-6)}
+QWEN2_VL = with_images(
+    keys_inside(QWEN2_VL_TEXT, "text_config"),
+    *IN_QWEN2,
+    **OF_QWEN2,
+    flat=with_images(QWEN2_VL_TEXT, *IN_QWEN2, **OF_QWEN2),
 )
 IN_QWEN2_5 = ("qwen2_5_vl", "Qwen2.5-VL", ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel"), 3584)
 QWEN2_5_VL = with_images(
     keys_inside(QWEN2_5_VL_TEXT, "text_config"),
     *IN_QWEN2_5,
-    brings=of_qwen2_5,
-    flat=with_images(QWEN2_5_VL_TEXT, *IN_QWEN2_5, brings=of_qwen2_5),
+    brings=of_qwen2,
+    flat=with_images(QWEN2_5_VL_TEXT, *IN_QWEN2_5, brings=of_qwen2),
 )
 QWEN3_VL = with_images(
     keys_inside(QWEN3_VL_TEXT, "text_config"),

@@ -141,16 +141,19 @@ def qwen_vl(name: str, **vision: Any) -> Callable[..., Any]:
     def made(**changes: Any) -> Any:
         tied = changes.pop("tie_word_embeddings", False)
         text = LLAMA_SHAPE | {"rope_parameters": MROPE} | changes
-        if "2_5" in name:
+        if "Qwen2" in name:
             del text["head_dim"]
             text["rope_parameters"] = MROPE | {"mrope_section": [1, 1, 1]}
         tower = PATCHES | vision | {"out_hidden_size": text["hidden_size"]}
+        if name == "Qwen2VL":
+            tower |= {"embed_dim": tower["hidden_size"], "hidden_size": tower.pop("out_hidden_size"), "mlp_ratio": 2}
         config = kind.config_class(text_config=text, vision_config=tower, image_token_id=96, tie_word_embeddings=tied)
         return kind(config)
 
     return made
 
 
+QWEN2_VL = qwen_vl("Qwen2VL")
 QWEN2_5_VL = qwen_vl("Qwen2_5_VL", fullatt_block_indexes=[0], window_size=16)
 QWEN3_VL = qwen_vl("Qwen3VL", **DEEP)
 
@@ -375,6 +378,8 @@ ENTRIES = (
         {"exaone4": stock("Exaone4ForCausalLM", LLAMA_SHAPE, sliding_window=6, sliding_window_pattern=2)},
         {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"} | {"sliding_window_pattern": (1, 2)},
     ),
+    Entry({"qwen2_vl": QWEN2_VL}, VL_DRAWN, alike=("qwen2_vl",)),
+    Entry({"qwen2_vl_text": stock("Qwen2VLTextModel", VL_SHAPE)}, VL_DRAWN, alike=("qwen2_vl_text",)),
     Entry(
         {"qwen2_5_vl": QWEN2_5_VL, "qwen2_5_vl-states": headless(QWEN2_5_VL)}, VL_DRAWN, alike=("qwen2_5_vl-states",)
     ),
