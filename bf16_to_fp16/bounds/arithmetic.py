@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError, shortened
-from ..families.places import NOWHERE, Place
-from ..numerics import FP16_MAX, MAX_LENGTH, MOST_POSITIONS, NORM_FLOOR, headroom_bits
-from .kinds import SiteKind
+from ..numerics import MAX_LENGTH, MOST_POSITIONS, NORM_FLOOR
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -204,34 +202,6 @@ def norm_units(width: int) -> float:
         return max(mean, math.hypot(spread(run) + math.sqrt(2), groups + spread(lanes)))
 
     return max(off(*kernel) for kernel in kernels)
-
-
-@dataclass(frozen=True)
-class Bound:
-    """One site's bound: no input makes the value larger than ``bound``, nor a partial sum of it larger than
-    ``partial``. ``name``: as in the audit. ``limit``: of both. ``kind``: the quantity at the site."""
-
-    name: str
-    kind: SiteKind
-    bound: float
-    partial: float
-    limit: float = FP16_MAX
-    place: Place = NOWHERE
-
-    @property
-    def largest(self) -> float:
-        """The larger of bound and partial sum."""
-        return max(self.bound, self.partial)
-
-    @property
-    def holds(self) -> bool:
-        """Whether the site cannot pass its limit."""
-        return self.largest <= self.limit
-
-    @property
-    def headroom_bits(self) -> float:
-        """log2(limit / largest)."""
-        return headroom_bits(self.largest, self.limit)
 
 
 def largest(values: Tensor | float) -> float:

@@ -15,10 +15,10 @@ from ..families.configs import config_value
 from ..families.layout import Layout, TensorReader
 from ..families.places import places
 from ..families.types import DropoutKind
-from ..numerics import FP16_MAX
+from ..numerics import FP16_MAX, headroom_bits
 from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
 from ..results import BoundEntry, CertificateEntry
-from .arithmetic import UNIT, Arithmetic, Bound, largest
+from .arithmetic import UNIT, Arithmetic, largest
 from .kinds import SiteKind
 
 HOPELESS = 2.0**62
@@ -35,7 +35,7 @@ class Certificate:
     """The bounds of every site of a model, and the arithmetic for which they hold. ``ranges``: by module and channel,
     with the mean squares that inputs of random direction give. ``at`` bounds any site that an audit names."""
 
-    sites: tuple[Bound, ...]
+    sites: tuple[BoundEntry, ...]
     arithmetic: Arithmetic
     ranges: Mapping[str, ModuleRange]
     inner: Mapping[str, float] = field(default_factory=dict)
@@ -75,16 +75,7 @@ class Certificate:
     def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
         """Return the report's ``certificate``. observed: the largest value found at each site."""
         found = observed or {}
-        keys = ("name", "bound", "partial", "limit", "headroom_bits", "holds")
-        listed = [
-            BoundEntry(
-                **{key: getattr(s, key) for key in keys},
-                kind=str(s.kind),
-                observed=found.get(s.name),
-                **s.place.to_json(),
-            )
-            for s in self.sites
-        ]
+        listed = [site.model_copy(update={"observed": found.get(site.name)}) for site in self.sites]
         more: dict[str, Any] = {"sites": listed} if sites else {}
         return CertificateEntry(
             holds=self.holds,
@@ -112,7 +103,7 @@ class Findings:
 
     def __post_init__(self) -> None:
         self.place = places(self.layout)
-        self.sites: dict[str, Bound] = {}
+        self.sites: dict[str, BoundEntry] = {}
         self.inner: dict[str, float] = {}
         self.unlimited: dict[str, float] = {}
         self.inputs: dict[str, tuple[Tensor, Tensor]] = {}
@@ -141,7 +132,18 @@ class Findings:
         before = self.sites.get(name)
         if before is not None:
             top, sums = max(top, before.bound), max(sums, before.partial)
-        self.sites[name] = Bound(name, kind, top, sums, self.limits.get(kind, FP16_MAX), self.place(name))
+        limit, most = self.limits.get(kind, FP16_MAX), max(top, sums)
+        self.sites[name] = BoundEntry(
+            name=name,
+            kind=str(kind),
+            bound=top,
+            partial=sums,
+            limit=limit,
+            headroom_bits=headroom_bits(most, limit),
+            observed=None,
+            holds=most <= limit,
+            **self.place(name).to_json(),
+        )
 
     def record(
         self,

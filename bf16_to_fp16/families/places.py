@@ -30,9 +30,6 @@ class Place:
         return {key: value for key, value in vars(self).items() if value is not None}
 
 
-NOWHERE = Place()
-
-
 def places(layout: Layout) -> Callable[[str], Place]:
     roles: dict[str, str] = {}
     for reader in walk(layout):

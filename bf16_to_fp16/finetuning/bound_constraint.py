@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..bounds.arithmetic import Bound
 from ..bounds.certificate import bound
 from ..bounds.differentiable import DifferentiableBounds
 from ..bounds.findings import Certificate
@@ -27,6 +26,7 @@ from ..families.layout import Layout
 from ..families.resolve import effective
 from ..families.wiring import Attention, outputs_of
 from ..numerics import FP16_MAX
+from ..results import BoundEntry
 from .whole_weights import WholeWeights
 
 MARGIN_BITS = 0.125  # from the final lid to the limit: the bounds used here are a few percent off the certificate's
@@ -137,7 +137,7 @@ class BoundConstraint:
                 kept[site] = torch.where(mine, over[site], 0.0)
         return kept
 
-    def over(self) -> list[Bound]:
+    def over(self) -> list[BoundEntry]:
         return [site for site in self.certificate().sites if site.name in self._owners and not site.holds]
 
     def certificate(self) -> Certificate:

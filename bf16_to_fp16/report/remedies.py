@@ -10,7 +10,6 @@ from itertools import zip_longest
 from pathlib import PurePath
 from typing import Any
 
-from ..bounds.arithmetic import Bound
 from ..bounds.kinds import Remedy, traits
 from ..checkpoint.places import SHIPPED
 from ..families.known import named
@@ -207,7 +206,7 @@ def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> li
     return [unproven(site, *why[traits(site.kind).remedy]) for site in certificate.over]
 
 
-def unproven(site: BoundEntry | Bound, reason: str, remedy: str) -> UnprovenEntry:
+def unproven(site: BoundEntry, reason: str, remedy: str) -> UnprovenEntry:
     return UnprovenEntry(
         name=site.name,
         bound=site.largest,
