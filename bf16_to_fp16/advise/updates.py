@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from ..families.roles import layer_of
+from ..families.places import layer_of
 from ..numerics import BF16_SIGNIFICANT_BITS, FP16_SIGNIFICANT_BITS
 from ..progress import Progress
 from ..quiet import quiet

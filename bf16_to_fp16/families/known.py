@@ -22,8 +22,8 @@ from .nested import family_inside
 from .olmo import EXAONE4, OLMO2, OLMO3
 from .pegasus import PEGASUS
 from .phi3 import PHI3
+from .places import Roles, roles
 from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN2_VL, QWEN2_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
-from .roles import Roles, roles
 from .switch import SWITCH
 from .t5 import MT5, T5, UMT5
 from .t5gemma import T5GEMMA

@@ -15,8 +15,7 @@ from markupsafe import Markup
 from ..bounds.kinds import Line, SiteKind, traits
 from ..families.known import FAMILIES, roles_of
 from ..families.places import FEED_FORWARD as FEED_FORWARDS
-from ..families.places import SUBLAYERS
-from ..families.roles import STACKS
+from ..families.places import STACKS, SUBLAYERS
 from ..numerics import FP16_MAX
 from ..results import BoundEntry, CertificateEntry
 from ..wording import bound_magnitude, infinite, known, magnitude, power

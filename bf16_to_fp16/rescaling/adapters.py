@@ -76,21 +76,6 @@ def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Part) -
         )
 
 
-def tensors_by_module(layout: Layout) -> dict[str, ResolvedTensor]:
-    embedding = layout.tensors[layout.family.embedding]
-    shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))
-    return dict.fromkeys(shared, embedding) | dict(layout.tensors)
-
-
-def target_of(name: str, target: str, layout: Layout, named: Mapping[str, ResolvedTensor]) -> str:
-    known = in_modules(target, named)
-    if known not in named:
-        raise UserError(
-            f"{name}: this {layout.family.title} has no tensor {target}; give an adapter of this very checkpoint"
-        )
-    return known
-
-
 @dataclass(frozen=True)
 class Scaled:
     """An adapter's tensor after scaling. ``exact``: no bit is lost. ``widened``: stored in fp32 to keep its bits.
@@ -109,7 +94,9 @@ def scaled_adapter(
     the way back with the inverse plan. head_gain: the gain of a separated head. Raises UserError for a tensor that
     cannot follow the plan."""
     check_plan_fits(layout, plan)
-    named = tensors_by_module(layout)
+    embedding = layout.tensors[layout.family.embedding]
+    shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))
+    named = dict.fromkeys(shared, embedding) | dict(layout.tensors)
     embeddings = {part_of(name)[0] for name in tensors if name.endswith(".lora_embedding_A")}
     scaled = {}
     for name, values in tensors.items():
@@ -117,15 +104,18 @@ def scaled_adapter(
             scaled[name] = multiplied(name, values, torch.zeros(1, dtype=torch.int32), 1.0)
             continue
         if name == PROMPT:
-            table = layout.tensors[layout.family.embedding]
-            check_shape(name, values, table, Part("", (None, 1)))
-            columns = exponents_of(replace(table, axes=(None, table.axes[1]), offset=0.0), plan)
+            check_shape(name, values, embedding, Part("", (None, 1)))
+            columns = exponents_of(replace(embedding, axes=(None, embedding.axes[1]), offset=0.0), plan)
             scaled[name] = multiplied(name, values, columns.full(tuple(values.shape)), 1.0)
             continue
-        target, part = part_of(name)
-        if part is not None and part.magnitude and target in embeddings:
+        stated, part = part_of(name)
+        if part is not None and part.magnitude and stated in embeddings:
             part = replace(part, axes=(1,))  # PEFT transposes an embedding's weight
-        target = target_of(name, target, layout, named)
+        target = in_modules(stated, named)
+        if target not in named:
+            raise UserError(
+                f"{name}: this {layout.family.title} has no tensor {stated}; give an adapter of this very checkpoint"
+            )
         factor = 1.0 if layout.tied or target != layout.family.head else head_gain
         scaled[name] = on_tensor(name, values, named[target], part, plan, factor)
     return scaled
@@ -140,18 +130,13 @@ def on_tensor(
     total = torch.zeros((1,) * values.dim(), dtype=torch.int32)
     for position, axis in enumerate(part.axes):
         if axis is not None:
-            total = total + along(exponents[axis], position, values.dim())
+            shape = [-1 if i == position else 1 for i in range(values.dim())]
+            total = total + torch.as_tensor(exponents[axis], dtype=torch.int32).view(shape)
     if part.magnitude:
         total = total + uniform(name, tensor.name, exponents[0 if part.axes == (1,) else 1])
     # A whole tensor includes the offset; an update of one does not.
     offset = tensor.offset if not part.suffix else 0.0
     return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.made else 1.0, offset)
-
-
-def along(exponent: int | Tensor, position: int, axes: int) -> int | Tensor:
-    if isinstance(exponent, int):
-        return exponent
-    return exponent.view([-1 if i == position else 1 for i in range(axes)])
 
 
 def uniform(name: str, target: str, exponent: int | Tensor) -> int:

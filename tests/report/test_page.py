@@ -13,8 +13,7 @@ from support.contract import layout_of
 from support.pages import Page, certified, finetuned, hostile, render, table, text_of
 
 from bf16_to_fp16 import wording
-from bf16_to_fp16.families.places import places
-from bf16_to_fp16.families.roles import STACKS, stack_in
+from bf16_to_fp16.families.places import STACKS, places, stack_in
 from bf16_to_fp16.families.signals import RESIDUAL, Kind
 from bf16_to_fp16.families.wiring import Attention, Sublayer
 from bf16_to_fp16.json_text import finite

@@ -4,8 +4,7 @@ import math
 import re
 from typing import Any
 
-from bf16_to_fp16.families.places import Place, places_by_name
-from bf16_to_fp16.families.roles import block_of, stack_of
+from bf16_to_fp16.families.places import Place, block_of, places_by_name, stack_of
 
 BROKEN = "encoder.block.2.layer.1.DenseReluDense.wo"
 

@@ -3,8 +3,7 @@
 from support import tiny
 from support.contract import layout_of
 
-from bf16_to_fp16.families.places import Place, places, places_by_name
-from bf16_to_fp16.families.roles import layer_of
+from bf16_to_fp16.families.places import Place, layer_of, places, places_by_name
 
 
 def test_the_names_of_sites_say_layer_stack_block_and_operation_of_a_class_that_no_family_knows() -> None:
