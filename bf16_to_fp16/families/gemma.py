@@ -1,25 +1,182 @@
-"""Gemma: as Gemma 2, but with a norm before each sublayer only, and without soft caps. With no norm behind them, the
-output projections carry the stream's factor themselves. So no gain is moved and rounded (gains are stored less 1),
-except a tied head's."""
+"""Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack. As Llama, with these differences.
+
+In Gemma 3 norms stand on both sides of every sublayer, and before the product of queries and keys; the inputs of all
+norms carry the stream's factor, and all share its eps. Gains are stored as gain − 1, so that a factor on them rounds
+(``Tensor.offset``): only those that must move do. The embedding multiplies itself by √d. With images, a vision tower's
+outputs replace tokens in the stream, through a norm and a linear.
+
+Gemma 2 is without norms of queries and keys, and with soft caps on scores and logits. A factor passes a rotation only
+where both channels of a pair have it, and one head of keys serves several of queries: queries and keys have one
+exponent for each pair of channels of each head of keys. A cap bounds the values behind it, and no exponent moves a
+score.
+
+Gemma has a norm before each sublayer only, and no soft caps. With no norm behind them, the output projections carry the
+stream's factor themselves. So no gain is moved and rounded, except a tied head's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .gemma2 import GEMMA2
-from .gemma3 import STYLE
-from .llama import classes, heads, layers, shared_values, wired_attention, wired_feed_forward
-from .parts import attention, feed_forward
-from .types import Part
+from . import llama
+from .nested import keys_inside
+from .parts import Style, attention, ends, feed_forward, states, table
+from .signals import RESIDUAL, Kind, Signal, Tensor, multiplied_by, output_of
+from .types import OLDER_ROTARY, Part
+from .wiring import ImageInput, Projector, StackEnds, StockAttributes
+
+STYLE = Style(offset=1.0)
+WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no place; its own checkpoints have none")}
+
+
+def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
+    """Return the parts of layer ``i``. normed: queries and keys are normalised by head. cap: as in ``Attention``."""
+    llama.check_window(config)
+    at = f"layers.{i}"
+    own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
+    wiring = llama.wired_attention(config, at, **own, **(llama.head_norms(at) if normed else {}))
+    gated = llama.wired_feed_forward(at, config["hidden_activation"], **gate_norms(at))
+    return attention(wiring, STYLE, llama.shared_values(config)), feed_forward(gated, STYLE)
+
+
+def gate_norms(at: str) -> dict[str, str]:
+    return {"norm": f"{at}.pre_feedforward_layernorm", "post_norm": f"{at}.post_feedforward_layernorm"}
+
+
+CAP = "final_logit_softcapping"
+
+GEMMA3 = replace(
+    llama.LLAMA,
+    name="gemma3",
+    title="Gemma 3 (text), EmbeddingGemma",
+    model_type="gemma3_text",
+    classes=llama.classes("Gemma3", STYLE, bare="TextModel", labels=(f"Text{llama.OF_ROWS}",)),
+    defaults={
+        "vocab_size": 262_208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "tie_word_embeddings": True,
+    },
+    encoder=llama.layers(block),
+    encoder_ends=ends(StackEnds("", "embed_tokens", "norm", scales_itself=True), table("embed_tokens.weight")),
+    encoder_output=states("norm", STYLE),
+    **llama.heads(STYLE, cap=CAP),
+    norm_site="to#2",
+    norm_rounds_once=True,
+    nullable=("attn_logit_softcapping", "final_logit_softcapping"),
+    alone=WITHOUT_BIASES
+    | {"attn_logit_softcapping": (None, "stock code reads this cap on scores and does not apply it")},
+    older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_local_base_freq", "")},
+    free_keys=(
+        "cache_implementation",
+        "layer_types",
+        "max_position_embeddings",
+        "rope_parameters",
+        "sliding_window",
+        "_sliding_window_pattern",
+        "use_bidirectional_attention",
+    ),
+    attributes=StockAttributes(
+        head_size="head_dim", embedding_scale="scalar_embed_scale", groups="num_key_value_groups"
+    ),
+)
+
+
+def projector(config: Mapping[str, object]) -> Sequence[Part]:
+    """Return the records from a vision tower to the stream, where its outputs replace scaled embeddings."""
+    at = "multi_modal_projector"
+    norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
+    part = Part(
+        signals=(
+            Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(at),)),
+            Signal(norm, Kind.FIXED, "vision", (output_of(norm),)),
+        ),
+        tensors=(
+            *STYLE.norm(norm, None, "vision"),
+            Tensor(weight, ("vision", "model"), (None, multiplied_by(RESIDUAL))),
+        ),
+        topology=Projector(
+            at=at,
+            pool=f"{at}.avg_pool:avg_pool2d",
+            add=":masked_scatter",
+            norm=norm,
+            weight=weight,
+            gives="image_hidden_states",
+            tower="vision_tower",
+            image=ImageInput(
+                token="image_token_index",
+                channels="vision_config.num_channels",
+                size="vision_config.image_size",
+                tokens="mm_tokens_per_image",
+                marks="token_type_ids",
+            ),
+        ),
+    )
+    return (part,)
+
+
+TEXT = keys_inside(replace(GEMMA3, **llama.heads(STYLE, body=llama.INSIDE, cap=CAP)), "text_config")
+
+GEMMA3_WITH_IMAGES = replace(
+    TEXT,
+    name="gemma3-images",
+    title="Gemma 3 (text and images)",
+    model_type="gemma3",
+    classes=llama.image_classes("Gemma3ForConditionalGeneration", "Gemma3Model", STYLE),
+    sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
+    defaults={**TEXT.defaults, "vision_config.hidden_size": 768, "tie_word_embeddings": True},
+    free_keys=(
+        *TEXT.free_keys,
+        "vision_config.*",
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+        "mm_tokens_per_image",
+    ),
+    tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
+    brings=projector,
+)
+
+WITHOUT_CAP = (
+    "transformers 4.57 leaves out the cap on scores, of the source as well, unless attn_implementation is 'eager'"
+)
+
+GEMMA2 = replace(
+    GEMMA3,
+    name="gemma2",
+    title="Gemma 2",
+    model_type="gemma2",
+    classes=llama.classes("Gemma2", STYLE),
+    older_rotary=OLDER_ROTARY,
+    older_notes={"attn_logit_softcapping": WITHOUT_CAP},
+    defaults={
+        **GEMMA3.defaults,
+        "vocab_size": 256_000,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    encoder=llama.layers(block, normed=False, cap="attn_logit_softcapping"),
+    alone=WITHOUT_BIASES,
+)
 
 ACTIVATIONS = {"gelu": "gelu_pytorch_tanh"}  # the first releases say gelu and mean its approximation by tanh
 
 
-def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+def plain_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     at, named = f"layers.{i}", str(config["hidden_act"])
-    gated = wired_feed_forward(at, ACTIVATIONS.get(named, named))
-    return attention(wired_attention(config, at), STYLE, shared_values(config)), feed_forward(gated, STYLE)
+    gated = llama.wired_feed_forward(at, ACTIVATIONS.get(named, named))
+    return attention(llama.wired_attention(config, at), STYLE, llama.shared_values(config)), feed_forward(gated, STYLE)
 
 
 OTHERS = ("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
@@ -30,7 +187,7 @@ GEMMA = replace(
     name="gemma",
     title="Gemma",
     model_type="gemma",
-    classes=classes("Gemma", STYLE),
+    classes=llama.classes("Gemma", STYLE),
     defaults={key: value for key, value in GEMMA2.defaults.items() if key not in OTHERS}
     | {
         "hidden_size": 3072,
@@ -40,8 +197,8 @@ GEMMA = replace(
         "num_key_value_heads": 16,
         "hidden_act": "gelu_pytorch_tanh",
     },
-    encoder=layers(block),
-    **heads(STYLE),
+    encoder=llama.layers(plain_block),
+    **llama.heads(STYLE),
     nullable=(),
     older_notes={},
 )

@@ -8,9 +8,7 @@ from collections.abc import Collection, Mapping
 from ..errors import UserError
 from .bigbird_pegasus import BIGBIRD_PEGASUS
 from .configs import full_config
-from .gemma import GEMMA
-from .gemma2 import GEMMA2
-from .gemma3 import GEMMA3, GEMMA3_WITH_IMAGES
+from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
 from .glm4 import GLM, GLM4
 from .glm4_moe import GLM4_MOE
 from .llama import ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS, SMOLLM3

@@ -10,8 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .gemma2 import GEMMA2, WITHOUT_CAP
-from .gemma3 import CAP, STYLE, WITHOUT_BIASES, gate_norms
+from .gemma import CAP, GEMMA2, STYLE, WITHOUT_BIASES, WITHOUT_CAP, gate_norms
 from .llama import BODY, check_window, rotary_factor, shared_values, wired_attention, wired_feed_forward
 from .parts import Style, attention, ends, feed_forward, head, states, table, tied_head, untied_head
 from .types import Part, SameAs, Stack, StockClass
