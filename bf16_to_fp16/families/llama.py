@@ -14,21 +14,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import UserError
+from . import parts
 from .configs import is_nested, kind_of, looked_up, positive, whole_number
-from .parts import (
-    PLAIN,
-    Style,
-    attention,
-    ends,
-    experts,
-    feed_forward,
-    head,
-    head_linear,
-    states,
-    table,
-    tied_head,
-    untied_head,
-)
 from .signals import Spread, Tensor
 from .types import Deviation, Family, Initialisation, Part, Quotient, SameAs, Stack, StockClass, StoredExperts
 from .wiring import Attention, Experts, FeedForward, Head, Rotary, StackEnds, StockAttributes
@@ -154,7 +141,7 @@ def sparse(
     at: str,
     config: Mapping[str, object],
     count: str,
-    style: Style,
+    style: parts.Style,
     *,
     block: str = "mlp",
     names: StoredExperts = STORED,
@@ -179,9 +166,9 @@ def sparse(
         chosen="num_experts_per_tok",
     )
     wiring = replace(wiring, **own)
-    shared = () if wiring.shared is None else (feed_forward(wiring.shared, replace(style, ff="shared_ff")),)
+    shared = () if wiring.shared is None else (parts.feed_forward(wiring.shared, replace(style, ff="shared_ff")),)
     correction = (Tensor(wiring.correction, ("experts",), (None,), in_fp32=True),) if wiring.correction else ()
-    return experts(wiring, (*(feed_forward(expert, style) for expert in each), *shared), *correction)
+    return parts.experts(wiring, (*(parts.feed_forward(expert, style) for expert in each), *shared), *correction)
 
 
 def head_norms(at: str) -> dict[str, str]:
@@ -201,7 +188,7 @@ def block(
     """Return the parts of layer ``i``. normed: norms queries and keys by head. dropped: drops a sublayer's output.
     turned: has rotary positions. interleaved: they turn channels 2i and 2i + 1."""
     check_window(config)
-    style = Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
+    style = parts.Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
     wiring = wired_attention(config, at, norms_by_position=normed, **(head_norms(at) if normed else {}))
     rotary = Rotary("rotary_emb", rotary_factor(config), interleaved=interleaved) if turned else UNTURNED
@@ -209,16 +196,17 @@ def block(
     gated = wired_feed_forward(at, config["hidden_act"])
     if dropped:
         wiring, gated = replace(wiring, dropout=wiring.at), replace(gated, dropouts=(gated.at,))
-    return attention(wiring, style, shared_values(config)), feed_forward(gated, style)
+    return parts.attention(wiring, style, shared_values(config)), parts.feed_forward(gated, style)
 
 
 def layers(parts_of: Any, **own: Any) -> Stack:
     return Stack("num_hidden_layers", partial(parts_of, **own))
 
 
-def heads(style: Style = PLAIN, *, body: str = BODY, cap: str = "") -> dict[str, Any]:
-    norm, tied, own = f"{body}.norm", head(f"{body}.embed_tokens.weight", cap=cap), head("lm_head.weight", cap=cap)
-    return {"tied_head": tied_head(norm, tied, style), "untied_head": untied_head(norm, own, style)}
+def heads(style: parts.Style = parts.PLAIN, *, body: str = BODY, cap: str = "") -> dict[str, Any]:
+    tied, own = (parts.head(weight, cap=cap) for weight in (f"{body}.embed_tokens.weight", "lm_head.weight"))
+    norm = f"{body}.norm"
+    return {"tied_head": parts.tied_head(norm, tied, style), "untied_head": parts.untied_head(norm, own, style)}
 
 
 OF_ROWS, OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
@@ -226,27 +214,27 @@ LABELS = (OF_ROWS, OF_TOKENS)
 
 
 def classes(
-    prefix: str, style: Style = PLAIN, *, bare: str = "Model", labels: Sequence[str] = LABELS
+    prefix: str, style: parts.Style = parts.PLAIN, *, bare: str = "Model", labels: Sequence[str] = LABELS
 ) -> tuple[StockClass, ...]:
     """Return the classes with and without a language-modelling head, and those that give labels of rows or tokens."""
 
     def labelled(name: str) -> StockClass:
         rows = name.endswith(OF_ROWS)
-        score = Head("score", (head_linear("score", biased=not rows),), dropout="" if rows else "dropout")
-        end = untied_head(f"{BODY}.norm", score, style, sizes=("labels",))
+        score = Head("score", (parts.head_linear("score", biased=not rows),), dropout="" if rows else "dropout")
+        end = parts.untied_head(f"{BODY}.norm", score, style, sizes=("labels",))
         return StockClass((f"{prefix}{name}",), body=BODY, end=end, reads_last_token=rows)
 
     return (
         StockClass((f"{prefix}ForCausalLM",), body=BODY),
-        StockClass((f"{prefix}{bare}",), end=states("norm", style), gives=("last_hidden_state",)),
+        StockClass((f"{prefix}{bare}",), end=parts.states("norm", style), gives=("last_hidden_state",)),
         *map(labelled, labels),
     )
 
 
-def image_classes(conditional: str, bare: str, style: Style = PLAIN) -> tuple[StockClass, ...]:
+def image_classes(conditional: str, bare: str, style: parts.Style = parts.PLAIN) -> tuple[StockClass, ...]:
     return (
         StockClass((conditional,), body=INSIDE, auto="AutoModelForImageTextToText"),
-        StockClass((bare,), end=states(f"{STACK}.norm", style), gives=("last_hidden_state",), body=STACK),
+        StockClass((bare,), end=parts.states(f"{STACK}.norm", style), gives=("last_hidden_state",), body=STACK),
     )
 
 
@@ -284,8 +272,8 @@ LLAMA = Family(
         "tie_word_embeddings": False,
     },
     encoder=layers(block, biases={"attention_bias": ATTENTION, "mlp_bias": FEED_FORWARD}),
-    encoder_ends=ends(StackEnds("", EMBEDDING, "norm"), table(f"{EMBEDDING}.weight")),
-    encoder_output=states("norm"),
+    encoder_ends=parts.ends(StackEnds("", EMBEDDING, "norm"), parts.table(f"{EMBEDDING}.weight")),
+    encoder_output=parts.states("norm"),
     **heads(),
     embedding="embed_tokens.weight",
     head="lm_head.weight",
