@@ -42,7 +42,7 @@ SLOW = (
     *("soft_side", "towers", "least_edit", "least_move", "drift", "make_safe", "certificate", "faults", "pipeline"),
     *("convert", "adamw", "kept", "sentence_encoders", "convert_verdicts", "pipelines", "lanes", "config_edits"),
     *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "before_norms", "gradients", "audit_any"),
-    *("images", "adapter", "agreement", "padding", "regimes", "linears_and_norms", "attack", "sources", "outputs"),
+    *("images", "adapter", "agreement", "padding", "regimes", "linears", "attack", "sources", "outputs"),
     *("own_eps", "centred_keys", "launching", "bad_input", "forgeries"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
