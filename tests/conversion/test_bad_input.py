@@ -32,6 +32,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 AGAIN = "fetch the file again"
 NORM = "encoder.block.0.layer.0.layer_norm.weight"
 VALUE = "encoder.block.0.layer.0.SelfAttention.v.weight"
+BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
 @dataclass(frozen=True)
@@ -116,23 +117,13 @@ row("inf weights and nothing run", VALUE, "use another revision of the checkpoin
 row("an all-zero norm", NORM, "fetch it again from the original checkpoint")(
     weights(lambda tensors: tensors[NORM].zero_())
 )
-
-
-@row(
-    "values that no exponent can carry",
-    "encoder.block.0.layer.0.SelfAttention.relative",
-    "repair the tensor",
-    "--no-audit",
+row("values that no exponent can carry", BIAS, "repair the tensor", "--no-audit")(
+    weights(lambda tensors: tensors[BIAS][0].fill_(1e30))
 )
+
+
+@row("a GPTQ checkpoint whose config does not say so", "v.", "original checkpoint")
 def _(at: Place) -> None:
-    name = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    weights(lambda tensors: tensors[name][0].fill_(1e30))(at)
-
-
-row("a GPTQ checkpoint whose config does not say so", "v.", "original checkpoint")(lambda at: gptq(at))
-
-
-def gptq(at: Place) -> None:
     name = VALUE.removesuffix(".weight")
     packed = {"qweight": torch.ones(3, 15, dtype=torch.int32), "scales": torch.ones(1, 15, dtype=torch.float16)}
     weights(lambda t: (t.pop(VALUE), t.update({f"{name}.{k}": v for k, v in packed.items()})))(at)
@@ -195,12 +186,9 @@ def _(at: Place) -> None:
     (at.source / "spiece.model").symlink_to(at.root / "secret")
 
 
-row(
-    "a file beside the weights that leads nowhere",
-    "spiece.model",
-    "restore it from the original checkpoint",
-    "--no-audit",
-)(lambda at: (at.source / "spiece.model").symlink_to(at.source / "nowhere"))
+row("a file beside the weights that leads nowhere", "spiece.model", "restore it from the original", "--no-audit")(
+    lambda at: (at.source / "spiece.model").symlink_to(at.source / "nowhere")
+)
 
 
 @row("a plan with exponents beyond reason", "report.json", "that convert wrote")
