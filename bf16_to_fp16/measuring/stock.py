@@ -189,9 +189,8 @@ def set_attention(model: Any, implementation: str) -> None:
 
 
 NOTHING_REMOTE: dict[str, Any] = dict.fromkeys(("cache_dir", "proxies", "token", "revision"))
-"""Arguments with which stock code reads generation settings from the folder alone."""
 NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code": False}
-"""What stock code is told when it looks for the settings of a generation."""
+"""Arguments with which stock code reads the settings of a generation from the folder alone."""
 
 
 def without_values(
