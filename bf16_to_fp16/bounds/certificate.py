@@ -177,6 +177,13 @@ class _StreamWalk(ModuleFindings):
         keep, branch = min(self.kept("stream"), self.kept("branch")), made.bound
         width = branch.numel()
         length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
+        if (factor := self.layout.multiplier("branch")) != 1.0:
+            branch, length = self.rounded(branch * factor), self.arithmetic.rounded_length(length * factor, width)
+            axes, square = (
+                None if axes is None else axes * (factor * (1 + self.arithmetic.unit)) ** 2,
+                square * factor**2,
+            )
+            self.note(sublayer.add.replace(":add", ":mul"), SiteKind.OUTPUT, branch)
         total = (self.stream_norm + length) * (1 + self.arithmetic.unit)
         self.stream_norm = total * COMPUTED + 2 * self.arithmetic.tiny * math.sqrt(width)
         if keep != 1.0:

@@ -225,9 +225,10 @@ class _Walk(LiveWeights):
         for path, bounds in outputs.items() if self.follows else ():
             self.note(path, bounds)
         source = self.norm(sublayer.post_norm) if sublayer.post_norm else None
-        made = made if source is None else source.bound
+        factor = self.layout.multiplier("branch")
+        made = (made if source is None else source.bound) * factor
         if self.layout.reads_stream_itself:
-            own = enclosing_axes(made, made.norm()) if source is None else source.axes
+            own = enclosing_axes(made, made.norm()) if source is None else source.axes * factor**2
             self.axes = summed_axes(self.axes, own) * (1 + self.a.unit) ** 2
         self.stream = (self.stream + made) * (1 + self.a.unit)
         for w in (w for w in self.layout.projectors if w.behind == sublayer.add):

@@ -41,6 +41,8 @@ def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
         offset = torch.zeros_like(bound) if offset is None else offset.double().abs().view(-1)
         bound = a.rounded(bound + offset)
         note("model:add", SiteKind.LOGITS, bound)
+    if layout.stock.is_language_model and (divisor := layout.multiplier("logits")) != 1.0:
+        note("model:div", SiteKind.LOGITS, a.rounded(bound / divisor))
     cap = layout.cap(head)
     if cap is not None:
         capped = soft_capped(bound, cap, a)

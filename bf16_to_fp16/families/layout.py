@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..errors import UserError
 from .configs import config_value, looked_up, number_of, positive
 from .signals import Axis, Kind, ObservationPoint, carried_by
-from .types import Family, StockClass
+from .types import Family, MultiplierKind, StockClass
 from .wiring import Attention, Experts, FeedForward, Head, Projector, StackEnds, Sublayer, Topology, feed_forwards_of
 
 if TYPE_CHECKING:
@@ -164,6 +164,8 @@ class Layout:
     def score_scale(self, attention: Attention) -> float:
         if not attention.scaled:
             return 1.0
+        if "scores" in self.family.multipliers:
+            return self.multiplier("scores")
         if attention.scale:
             return float(number_of(self.family, self.config, attention.scale, "a positive number") ** -0.5)
         return float(self.head_size(attention) ** -0.5)
@@ -206,9 +208,14 @@ class Layout:
         return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", zero=True)
 
     def embedding_scale(self, ends: StackEnds) -> float:
-        """Return the factor of stock code on a stack's embedding: √d, or 1 for none."""
+        """Return the factor of stock code on a stack's embedding, 1 for none."""
         switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself or ends.scales
-        return math.sqrt(self.tensors[self.table(ends)].shape[1]) if switch else 1.0
+        own = self.multiplier("embedding") if ends.multiplies else 1.0
+        return math.sqrt(self.tensors[self.table(ends)].shape[1]) if switch else own
+
+    def multiplier(self, what: MultiplierKind) -> float:
+        key = self.family.multipliers.get(what)
+        return positive(key, config_value(self.family, self.config, key), "a number over 0") if key else 1.0
 
     def stream(self, ends: StackEnds) -> str:
         return f"{ends.first_norm}:{self.family.norm_site}" if ends.first_norm else ends.embedded

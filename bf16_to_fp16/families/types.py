@@ -92,6 +92,10 @@ class Initialisation:
     modules: Mapping[str, Deviation | None]
 
 
+MultiplierKind = Literal["embedding", "branch", "scores", "logits"]
+"""What a number of the config multiplies: the embedding, what joins the stream, scores in place of head_dim^-1/2. It
+divides the logits."""
+
 DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
 """Where a dropout acts: the stream and its summands, these alone, attention weights, neurons, a classifier's input."""
 
@@ -168,6 +172,7 @@ class Family:
     centred_norm: bool = False  # true for LayerNorm (mean subtracted), False for RMSNorm
     norm_site: str = "mul#2"  # the operation that gives a norm's output, as the audit names it in fp16
     dropout: Mapping[DropoutKind, str]  # config keys of the dropout rates
+    multipliers: Mapping[MultiplierKind, str] = field(default_factory=dict)  # config keys of numbers over 0
     free_keys: tuple[str, ...] = ()
     """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in training;
     one that ends in ``*`` stands for all keys with that beginning."""

@@ -180,7 +180,8 @@ class StackEnds:
     config key of the switch that multiplies the embedding by √d, "" for none. ``norm``: the final one. ``dropouts``:
     after the embedding, after the final norm. ``scales_itself``: the embedding's own module multiplies by √d; with
     ``scale`` "" it always does, by √d rounded to the dtype of its weight. ``scales``: the stack multiplies by √d,
-    rounded likewise, also what is passed in place of the embedding. ``table``: tensor of the embedding, "" for the
+    rounded likewise, also what is passed in place of the embedding; ``multiplies``: by the family's multiplier of
+    embeddings. ``table``: tensor of the embedding, "" for the
     family's.
 
     ``first_norm``: the norm of the embedding and its positions, whose output begins the residual stream, "" for none.
@@ -196,6 +197,7 @@ class StackEnds:
     scales_itself: bool = False
     first_norm: str = ""
     scales: bool = False
+    multiplies: bool = False
     table: str = ""
 
     @property
@@ -205,7 +207,7 @@ class StackEnds:
 
     @property
     def scaling(self) -> str:
-        """The site at which stock code multiplies by √d, where it does."""
+        """The site at which stock code multiplies by √d or another number, where it does."""
         return f"{self.embedding if self.scales_itself else self.at}:mul"
 
     @property
@@ -213,7 +215,8 @@ class StackEnds:
         """The site of the embedding with everything added to it."""
         if self.positions:
             return f"{self.at}:add"
-        return self.scaling if self.scales_itself or self.scales else f"{self.embedding}:embedding"
+        scaled = self.scales_itself or self.scales or self.multiplies
+        return self.scaling if scaled else f"{self.embedding}:embedding"
 
 
 @dataclass(frozen=True)

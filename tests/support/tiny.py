@@ -124,6 +124,8 @@ UNTIED_GEMMA3: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads"
 UNTIED_GEMMA3 |= {"tie_word_embeddings": False, "final_logit_softcapping": 30.0}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}  # that scores and logits come near
 BIASED_LLAMA: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0156}
+MULTIPLIERS |= {"logits_scaling": 8.0}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
 
 
@@ -370,6 +372,11 @@ ENTRIES = (
         | {"attention_bias": (False, True), "no_rope_layer_interval": (1, 2)},
     ),
     Entry({"ernie4_5": stock("Ernie4_5ForCausalLM", LLAMA_SHAPE)}, LLAMA_DRAWN | {"use_bias": (False, True)}),
+    Entry(
+        {"granite": stock("GraniteForCausalLM", LLAMA_SHAPE, **MULTIPLIERS)},
+        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"}
+        | {"residual_multiplier": (0.3, 2.5), "embedding_multiplier": (1.0, 12.0), "logits_scaling": (0.5, 8.0)},
+    ),
     Entry(
         {"phi3": stock("Phi3ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
         {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"},

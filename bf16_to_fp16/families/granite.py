@@ -1,0 +1,29 @@
+"""Granite: as Llama, with four numbers of its config: it multiplies the embedding, what joins the stream and, in place of
+head_dim^-1/2, the scores, and divides the logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from . import llama
+from .parts import ends, table
+from .types import MultiplierKind
+from .wiring import StackEnds
+
+MULTIPLIERS: dict[MultiplierKind, str] = {
+    "embedding": "embedding_multiplier",
+    "branch": "residual_multiplier",
+    "scores": "attention_multiplier",
+    "logits": "logits_scaling",
+}
+
+GRANITE = replace(
+    llama.LLAMA,
+    name="granite",
+    title="Granite",
+    model_type="granite",
+    classes=llama.classes("Granite", labels=()),
+    defaults={**llama.LLAMA.defaults, **dict.fromkeys(MULTIPLIERS.values(), 1.0)},
+    encoder_ends=ends(StackEnds("", llama.EMBEDDING, "norm", multiplies=True), table(f"{llama.EMBEDDING}.weight")),
+    multipliers=MULTIPLIERS,
+)
