@@ -179,10 +179,8 @@ class _StreamWalk(ModuleFindings):
         length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
         if (factor := self.layout.multiplier("branch")) != 1.0:
             branch, length = self.rounded(branch * factor), self.arithmetic.rounded_length(length * factor, width)
-            axes, square = (
-                None if axes is None else axes * (factor * (1 + self.arithmetic.unit)) ** 2,
-                square * factor**2,
-            )
+            square = square * factor**2
+            axes = None if axes is None else axes * (factor * (1 + self.arithmetic.unit)) ** 2
             self.note(sublayer.add.replace(":add", ":mul"), SiteKind.OUTPUT, branch)
         total = (self.stream_norm + length) * (1 + self.arithmetic.unit)
         self.stream_norm = total * COMPUTED + 2 * self.arithmetic.tiny * math.sqrt(width)

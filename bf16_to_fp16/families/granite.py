@@ -1,5 +1,5 @@
-"""Granite: as Llama, with four numbers of its config: it multiplies the embedding, what joins the stream and, in place of
-head_dim^-1/2, the scores, and divides the logits."""
+"""Granite: as Llama, with four numbers of its config, which multiply the embedding, what joins the stream and, in place
+of head_dim^-1/2, the scores, and divide the logits."""
 
 from __future__ import annotations
 
