@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -200,6 +201,31 @@ def check_known(model: Any) -> None:
             f"{type(model).__name__} is not of a family that can be rescaled ({known}); train it in bf16 or fp32, or"
             " hold its activations down with ActivationPenalty, which takes any model"
         )
+    if (whole := model_around(model)) is not None:
+        mend = (
+            f"give the {type(whole).__name__}"
+            if class_named(type(whole).__name__)
+            else "train it in bf16, or keep it in fp32"
+        )
+        raise UserError(
+            f"this {type(model).__name__} is a part of a {type(whole).__name__}, which would go on with the old scale;"
+            f" {mend}"
+        )
+
+
+def model_around(model: Any) -> Any:
+    """Return the model of which this one is the body, or whose config has this one's inside; None without one. A model
+    that only reads another's last states may contain it."""
+    from transformers import PreTrainedModel
+
+    config = model.config
+    gc.collect()  # a larger model from which it was taken may be left in a cycle
+    for each in gc.get_objects():
+        if isinstance(each, PreTrainedModel) and each is not model and any(part is model for part in each.modules()):
+            inner = vars(each.config).values()
+            if each.config is config or any(type(value) is type(config) for value in inner):
+                return each
+    return None
 
 
 @quiet()

@@ -397,3 +397,33 @@ def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> No
             model(input_ids=ids, **more)
             safe.undo(model)
             assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
+
+
+@pytest.mark.parametrize(("kind", "mend"), [("blip", "train it in bf16"), ("gemma3-images", "give the Gemma3For")])
+def test_a_part_of_a_larger_model_is_refused_and_left(kind: str, mend: str) -> None:
+    if kind == "blip":
+        text = transformers.T5Config(**tiny.T5_SHAPE)
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        vision, reader = (sizes | {"image_size": 8, "patch_size": 4}), sizes | {"encoder_hidden_size": 16}
+        config = transformers.Blip2Config(vision_config=vision, qformer_config=reader, text_config=text.to_dict())
+        whole = transformers.Blip2ForConditionalGeneration(config)
+        part = whole.language_model
+    else:
+        whole = tiny.build(kind)
+        part = whole.model
+    before = {name: weight.clone() for name, weight in part.state_dict().items()}
+    with pytest.raises(UserError, match=mend):
+        make_fp16_safe(part)
+    assert all(torch.equal(weight, before[name]) for name, weight in part.state_dict().items())
+
+
+def test_an_encoder_whose_last_states_another_model_reads_is_taken() -> None:
+    class Reader(transformers.PreTrainedModel):
+        config_class = transformers.BertConfig
+
+        def __init__(self, encoder: Any) -> None:
+            super().__init__(transformers.BertConfig())
+            self.encoder = encoder
+
+    reader = Reader(tiny.build("t5-encoder"))
+    assert make_fp16_safe(reader.encoder).plan.residual_exponent < 0
