@@ -1,1 +1,5 @@
-"""Advice on training in 16 bits: what the formats hold, how weights should begin, which updates vanish."""
+"""Advice on training in 16 bits, apart from any conversion.
+
+A model, an optimizer's settings or a training log come in. Out come the share of updates that a format loses, the
+standard deviations of stock initialisation, and the spikes, divergences and plateaus of a loss.
+"""
