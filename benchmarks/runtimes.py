@@ -93,7 +93,7 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     """Return rows of every batch but a generation's as one batch, for what is built for one shape. Rows are taken from
     each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length`` positions and filled up
     with padding; the decoder's begin with the start token."""
-    each = [list(rows_in(batch)) for batch in inputs if not (batch.generate or batch.has_image)]
+    each = [list(rows_in(batch)) for batch in inputs if not (batch.generate or batch.image)]
     turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
     positions = length if interface.is_causal(config) else decoder_length
     count = max(4, min(16, probe._PROBE_LOGITS // (probe.vocabulary_of(config) * positions)))

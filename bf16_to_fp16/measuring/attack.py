@@ -94,14 +94,15 @@ class _Adversary:
         named = dict(model.named_parameters(remove_duplicate=False))
         embedding = model.get_input_embeddings().weight
         tables: list[Tensor] = []
-        # Pegasus's decoder and T5Gemma's stacks scale ``inputs_embeds`` too; tables and Pegasus's encoder do not.
+        # Pegasus's decoder, Granite and T5Gemma's stacks scale ``inputs_embeds`` too; others do not.
         for stack in layout.stacks()[: 1 if layout.shares_table else None]:
             table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
             tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
         self.tables = tables * 2 if layout.stock.decodes and len(tables) == 1 else tables
         """Each side's embedding rows, of which inputs are mixed."""
         first = layout.stacks()[0].ends
-        self.encoder_scale = 1.0 if first.scales_itself or first.scales else layout.embedding_scale(first)
+        scaled = first.scales_itself or first.scales or first.multiplies
+        self.encoder_scale = 1.0 if scaled else layout.embedding_scale(first)
         self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
         self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout) if reader.norm}
         """Goals that are 1/σ of a norm's input, with the site of that input."""

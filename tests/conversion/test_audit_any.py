@@ -21,15 +21,13 @@ ONE_LAYER = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n 
 ONE_LAYER |= {"vocab_size": 97, "d_model": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 
 
-def exaone4(folder: Path, factor: float) -> Path:
-    """Save an EXAONE 4 whose last post-norm adds ``factor`` times what it did to the stream."""
+def cohere2(folder: Path, factor: float) -> Path:
+    """Save a Cohere 2 whose last feed-forward adds ``factor`` times what it did to the stream."""
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "eos_token_id": [1, 2]}
-    model = transformers.Exaone4ForCausalLM(
-        transformers.Exaone4Config(**SMALL, **ids, num_key_value_heads=2, rms_norm_eps=1e-12)
-    )
+    model = transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**SMALL, **ids, num_key_value_heads=2))
     with torch.no_grad():
-        model.model.layers[1].post_feedforward_layernorm.weight.fill_(factor)
+        model.model.layers[1].mlp.down_proj.weight.mul_(factor)
     model.bfloat16().save_pretrained(folder)
     return folder
 
@@ -42,8 +40,8 @@ def bart(folder: Path) -> Path:
 
 
 def test_a_decoder_that_overflows_is_named_where_it_does_with_its_true_size(tmp_path: Path) -> None:
-    report = audit(exaone4(tmp_path / "m", 100_000.0))
-    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "Exaone4ForCausalLM")
+    report = audit(cohere2(tmp_path / "m", 1e9))
+    assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "Cohere2ForCausalLM")
     assert report.get("certificate") is None
     site = "model.layers.1:add#2"
     found = {entry["signal"]: entry for entry in report["unsafe"]}
