@@ -190,7 +190,8 @@ def pair_order(size: int, rotary: Rotary) -> Tensor:
     channels = torch.arange(size)
     if rotary.interleaved:
         return channels.view(-1, 2).t().flatten()
-    return channels.view(rotary.runs, 2, -1).transpose(0, 1).flatten()
+    halves = [part.chunk(2) for part in channels.tensor_split([rotary.turned or size])]
+    return torch.cat([half[number] for number in (0, 1) for half in halves if len(half) == 2])
 
 
 def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:

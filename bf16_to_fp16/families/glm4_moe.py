@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import UserError
 from . import llama
-from .configs import looked_up, whole_number
+from .configs import looked_up, positive, whole_number
 from .moe import ROUTER
 from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
@@ -24,25 +24,23 @@ PARTIAL = "partial_rotary_factor"
 UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names are read
 
 
-def runs_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
-    """Return the number of equal runs of a head's channels, of which rotary positions turn the first. otherwise: their
-    share where the config has none. Raises UserError for a share other than 0.5 and 1.0, and for a half that cannot
-    turn in pairs."""
+def turned_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
+    """Return how many of a head's channels rotary positions turn, 0 for all. otherwise: their share where the config
+    has none. Raises UserError for channels that cannot turn in pairs."""
     inner = looked_up(config, f"rope_parameters.{PARTIAL}")
-    part = config.get(PARTIAL, otherwise) if inner is None else inner
-    if part not in (0.5, 1.0):
-        raise UserError(f"config.json: {PARTIAL!r} is {part!r}; known are 0.5 and 1.0")
+    part = positive(PARTIAL, config.get(PARTIAL, otherwise) if inner is None else inner, "a share of a head's channels")
     size = whole_number("head_dim", config["head_dim"], "a number")
-    if part == 0.5 and size % 4 and size != UNEVEN:
-        raise UserError(f"config.json: half of a head_dim of {size} cannot turn in pairs; take it from the original")
-    return 2 if part == 0.5 else 1
+    turned = int(size * part)
+    if not 0 < turned <= size or (turned % 2 and size != UNEVEN):
+        raise UserError(f"config.json: {PARTIAL!r} is {part!r}: {turned} of {size} channels cannot turn in pairs")
+    return turned % size
 
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     at, style = f"layers.{i}", Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     normed = {"norms_by_position": True, **llama.head_norms(at)} if config["use_qk_norm"] else {}
     wiring = llama.wired_attention(
-        config, at, **normed, rotary=Rotary("rotary_emb", llama.rotary_factor(config), runs=runs_of(config))
+        config, at, **normed, rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=turned_of(config))
     )
     if i < whole_number("first_k_dense_replace", config["first_k_dense_replace"], "a number of layers", least=0):
         last = feed_forward(llama.wired_feed_forward(at, config["hidden_act"]), style)

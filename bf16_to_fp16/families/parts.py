@@ -91,9 +91,10 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
-    if wiring.rotary.runs > 1:
-        half = size // wiring.rotary.runs // 2
-        return (kv_heads, heads, wiring.rotary.runs, 2, half), (kv_heads, 1, wiring.rotary.runs, 2, half)
+    if wiring.rotary.turned == size // 2:
+        return (kv_heads, heads, 2, 2, size // 4), (kv_heads, 1, 2, 2, size // 4)
+    if wiring.rotary.turned:  # one for each head: pairs of other shares are no grid of channels
+        return (kv_heads, heads * size, 1), (kv_heads, size, 1)
     if wiring.rotary.interleaved:
         return (kv_heads, heads, size // 2, 2), (kv_heads, 1, size // 2, 2)
     return (kv_heads, 2 * heads, size // 2), (kv_heads, 2, size // 2)

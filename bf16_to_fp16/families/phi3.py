@@ -1,5 +1,5 @@
 """Phi-3 and Phi-4: as Llama, but one matrix gives queries, keys and values, and another gate and neurons, and modules
-drop what joins the stream. Phi-4-mini's rotary positions turn three quarters of a head, which has no place here."""
+drop what joins the stream. Phi-4-mini's rotary positions turn three quarters of a head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from . import llama
-from .glm4_moe import PARTIAL, runs_of
+from .glm4_moe import PARTIAL, turned_of
 from .parts import attention, feed_forward
 from .types import Part, Sum
 from .wiring import Rotary
@@ -26,7 +26,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         value=joint,
         dropout=f"{at}.resid_attn_dropout",
         fused=(kv_heads * heads * size, kv_heads * size, kv_heads * size),
-        rotary=Rotary("rotary_emb", llama.rotary_factor(config), runs=runs_of(config, 1.0)),
+        rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=turned_of(config, 1.0)),
     )
     gated = llama.wired_feed_forward(
         at,

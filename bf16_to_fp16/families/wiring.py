@@ -21,14 +21,14 @@ class StockAttributes:
 class Rotary:
     """Rotary positions: each pair of channels of a query or key is turned by an angle. at: the module of the cosines
     and sines, "" where the layer turns nothing, which a bound on every rotation covers. factor: their largest
-    multiplier, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i + head_dim/2. runs: the number
-    of equal runs of a head, each paired by itself or not turned at all. growth: (g, n) multiplies queries at position p
-    by 1 + g·ln(1 + ⌊p/n⌋)."""
+    multiplier, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i + half of those that are turned.
+    turned: the number of a head's channels that are, 0 for all; the others stay, and count as pairs too. growth: (g, n)
+    multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
 
     at: str
     factor: float = 1.0
     interleaved: bool = False
-    runs: int = 1
+    turned: int = 0
     growth: tuple[float, float] | None = None
 
 

@@ -78,12 +78,13 @@ def test_no_rotation_passes_the_bound_of_its_scores_and_one_comes_close(bias: fl
             assert bias or bool((bound.view(2, -1) <= 1.001 * reach).all())
 
 
-def turning(interleaved: bool = False, runs: int = 1) -> Rotary:
-    return Rotary("", interleaved=interleaved, runs=runs)
+def turning(interleaved: bool = False, turned: int = 0) -> Rotary:
+    return Rotary("", interleaved=interleaved, turned=turned)
 
 
-def test_pairs_of_a_head_of_which_a_half_turns_are_in_either_half() -> None:
-    assert pair_order(8, turning(runs=2)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+def test_pairs_of_a_head_of_which_a_part_turns_are_in_either_part() -> None:
+    assert pair_order(8, turning(turned=4)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert pair_order(8, turning(turned=6)).tolist() == [0, 1, 2, 6, 3, 4, 5, 7]
 
 
 def alone(scale: float, error: float, radius: float) -> LinearBound:

@@ -126,6 +126,7 @@ CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}  # that 
 BIASED_LLAMA: dict[str, Any] = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.0156}
 MULTIPLIERS |= {"logits_scaling": 8.0}
+SIX_OF_TEN = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.6}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
 
 
@@ -378,7 +379,8 @@ ENTRIES = (
         | {"residual_multiplier": (0.3, 2.5), "embedding_multiplier": (1.0, 12.0), "logits_scaling": (0.5, 8.0)},
     ),
     Entry(
-        {"phi3": stock("Phi3ForCausalLM", LLAMA_SHAPE, pad_token_id=0)},
+        {"phi3": stock("Phi3ForCausalLM", LLAMA_SHAPE, pad_token_id=0)}
+        | {"phi3-partial": stock("Phi3ForCausalLM", LLAMA_SHAPE, pad_token_id=0, rope_parameters=SIX_OF_TEN)},
         {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"},
     ),
     Entry(
