@@ -56,12 +56,12 @@ OLMO3 = replace(
 
 def unturned_without_window(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of EXAONE 4's layer ``i``."""
-    kinds, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
+    kinds, pattern = config["layer_types"], config.get("sliding_window_pattern", 4)
     if kinds is None and isinstance(pattern, int):
         kinds = [("sliding_attention", "full_attention")[pattern > 0 and (n + 1) % pattern == 0] for n in range(i + 1)]
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) <= i:
         raise UserError("config.json: 'layer_types' has too few kinds; take it from the original checkpoint")
-    return block(config, i, whole=False, turned=config.get("sliding_window") is None or kinds[i] == "sliding_attention")
+    return block(config, i, whole=False, turned=config["sliding_window"] is None or kinds[i] == "sliding_attention")
 
 
 EXAONE4 = replace(
@@ -70,8 +70,15 @@ EXAONE4 = replace(
     title="EXAONE 4",
     model_type="exaone4",
     classes=llama.classes("Exaone4"),
-    defaults={**llama.SHARED_DEFAULTS, "vocab_size": 102_400, "intermediate_size": 16_384, "sliding_window_pattern": 4},
+    defaults={
+        **llama.SHARED_DEFAULTS,
+        "vocab_size": 102_400,
+        "intermediate_size": 16_384,
+        "layer_types": None,
+        "sliding_window": 4096,
+    },
     encoder=Stack("num_hidden_layers", unturned_without_window),
     eps=1e-5,
-    free_keys=(*llama.LLAMA.free_keys, "layer_types", "sliding_window"),
+    free_keys=(*llama.LLAMA.free_keys, "layer_types", "sliding_window_pattern"),
+    nullable=("layer_types", "sliding_window"),
 )

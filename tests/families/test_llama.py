@@ -17,11 +17,13 @@ from support.tiny import GROWING
 
 from bf16_to_fp16 import UserError, certify, convert
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.llama import rotary_factor
 from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.families.wiring import Attention
+from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
@@ -165,6 +167,27 @@ def test_a_rotary_factor_that_is_not_known_is_refused() -> None:
     rotation["attention_factor"] = 2.0
     rotary = next(w for w in resolve(source).topology if isinstance(w, Attention)).rotary
     assert rotary is not None and rotary.factor == 2.0
+
+
+EXAONES: dict[str, tuple[object, object, list[str]]] = {
+    "1.2B": (None, None, ["full_attention"] * 2),
+    "32B": (4096, "LLLG", ["sliding_attention", "full_attention"]),
+    "without a window": (..., 2, ["sliding_attention", "full_attention"]),
+}
+"""Window, pattern and kinds of layers as published configs say them, and as one that leaves the window out."""
+
+
+@pytest.mark.parametrize("name", EXAONES)
+def test_exaone_4_turns_the_layers_that_stock_code_turns(name: str, tmp_path: Path) -> None:
+    window, pattern, kinds = EXAONES[name]
+    folder = tiny.save(tiny.build("exaone4"), tmp_path / "source")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"sliding_window": window, "sliding_window_pattern": pattern, "layer_types": kinds}
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+    layout = agreed_layout(open_checkpoint(folder))
+    attentions = [layer.self_attn for layer in load(folder, torch.float32).model.layers]
+    turned = [attention.sliding_window is None or attention.is_sliding for attention in attentions]
+    assert [w.turns for w in layout.topology if isinstance(w, Attention)] == turned
 
 
 @pytest.mark.parametrize(("kind", "missing"), [("llama-biased", "mlp.up_proj"), ("qwen2", "self_attn.k_proj")])

@@ -191,7 +191,7 @@ def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None
     )
     defaults = {key: looked_up(stock, key, ...) for key in taken}
     sized = {key: len(value) if isinstance(value, dict) else value for key, value in defaults.items()}
-    follows = {key for key, value in sized.items() if value is ... or (value is None and key == "head_dim")}
+    follows = {key for key, value in sized.items() if value is ... or key in ("head_dim", "layer_types")}
     assert taken == {key: taken[key] if key in follows else value for key, value in sized.items()}
     # What no config of stock code says is a number of labels, or a size that follows from others.
     missing = {key.rpartition(".")[2] for key, value in sized.items() if value is ...}
