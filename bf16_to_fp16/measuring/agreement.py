@@ -314,7 +314,13 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
     nested: dict[str, object] = {}
     for name, value in layout_values(family, layout.config).items():
         nested = with_value(nested, name, value)
-    expected = expected_attributes(kind, json.dumps(nested))
+    try:
+        expected = expected_attributes(kind, json.dumps(nested))
+    except Exception as error:  # which each class raises of its own kind
+        raise UserError(
+            f"{where}: stock code makes no config of the keys that the bounds are made from ({first_line(error)}); take"
+            " it from the original checkpoint"
+        ) from error
     attention = "_attn_implementation_internal"
     refused: dict[str, str] = {}
     for name in {*written, *expected} - {attention}:

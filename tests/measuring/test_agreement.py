@@ -124,6 +124,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("switch", {"expert_capacity": 1e30}, "expert_capacity"),
     *(("bigbird_pegasus", {"attention_type": written}, BLOCKS) for written in ("block_sparse", ...)),
     ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "makes no config of the keys"),
 )
 """A kind, what its config says besides, and what the message must name."""
 
