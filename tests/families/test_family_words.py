@@ -26,8 +26,8 @@ COMMON = {
 """Words of English or of mathematics as well: they give a family away inside a path only."""
 
 OF_TRANSFORMERS = {
-    *("dropout", "hidden_size", "id2label", "initializer_range", "max_position_embeddings"),
-    *("num_hidden_layers", "num_labels", "text_config", "tie_word_embeddings", "vocab_size"),
+    *("dropout", "hidden_size", "id2label", "initializer_range", "layer_types", "max_position_embeddings"),
+    *("num_hidden_layers", "num_labels", "sliding_window", "text_config", "tie_word_embeddings", "vocab_size"),
 }
 """Config keys that mean the same in every family."""
 
