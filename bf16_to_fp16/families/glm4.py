@@ -17,7 +17,7 @@ from .wiring import Rotary
 
 def block(config: Mapping[str, object], i: int, *, behind: bool = True) -> Sequence[Part]:
     """Return the parts of layer ``i``. behind: whether there are norms behind its sublayers."""
-    at, count = f"layers.{i}", llama.number(config, "intermediate_size")
+    at = f"layers.{i}"
     style = Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     wiring = llama.wired_attention(
         config,
@@ -25,15 +25,7 @@ def block(config: Mapping[str, object], i: int, *, behind: bool = True) -> Seque
         post_norm=f"{at}.post_self_attn_layernorm" if behind else "",
         rotary=Rotary("rotary_emb", llama.rotary_factor(config), interleaved=True),
     )
-    gated = llama.wired_feed_forward(
-        at,
-        config["hidden_act"],
-        gate=f"{at}.mlp.gate_up_proj",
-        linear=f"{at}.mlp.gate_up_proj",
-        fused=(count, count),
-        act=f"{at}.mlp.activation_fn",
-        post_norm=f"{at}.post_mlp_layernorm" if behind else "",
-    )
+    gated = llama.wired_fused(config, at, post_norm=f"{at}.post_mlp_layernorm" if behind else "")
     return attention(wiring, style, llama.shared_values(config)), feed_forward(gated, style)
 
 

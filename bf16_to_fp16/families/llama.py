@@ -132,6 +132,13 @@ def wired_feed_forward(at: str, activation: object, **own: Any) -> FeedForward:
     return replace(wiring, **own)
 
 
+def wired_fused(config: Mapping[str, object], at: str, **own: Any) -> FeedForward:
+    """Return a feed-forward whose gate and neurons one matrix gives."""
+    both, count = f"{at}.mlp.gate_up_proj", number(config, "intermediate_size")
+    joined = {"gate": both, "linear": both, "fused": (count, count), "act": f"{at}.mlp.activation_fn"}
+    return wired_feed_forward(at, config["hidden_act"], **joined, **own)
+
+
 def placed(wiring: FeedForward, path: str, names: StoredExperts = STORED) -> FeedForward:
     gate, linear, output = (f"{path}.{name}" for name in (names.gate, names.linear, names.output))
     return replace(wiring, at=path, act=f"{path}.act_fn", gate=gate, linear=linear, output=output)

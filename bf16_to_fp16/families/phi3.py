@@ -15,7 +15,7 @@ from .wiring import Rotary
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     llama.check_window(config)
-    at, count = f"layers.{i}", llama.number(config, "intermediate_size")
+    at = f"layers.{i}"
     kv_heads, heads, size = llama.shared_values(config)
     joint = f"{at}.self_attn.qkv_proj"
     wiring = llama.wired_attention(
@@ -28,15 +28,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         fused=(kv_heads * heads * size, kv_heads * size, kv_heads * size),
         rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=turned_of(config, 1.0)),
     )
-    gated = llama.wired_feed_forward(
-        at,
-        config["hidden_act"],
-        gate=f"{at}.mlp.gate_up_proj",
-        linear=f"{at}.mlp.gate_up_proj",
-        fused=(count, count),
-        act=f"{at}.mlp.activation_fn",
-        dropouts=(f"{at}.resid_mlp_dropout",),
-    )
+    gated = llama.wired_fused(config, at, dropouts=(f"{at}.resid_mlp_dropout",))
     return attention(wiring, share=(kv_heads, heads, size)), feed_forward(gated)
 
 
