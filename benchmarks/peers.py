@@ -177,7 +177,7 @@ def draw(picture: Path) -> None:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    from bf16_to_fp16.report.figures import SERIES, points
+    from bf16_to_fp16.report.figures import SERIES, signal_points
     from bf16_to_fp16.report.schema import SignalEntry, read
 
     with tempfile.TemporaryDirectory() as beside:
@@ -187,12 +187,12 @@ def draw(picture: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.9), sharey=True, layout="constrained")
     colours = ("tab:blue", "tab:purple", "tab:orange", "tab:green", "tab:brown")
     for axis, stack in zip(axes, ("encoder", "decoder"), strict=True):
-        found = points(signals, stack)
+        found = signal_points(signals, stack)
         for series, colour in zip(SERIES, colours, strict=True):
             mine = [p for p in found if p.series is series]
             x, look = [p.x for p in mine], {"color": colour, "marker": series.marker, "markersize": 4}
-            axis.plot(x, [p.before for p in mine], "--", linewidth=1, markerfacecolor="white", **look)
-            axis.plot(x, [p.after for p in mine], "-", linewidth=1.8, label=series.name, **look)
+            axis.plot(x, [p.upper for p in mine], "--", linewidth=1, markerfacecolor="white", **look)
+            axis.plot(x, [p.lower for p in mine], "-", linewidth=1.8, label=series.name, **look)
         axis.axhspan(65504, 2.0**20, color="tab:red", alpha=0.1, linewidth=0)
         axis.axhline(65504, color="tab:red", linewidth=1.5)
         axis.set_yscale("log", base=2)

@@ -13,7 +13,7 @@ from bf16_to_fp16.finetuning.evaluation import Evaluator
 from bf16_to_fp16.measuring import batch, probe, soft_side
 from bf16_to_fp16.report import figures
 
-PICTURES = ("pictures", "bracket_pictures")
+PICTURES = ("before_and_after", "bound_and_observed")
 WHOLE_PROBE = probe._probe
 LEFT_OUT = (batch.LONG, batch.REPEATED)
 NOT_AUDITED = (batch.RANDOM, batch.SHORT)  # by conversions and audits
