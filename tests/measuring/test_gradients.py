@@ -11,6 +11,7 @@ from support import tiny
 
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.measuring import gradients
+from bf16_to_fp16.measuring.batch import Batch
 from bf16_to_fp16.measuring.gradients import FIRST_EXPONENT, measure_gradients, output_and_loss
 from bf16_to_fp16.measuring.probe import batches
 
@@ -55,6 +56,14 @@ def test_the_loss_scale_is_the_largest_that_no_gradient_overflows_at(factor: flo
         assert 65504 / 4 < found.largest.amax <= 65504
     assert (found.loss_scale < 2.0**FIRST_EXPONENT) == (factor > 1 or shrinking > 0)
     assert (found.loss_scale < 1) == (shrinking > 0)
+
+
+def test_an_untrained_padding_token_is_not_trained_on() -> None:
+    model = tiny.stock("SmolLM3ForCausalLM", tiny.LLAMA_SHAPE, pad_token_id=0, num_hidden_layers=6)().train()
+    assert not bool(model.get_input_embeddings().weight[0].any())
+    ids = torch.tensor([[0, 5, 7, 3], [4, 0, 9, 8]])
+    seen = Batch("as a token", ids, torch.ones_like(ids), ids, torch.ones_like(ids))
+    assert measure_gradients(model, [seen]).loss_scale is not None
 
 
 def test_what_becomes_zero_is_what_fp32_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
