@@ -120,13 +120,6 @@ class SiteEntry(PlacedEntry, CountedEntry):
         return self.amax if self.fp32 is None else self.fp32
 
 
-class SunkSignal(ReportObject):
-    """A site below fp16's smallest normal number on every input, and its largest |x|."""
-
-    name: str
-    amax: Real
-
-
 class RunEntry(ReportObject):
     """The batches that a regime ran under one attention: their number and kinds."""
 
@@ -162,7 +155,6 @@ class RegimeEntry(CountedEntry):
     amax: Real
     headroom_bits: Real
     nonfinite_logits: Count = 0
-    underflow: list[SunkSignal] = []
     runs: list[RunEntry] = []
     same_as: str | None = None
     sites: list[SiteEntry]

@@ -25,13 +25,11 @@ _STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 
 @dataclass(frozen=True)
 class Roles:
-    """Last parts of module paths by role. ``attentions``: modules that form scores. ``insides``: activations and
-    position biases, whose outputs are no signals."""
+    """Last parts of module paths by role. ``attentions``: modules that form scores."""
 
     attentions: frozenset[str] = frozenset()
     attention_outputs: tuple[str, ...] = ()
     feed_forward_outputs: tuple[str, ...] = ()
-    insides: frozenset[str] = frozenset()
 
 
 def roles(family: Family) -> Roles:
@@ -40,14 +38,10 @@ def roles(family: Family) -> Roles:
     every = [sublayer for stack in family.stacks for config in configs for sublayer in sublayers(stack, config)]
     attentions = [sublayer for sublayer in every if isinstance(sublayer, Attention)]
     feed_forwards = [each for sublayer in every for each in feed_forwards_of(sublayer)]
-    biases = (
-        bias.removesuffix(".weight") for sublayer in attentions for bias in (sublayer.bias, sublayer.block_bias) if bias
-    )
     return Roles(
         attentions=frozenset(last(sublayer.at) for sublayer in attentions),
         attention_outputs=tuple(dict.fromkeys(last(sublayer.output) for sublayer in attentions)),
         feed_forward_outputs=tuple(dict.fromkeys(last(sublayer.output) for sublayer in feed_forwards)),
-        insides=frozenset(last(path) for path in (*(sublayer.act for sublayer in feed_forwards), *biases)),
     )
 
 

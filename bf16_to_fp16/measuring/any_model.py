@@ -114,7 +114,7 @@ def audit_any(
         weights = {_site_of(name): float(p.detach().abs().max()) for name, p in loaded.named_parameters() if p.numel()}
         return weights | {site.name: site.amax for site in found.sites}
 
-    return beside_fp32(results, frozenset(), in_fp32)
+    return beside_fp32(results, in_fp32)
 
 
 def lost_weights(model: Any) -> list[Site]:

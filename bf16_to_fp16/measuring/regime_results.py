@@ -1,27 +1,21 @@
-"""A regime's result: its sites over all runs, each with its largest value and whether it broke, and lost signals."""
+"""A regime's result: its sites over all runs, each with its largest value and whether it broke."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from ..families.known import of_model_type, roles_of
 from ..families.places import places_by_name
-from ..numerics import FP16_MAX, FP16_STEP, FP16_TINY, OVERFLOWED, headroom_bits
+from ..numerics import FP16_MAX, FP16_STEP, OVERFLOWED, headroom_bits
 from ..ranges import NormRange
-from ..results import RegimeEntry, RunEntry, SiteEntry, SunkSignal
+from ..results import RegimeEntry, RunEntry, SiteEntry
 from .batch import Batch
 from .sites import Site
 
 _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
-
-# Operations that put out a signal: linears and norms, embeddings, residual adds, gated products, attention's context.
-# Copies repeat a signal. Scores, statistics and values inside an activation may be small by nature, or their absolute
-# size has a meaning.
-_SIGNALS = ("", "context", "embedding", "add", "mul", "layer_norm")
 
 
 class RegimeResult(RegimeEntry):
@@ -70,11 +64,6 @@ def merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> No
         merged[site.name] = (order, result)
 
 
-def modules_without_signals(config: Any) -> frozenset[str]:
-    """Return the names of modules whose outputs are not signals; none for an unknown family."""
-    return roles_of(of_model_type(getattr(config, "model_type", None))).insides
-
-
 def run_of(attention: str, batches: Sequence[Batch]) -> RunEntry:
     return RunEntry(attention=attention, batches=len(batches), kinds=list(dict.fromkeys(b.kind for b in batches)))
 
@@ -82,7 +71,6 @@ def run_of(attention: str, batches: Sequence[Batch]) -> RunEntry:
 def regime_result(
     merged: dict[str, tuple[int, SiteEntry]],
     nonfinite_logits: int,
-    insides: Collection[str],
     runs: list[RunEntry],
     norms: Mapping[str, NormRange],
 ) -> RegimeResult:
@@ -100,9 +88,6 @@ def regime_result(
         saturated=sum(site.saturated for site in ordered),
         **finite(amax, bits, FP16_MAX),
         nonfinite_logits=nonfinite_logits,
-        underflow=[
-            SunkSignal(name=s.name, amax=s.amax) for s in signals_of(ordered, insides) if 0 < s.amax < FP16_TINY
-        ],
         runs=runs,
         same_as=None,
         sites=[
@@ -119,35 +104,15 @@ def finite(amax: float, bits: float | None, limit: float | None) -> dict[str, An
     return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}
 
 
-def signals_of(sites: Iterable[SiteEntry], insides: Collection[str]) -> list[SiteEntry]:
-    sites = list(sites)
-    attentions = {s.name.rpartition(":")[0] for s in sites if s.name.endswith((":scores", ":context"))}
-    signals = []
-    for site in sites:
-        path, _, operation = site.name.partition(":")
-        operation = operation.partition("#")[0]
-        inside = path.rpartition(".")[2] in insides or (path in attentions and operation != "context")
-        if site.limit is not None and site.benign is None and operation in _SIGNALS and not inside:
-            signals.append(site)
-    return signals
-
-
-def beside_fp32(
-    results: dict[str, RegimeResult], within: Collection[str], run: Callable[[], Mapping[str, float]]
-) -> dict[str, RegimeResult]:
-    """Add fp32's values of sites that broke, and list as underflow the all-zero signals that are not zero in fp32.
-    within: from ``modules_without_signals``. run: gives every site's largest fp32 |x|; called only where needed."""
-    silent = {site.name for result in results.values() for site in signals_of(result.sites, within) if site.amax == 0}
-    if not silent and verdict(results) == "safe":
+def beside_fp32(results: dict[str, RegimeResult], run: Callable[[], Mapping[str, float]]) -> dict[str, RegimeResult]:
+    """Add fp32's values of sites that broke. run: gives every site's largest fp32 |x|; called only where needed."""
+    if verdict(results) == "safe":
         return results
     fp32 = run()
-    alive = {name for name in silent if fp32.get(name, 0.0) > 0}
     shown = {}
     for regime, result in results.items():
         sites = [
             s.model_copy(update={"fp32": fp32[s.name]}) if s.broken and s.name in fp32 else s for s in result.sites
         ]
-        sunk = {site.name for site in result.underflow} | alive
-        underflow = [SunkSignal(name=s.name, amax=s.amax) for s in signals_of(sites, within) if s.name in sunk]
-        shown[regime] = result.model_copy(update={"sites": sites, "underflow": underflow})
+        shown[regime] = result.model_copy(update={"sites": sites})
     return shown

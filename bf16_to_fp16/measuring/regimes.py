@@ -33,7 +33,7 @@ from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
 from .lanes import Lane, Walk, results_of
 from .meter import NormMeters, metering_norms, norms_seen
 from .observer import SiteObserver
-from .regime_results import RegimeResult, beside_fp32, merge, modules_without_signals, regime_result, run_of
+from .regime_results import RegimeResult, beside_fp32, merge, regime_result, run_of
 from .sentence_vectors import SentenceVectors, runs_behind
 from .sites import Site, sites_of_all
 from .stock import attentions_of, load, load_config, set_attention
@@ -172,7 +172,6 @@ def run_regimes(
             shown.add(rest, [b for b in _inputs_of(given[name], True, name == attention[0]) if id(b) not in ran_on])
         rest.run(advance)
     results: dict[str, RegimeResult] = {}
-    insides = modules_without_signals(load_config(checkpoint.folder))
     for regime in ran:
         merged: dict[str, tuple[int, SiteEntry]] = {}
         shares = [seen[regime, name] for name in attention]
@@ -180,7 +179,7 @@ def run_regimes(
             merge(merged, shown.sites())
         logits = sum(each.nonfinite for shown in shares for each in shown.results())
         runs = [run_of(shown.attention, shown.inputs) for shown in shares]
-        result = regime_result(merged, logits, insides, runs, shares[0].norms())
+        result = regime_result(merged, logits, runs, shares[0].norms())
         results[regime] = result.model_copy(update={"vectors": pooled})
     for regime in regimes:
         if regime not in results:
@@ -291,7 +290,7 @@ def _beside_fp32(
         walk.run()
         return {site.name: site.amax for site in seen.sites()}
 
-    return beside_fp32(results, modules_without_signals(load_config(checkpoint.folder)), run)
+    return beside_fp32(results, run)
 
 
 def audit_model(
@@ -339,7 +338,7 @@ def audit_model(
     finally:
         model.train(was_training)
         set_attention(model, stock)
-    return regime_result(merged, nonfinite_logits, modules_without_signals(model.config), runs, norms_seen(norms))
+    return regime_result(merged, nonfinite_logits, runs, norms_seen(norms))
 
 
 def _autocast(model: nn.Module, regime: str) -> AbstractContextManager[Any]:

@@ -17,15 +17,10 @@ from ..families.known import half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
-from ..results import AttackEntry, CertificateEntry, RegimeEntry
 from ..targets import TIERS
 from . import answers, coverage, facts, schema, uses
 from .screen import Output, bad, console, good
-from .sections import (
-    REGIME_COLUMNS,
-    TIER_COLUMNS,
-    exponent_rows,
-)
+from .sections import TIER_COLUMNS, exponent_rows
 from .site_table import headroom_at, reached_at
 from .stored import read_packed
 from .tables import Column, Table, names, numbers
@@ -181,19 +176,21 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
             f"no certificate: {report.family} is none of the classes that can be bounded and converted"
             " (bf16-to-fp16 families)"
         )
-    print_tiers(screen, report)
-    screen.table(Table(REGIMES, list(report.regimes.items())))
-    print_underflow(screen, report.regimes)
+    if rows := facts.tier_rows(report):
+        screen.table(Table(TIER_COLUMNS, rows))
     if words := facts.gradients_in_words(report):
         screen.print(words)
-    for name, regime in report.regimes.items():
-        which = "first broken" if regime.broken_sites else "tightest"
+    if report.regimes:
+        name, regime = min(report.regimes.items(), key=lambda each: (not each[1].broken, each[1].headroom_bits))
+        which = "first broken" if regime.broken else "tightest"
         title = f"{name}: the {which} of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
     found = [f"{entry.signal}, {entry.reason}" for entry in report.unsafe if entry.kind == "found"]
-    print_first(screen, "unsafe", found)  # the tables show what broke
+    print_first(screen, "unsafe", found)  # the table shows what broke
     if report.attack is not None and report.certificate is not None:
-        print_attack(screen, report.attack, report.certificate)
+        steps = wording.counted(report.attack.steps, "gradient step")
+        kept = wording.below_limit(report.attack.worst_headroom_bits)
+        screen.print(f"the worst input that {steps} found is {kept}")
         lines = [f"{x.name}, bound {wording.bound_magnitude(x.bound)}; {x.reason}" for x in report.uncertified]
         print_first(screen, "not certified", lines)
         for remedy in () if report.next else dict.fromkeys(site.remedy for site in report.uncertified):
@@ -201,46 +198,6 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
     print_next(screen, then or report.next)
     if page is not None:
         screen.say(f"report: {page}")
-
-
-def print_underflow(screen: Output, regimes: Mapping[str, RegimeEntry]) -> None:
-    for name, regime in regimes.items():
-        if sunk := [site.name for site in regime.underflow]:
-            screen.print(
-                f"{name}: below fp16's smallest normal number (6.1e-05) on every input, where few bits are kept, at"
-                f" {wording.counted(len(sunk), 'site')}: {', '.join(sunk[:3])}{', …' if len(sunk) > 3 else ''}"
-            )
-
-
-def print_attack(screen: Output, attack: AttackEntry, certificate: CertificateEntry) -> None:
-    bounds = {site.name: site.bound for site in certificate.sites}
-    screen.print(
-        f"the worst input that {wording.counted(attack.steps, 'gradient step')} found is"
-        f" {wording.below_limit(attack.worst_headroom_bits)}"
-    )
-    # inf or NaN in fp16 may come from an earlier site; fp32 shows the site's own value.
-    largest = {s.name: s.worst if s.worst <= FP16_MAX else s.fp32 for s in attack.sites}
-    ranked = sorted(
-        (s for s in attack.sites if s.name in bounds), key=lambda s: largest[s.name] / s.limit, reverse=True
-    )
-    columns = (
-        names("site"),
-        numbers("random", "random", wording.reached),
-        numbers("found", lambda site: largest[site.name], wording.reached),
-        numbers("bound", lambda site: bounds[site.name], wording.bound_magnitude),
-        numbers("limit", "limit", wording.magnitude),
-        numbers(
-            "bound / found",
-            lambda site: wording.times(wording.tightness(bounds[site.name], largest[site.name])).replace("–", "-"),
-            str,
-        ),
-    )
-    screen.table(Table(columns, ranked[:WORST_SITES], "worst found"))
-    if overflowed := [s for s in attack.sites if not s.half <= FP16_MAX]:
-        screen.print(
-            f"{wording.counted(len(overflowed), 'site')} gave inf or NaN in fp16, as whatever follows an overflow does;"
-            " the values above are those in fp32"
-        )
 
 
 def print_certificate(report: schema.Report, then: str = "") -> None:
@@ -266,14 +223,10 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
         Column("why", lambda site: why.get(site.name, "")),
     )
     screen.table(Table(columns, shown, f"tightest by bound{coverage.for_target(report)}"))
-    print_tiers(screen, report)
+    if report.tiers:
+        screen.say(runtimes_line(report))
     print_more(screen, len(over) - len(shown), "over their limit")
     print_next(screen, then or report.next)
-
-
-def print_tiers(screen: Output, report: schema.Report) -> None:
-    if rows := facts.tier_rows(report):
-        screen.table(Table(TIER_COLUMNS, rows))
 
 
 def brought_back(folder: Path) -> str:
@@ -301,10 +254,6 @@ SITE_COLUMNS = (
     numbers("non-finite", "nonfinite"),
     numbers("saturated", "saturated"),
     Column("by design", facts.by_design),
-)
-REGIMES = (
-    *REGIME_COLUMNS,
-    names("tightest or first broken", lambda row: facts.first_broken(row[1]) or row[1].tightest or "–"),
 )
 PAIRS = (Column("what", 0), Column("value", 1))
 

@@ -45,7 +45,6 @@ from bf16_to_fp16.results import (
     ReportObject,
     RunEntry,
     SiteEntry,
-    SunkSignal,
     dump,
 )
 
@@ -89,8 +88,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     lost = GradientSiteEntry(name="a:grad", amax=2.0, flushed=0.5)
     gradients = GradientsEntry(loss_scale=2.0, flushed=0.25, largest=lost, sites=[lost])
     run = RunEntry(attention="eager", batches=1, kinds=["padded"])
-    signal = SunkSignal(name="a", amax=1e-5)
-    regime = RegimeEntry(**least, underflow=[signal], runs=[run], sites=[sunk], gradients=gradients)
+    regime = RegimeEntry(**least, runs=[run], sites=[sunk], gradients=gradients)
     model = tiny.build("t5-encoder", num_layers=2)
     index = {"text_encoder": ["transformers", "T5EncoderModel"], "text_encoder_2": ["transformers", "T5EncoderModel"]}
     shutil.copytree(source, folder / "pipeline" / "text_encoder")
@@ -213,11 +211,11 @@ def test_a_report_that_is_read_and_written_again_is_the_same_to_the_byte(convert
 
 def test_keys_of_another_version_stay_and_no_part_can_be_changed(converted: Path) -> None:
     data = json.loads((converted / REPORT).read_text())
-    del data["signals"], data["regimes"]["half"]["underflow"]
+    del data["signals"], data["regimes"]["half"]["runs"]
     data["source"]["certificate"] = data["regimes"]["half"]["sites"][0]["oddity"] = {"b": 1, "a": [None, 2]}
     data = {"later": 1, **{key: data[key] for key in sorted(data, reverse=True)}}
     report = read(Report, data)
-    assert report.signals == [] and report.regimes["half"].underflow == []
+    assert report.signals == [] and report.regimes["half"].runs == []
     assert read(Text, {"name": "mine"}).rows is None
     with pytest.raises(ValidationError, match="frozen"):
         report.proof = "certified"

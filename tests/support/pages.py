@@ -175,5 +175,4 @@ def hostile(report: dict[str, Any]) -> dict[str, Any]:
     if "certificate" in report:
         report["certificate"]["sites"][0] |= {"name": HOSTILE, "kind": HOSTILE, "role": HOSTILE}
         report["uncertified"][0] |= {"name": HOSTILE, "reason": HOSTILE, "remedy": HOSTILE}
-        report["regimes"]["half"]["underflow"] = [{"name": HOSTILE, "amax": 1e-5}]
     return report
