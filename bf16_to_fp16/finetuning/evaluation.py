@@ -1,8 +1,5 @@
-"""Evaluate a model: its task loss on held-out data, and its distance from the original on several kinds of input.
-
-These are held-out data, the audit's inputs, other kinds of text and, for a classifier, inputs of every class. The
-training text alone says least about whether the original's function is kept.
-"""
+"""Evaluate a model: its task loss on held-out data, and its distance from the original there, on the audit's inputs and
+on other kinds of text. The training text alone says least about whether the original's function is kept."""
 
 from __future__ import annotations
 
@@ -10,15 +7,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..measuring.batch import Batch, stack
+from ..measuring.batch import Batch
 from ..measuring.fidelity import compared
-from ..measuring.probe import batches, random_rows
+from ..measuring.probe import batches
 from .corpus import Corpus, TrainingBatch
 from .distillation import Teacher, arguments, counted_positions, task_loss
 from .mixed_precision import MixedPrecision
@@ -27,7 +23,6 @@ from .recipe import Recipe
 
 MOST_EXAMPLES = 256  # held-out examples of one evaluation
 SPARE_BITS = 0.25  # more headroom than was asked for, since the audit's values are rounded otherwise
-ROWS_OF_A_CLASS, MOST_DRAWN = 4, 32  # rows for each class, and batches of random ids in which a class is looked for
 
 
 @dataclass(frozen=True)
@@ -61,28 +56,7 @@ class Evaluator:
         if self.teacher is None:
             return {}
         probe = compared(batches(self.stock.config, None, None, seed=self.recipe.seed))
-        others: dict[str, Sequence[TrainingBatch | Batch]] = {"audit": probe, "unlike": self.corpus.unlike()}
-        if self.corpus.answers_rows and self.teacher.chooses:
-            others["class"] = self._of_every_class(self.teacher)
-        return others
-
-    def _of_every_class(self, teacher: Teacher) -> list[TrainingBatch]:
-        """Return a few rows of each class that the teacher predicts, on text first and then on random ids."""
-        config, by_class = self.stock.config, dict[int, list[Tensor]]()
-        texts = [*self.corpus.held_out(MOST_EXAMPLES), *self.corpus.unlike()]
-        drawn = (random_rows(config, seed=seed) for seed in range(MOST_DRAWN))
-        of_random_ids = (in_rows(batch.input_ids, batch.attention_mask) for batch in drawn)
-        for number, batch in enumerate(chain(texts, of_random_ids)):
-            full = sum(len(rows) == ROWS_OF_A_CLASS for rows in by_class.values())
-            if number >= len(texts) and full == config.num_labels:
-                break
-            classes = teacher.outputs(batch).argmax(-1).tolist()
-            for ids, mask, chosen in zip(batch.input_ids, batch.attention_mask, classes, strict=True):
-                if len(rows_of_class := by_class.setdefault(chosen, [])) < ROWS_OF_A_CLASS:
-                    rows_of_class.append(ids[mask.bool()])
-        every = [ids for rows_of_class in by_class.values() for ids in rows_of_class]
-        size, padding = self.corpus.data.batch_size, self.corpus.conventions.pad
-        return [in_rows(*stack(every[first : first + size], padding)) for first in range(0, len(every), size)]
+        return {"audit": probe, "unlike": self.corpus.unlike()}
 
     def _sums(self, batch: TrainingBatch | Batch, mixed_precision: MixedPrecision) -> Tensor:
         """Return the sums of task loss, divergence, equal argmax and counted positions: fp64 [4]."""
@@ -115,7 +89,3 @@ def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | N
 
     best = min(filter(holds, evaluations), key=far, default=None)
     return None if best is None or far(best) == math.inf else best["step"]
-
-
-def in_rows(ids: Tensor, mask: Tensor) -> TrainingBatch:
-    return TrainingBatch(ids, mask, None, tuple((0, row) for row in range(len(ids))), row_wise=True)

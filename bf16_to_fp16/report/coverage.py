@@ -9,7 +9,7 @@ from ..families.known import named
 from ..families.wiring import MOST_MEAN
 from ..measuring.batch import IMAGE
 from ..targets import TIERS, WHERE
-from ..wording import counted
+from ..wording import below_limit, counted
 from . import answers, schema
 
 
@@ -35,7 +35,9 @@ def by_proof(report: schema.Report) -> list[tuple[str, float]]:
     return [(place, min(others)), (where(normed), min(squares))]
 
 
-PROVEN = "proven; a proof needs no margin"
+def headroom_by_proof(report: schema.Report) -> str:
+    proofs = [f"{place} {below_limit(bits)}".lstrip() for place, bits in by_proof(report)] if report.proven else []
+    return f"{'; '.join(proofs)} (proven; a proof needs no margin)" if proofs else ""
 
 
 def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:

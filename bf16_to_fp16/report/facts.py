@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from ..families.known import named
@@ -90,7 +89,6 @@ class Distance(NamedTuple):
 KINDS = {  # inputs of a finetune's evaluations, by the prefix of their keys
     "held_out": "held-out data",
     "unlike": "code, figures and other languages",
-    "class": "inputs of every class",
     "audit": "the audit's inputs",
 }
 
@@ -108,24 +106,6 @@ def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
         elif isinstance(value, (int, float)):
             measured.append(Distance(float(value), where, last.get(f"{kind}_agreement")))
     return f"{what} to the original", unit, measured
-
-
-def furthest(run: schema.FinetuneEntry) -> str:
-    """Return the kind of input on which a finetune is furthest from the original, and how far. Adds the distance of its
-    untrained start, if that was less and did not hold the bounds."""
-    what, unit, measured = distances(run)
-    if not measured:
-        return ""
-    worst = max(measured, key=lambda each: math.inf if each.value is None else each.value)
-    same = "" if worst.agreement is None else f", {math.floor(100 * worst.agreement)}% with the same best choice"
-    measure = what.partition(" to ")[0]
-    said = f"furthest from the original on {worst.where}: {measure} {scientific(worst.value)}{unit}{same}"
-    start = next((each for each in run.evaluations if each.get("step") == 0), {})
-    before = next(start.get(f"{kind}_divergence") for kind, where in KINDS.items() if where == worst.where)
-    over = start.get("bounds_over")
-    if over and before is not None and worst.value is not None and before < worst.value:
-        said += f"; untrained, with {counted(over, 'bound')} over fp16, {scientific(before)}"
-    return said
 
 
 def moved_by(run: schema.FinetuneEntry) -> str:
@@ -149,6 +129,13 @@ def found_by(report: schema.Report) -> str:
     return "the inputs that were run, in pure fp16" if half else ""
 
 
+def attacked(report: schema.Report) -> str:
+    if report.attack is None:
+        return ""
+    steps = counted(report.attack.steps, "gradient step")
+    return f"the worst input that {steps} found is {below_limit(report.attack.worst_headroom_bits)}"
+
+
 STANDINGS = {"safe": "safe", "short": "safe, but short", "unsafe": "unsafe"}
 """Words for the verdict; "short" is unsafe only by missed goals of a recipe or target."""
 
@@ -169,8 +156,8 @@ def verdict_of(report: schema.Report) -> Verdict:
         return Verdict("unsafe", broken_when_run(report) or broken_by_search(report) or passed(report))
     parts = [missed(report)] if report.short else []
     parts += [claim(report), largest_run(report)]
-    if report.finetune is not None and (worst := furthest(report.finetune)):
-        parts.append(worst)
+    if report.finetune is not None:
+        parts.append(moved_by(report.finetune))
     label = "safe, but short of what was asked" if report.short else "safe"
     if report.safe and (unmet := unmet_target(report)):
         label, parts = f"safe {coverage.where(TIERS[0].target)}", [*parts, unmet]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from ..families.known import named
 from ..families.older import is_older_key
-from ..results import Fidelity, RegimeEntry
+from ..results import Fidelity
 from ..wording import (
     bound_magnitude,
-    counted,
     excess,
-    headroom,
     headroom_or_excess,
     magnitude,
     percent,
@@ -23,34 +20,14 @@ from ..wording import (
     scientific,
     signed,
 )
-from . import coverage, facts
+from . import facts
 from .remedies import unsafe_sites
 from .schema import Report, WeightsEntry
 from .tables import Column, Table, names, numbers
 
 MOST_UNSAFE = 12  # broken sites listed; most others only follow from these, and are in the table of all sites
 MOST_EDITS = 12  # edits that the plan lists, the dearest
-_KINDS = {  # words for the last part of a signal's name; every other signal that a plan moves is a norm's output
-    "value": "values",
-    "neuron": "neurons",
-    "query_key": "queries and keys",
-    "residual": "further streams",
-    "input": "what norms alone read",
-    "gate": "gates, by edits",
-    "scores": "scores, by edits",
-    "columns": "columns, by edits",
-    "logits": "logits, by edits",
-    "tanh": "what a tanh reads, by edits",
-    "routing": "routers, by edits",
-}
 _over2 = partial(excess, decimals=2)
-
-
-@dataclass(frozen=True)
-class Figure:
-    name: str
-    value: str
-    note: str
 
 
 def source_name(report: Report) -> str:
@@ -58,48 +35,6 @@ def source_name(report: Report) -> str:
     whole = path.removesuffix(f"/{inside}") if inside else path
     name = whole.rstrip("/\\").replace("\\", "/").rsplit("/", 1)[-1].partition("@")[0] or path
     return f"{name}/{inside}" if inside else name
-
-
-def headline(report: Report) -> list[Figure]:
-    regimes: Mapping[str, RegimeEntry] = report.regimes
-    result: list[Figure] = []
-    if regimes:
-        name = "half" if "half" in regimes else min(regimes, key=lambda n: regimes[n].headroom_bits)
-        regime = regimes[name]
-        value = headroom_or_excess(regime.headroom_bits, regime.reached)
-        broken = facts.first_broken(regime)
-        site = f"; first broken: {broken}" if broken else f" at {regime.tightest}" if regime.tightest else ""
-        said = reached(regime.reached)
-        said = said if said == "overflow" else f"max |x| {said} of 65,504"
-        ran = "pure fp16" if name == "half" else name
-        result.append(Figure(f"headroom in {ran}", value, said + site))
-    attack, certificate = report.attack, report.certificate
-    if attack is not None and attack.sites:
-        most = min(attack.sites, key=lambda site: site.headroom_bits)
-        note = f"max |x| {reached(most.worst)} at {most.name}, the worst of {counted(attack.steps, 'gradient step')}"
-        kept = headroom_or_excess(attack.worst_headroom_bits, most.worst, most.limit)
-        result.append(Figure("headroom under attack", kept, note))
-    if certificate is not None and certificate.holds:
-        sites = counted(len(certificate.sites), "site")
-        (nearest, least), *further = coverage.by_proof(report)
-        note = "".join(f"{place}: {headroom(bits)}; " for place, bits in further)
-        note += f"{coverage.PROVEN}; up to {counted(certificate.max_length, 'position')}, by bounds at {sites}"
-        result.append(Figure(f"any input, {nearest}" if nearest else "any input", headroom(least), note))
-    elif certificate is not None:
-        unproven = report.uncertified
-        of = f"of {len(certificate.sites):,}{coverage.for_target(report)}"
-        note = f"{of}, the furthest over its limit: {unproven[0].name}" if unproven else of
-        result.append(Figure("not proven for every input", counted(len(unproven), "site"), note))
-    close, run = report.fidelity, report.finetune
-    if run is not None and (moved := facts.distances(run))[2]:
-        what, unit, (first, *others) = moved
-        note = f"{unit} on {first.where}".lstrip()
-        note += "".join(f"; {scientific(each.value)} on {each.where}" for each in others)
-        result.append(Figure(what, scientific(first.value), note))
-    if close is not None:
-        name = "fp16 against bf16" if run is None else "rounding, fp16 against bf16"
-        result.append(Figure(name, *facts.closeness(report)))
-    return result
 
 
 TIER_COLUMNS = (Column("runtimes", 0), Column("arithmetic", 1), Column("safe", 2), Column("such as", 3))
@@ -198,22 +133,15 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[str, str]]:
-    kinds: dict[str, list[int | Sequence[int]]] = {}
-    for name, exponent in exponents.items():
-        kinds.setdefault(_KINDS.get(name.rsplit(".", 1)[-1], "norm outputs"), []).append(exponent)
+    channels = [e for entry in exponents.values() if not isinstance(entry, int) for e in entry]
+    moved = sorted(filter(None, channels))
+    whole = Counter(entry for entry in exponents.values() if isinstance(entry, int))
     rows = []
-    for kind, entries in sorted(kinds.items()):
-        counts = Counter(e for entry in entries if not isinstance(entry, int) for e in entry)
-        whole = Counter(entry for entry in entries if isinstance(entry, int))
-        moved, said = sorted(e for e in counts if e), []
-        if counts:
-            ends = " to ".join(signed(e) for e in dict.fromkeys((moved[0], moved[-1]))) if moved else ""
-            number = sum(counts[e] for e in moved)
-            by = f", exponent{'s' if len(moved) > 1 else ''} {ends}" if moved else ""
-            said.append(f"{number:,} of {counts.total():,} channels moved{by}")
-        if whole:
-            said.append("whole signals: " + ", ".join(f"{n} by {power(e)}" for e, n in sorted(whole.items())))
-        rows.append((kind, "; ".join(said)))
+    if whole:
+        rows.append(("whole signals", ", ".join(f"{n} by {power(e)}" for e, n in sorted(whole.items()))))
+    if moved:
+        ends = " to ".join(signed(e) for e in dict.fromkeys((moved[0], moved[-1])))
+        rows.append(("channels", f"{len(moved):,} of {len(channels):,} moved, by exponents {ends}"))
     return rows
 
 

@@ -48,8 +48,6 @@ def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = ()
     print_advice(screen, report)
     for line in (*([runtimes_line(report)] if report.tiers else ()), *notes):
         screen.say(line)
-    if report.finetune is not None:
-        screen.print(Text(f"finetune: {facts.moved_by(report.finetune)}"))
     if (report.safe or report.short) and not out.is_file():
         screen.say(load_line(out))
     then = then or report.next
@@ -84,12 +82,9 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 
 def print_advice(screen: Output, report: schema.Report) -> None:
     _, inside = coverage.tower_advice(report)
-    proofs = [
-        f"{place} {wording.below_limit(bits)}" for place, bits in (coverage.by_proof(report) if report.proven else ())
-    ]
     older = "; ".join(report.older)
     for what, advice in (
-        ("any input", f"{'; '.join(proofs)} ({coverage.PROVEN})" if proofs else ""),
+        ("any input", coverage.headroom_by_proof(report)),
         ("accuracy", accuracy(report)),
         ("function", facts.inexactness(report)),
         *facts.function_rows(report, MOST_EDITS),
@@ -188,9 +183,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
     found = [f"{entry.signal}, {entry.reason}" for entry in report.unsafe if entry.kind == "found"]
     print_first(screen, "unsafe", found)  # the table shows what broke
     if report.attack is not None and report.certificate is not None:
-        steps = wording.counted(report.attack.steps, "gradient step")
-        kept = wording.below_limit(report.attack.worst_headroom_bits)
-        screen.print(f"the worst input that {steps} found is {kept}")
+        screen.print(facts.attacked(report))
         lines = [f"{x.name}, bound {wording.bound_magnitude(x.bound)}; {x.reason}" for x in report.uncertified]
         print_first(screen, "not certified", lines)
         for remedy in () if report.next else dict.fromkeys(site.remedy for site in report.uncertified):

@@ -2,8 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +13,8 @@ from support.learner import recipe_tree
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_positions, counted_values
-from bf16_to_fp16.finetuning.evaluation import Evaluator
-from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
 from bf16_to_fp16.finetuning.run import finetune
-from bf16_to_fp16.measuring.batch import Batch
 from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
@@ -78,26 +73,3 @@ def test_what_counts_of_a_row_is_its_last_token() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 0, 0]])
     batch = TrainingBatch(torch.ones_like(mask), mask, None, ((0, 0),), row_wise=True)
     assert counted_positions(batch).int().tolist() == [[0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]
-
-
-class TellsTextsFromOthers(Teacher):
-    """A classifier whose second class no text has, since that begins with an id past every byte's."""
-
-    def outputs(self, batch: TrainingBatch | Batch) -> torch.Tensor:
-        return torch.eye(2)[(batch.input_ids[:, 0] > 300).long()]
-
-
-def test_a_classifier_is_measured_on_rows_of_every_class_that_the_original_gives(tmp_path: Path) -> None:
-    source = source_of("t5-classifier", tmp_path / "source")
-    tree = recipe_tree(source, tmp_path / "out")
-    tree["data"] = {"path": str(source / "text.txt"), "input_length": 24, "batch_size": 4}
-    recipe, model = parse_recipe(tree), tiny.build("t5-classifier", 0, factor=1.0, vocab_size=384).eval()
-    corpus, cpu = Corpus(recipe.data, source, load_config(source)), torch.device("cpu")
-    processes: Any = SimpleNamespace(device=cpu, sum=lambda sums: sums)
-    batches = Evaluator(recipe, corpus, model, model, TellsTextsFromOthers(model, cpu), processes)._others["class"]
-    assert [(rows.input_ids[:, 0] > 300).tolist() for rows in batches] == [[False] * 4, [True] * 4]
-    for seed in (0, 1):
-        teacher = Teacher(tiny.build("t5-classifier", seed, factor=1.0, vocab_size=384), cpu)
-        found = Evaluator(recipe, corpus, model, model, teacher, processes).measure([], MixedPrecision("fp32", cpu))
-        assert (found["class_divergence"] < 1e-6) is (seed == 0)
-        assert 0 <= found["class_agreement"] <= 1 and (found["class_agreement"] == 1 or seed == 1)

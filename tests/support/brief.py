@@ -53,7 +53,7 @@ def evaluate_briefly(patch: pytest.MonkeyPatch) -> None:
     the last evaluation take as long as the steps between them."""
 
     def few(evaluator: Evaluator) -> dict[str, Any]:
-        return {kind: each if kind == "class" else each[:FEW] for kind, each in ALL_BATCHES(evaluator).items()}
+        return {kind: each[:FEW] for kind, each in ALL_BATCHES(evaluator).items()}
 
     others = cached_property(few)
     others.__set_name__(Evaluator, "_others")
