@@ -16,7 +16,7 @@ from ..ranges import ScoreRange
 from . import attention
 from .arithmetic import largest
 from .kinds import SiteKind
-from .linear import LinearBound, NormOutput, block_sums, either
+from .linear import LinearBound, NormOutput, block_sums, bound_linear, either
 from .module_findings import ModuleFindings, Normed, Projected
 
 
@@ -43,6 +43,8 @@ class AttentionSites:
         linears = findings.linears(sublayer.fused, *reads)
         self.scores(next(linears), next(linears))
         values, mean_square = next(linears)
+        if sublayer.value_norm:
+            values, mean_square = self.normed_values(values, mean_square)
         keep = findings.kept("attention")
         if keep != 1.0:
             site = f"{sublayer.weights_dropout}:mul" if sublayer.weights_dropout else f"{sublayer.at}:mul#2"
@@ -78,11 +80,17 @@ class AttentionSites:
             self.rotated_scores(rotary, query[0], key[0])
 
     def head_norm(self, path: str, made: LinearBound, square: Tensor, heads: int) -> tuple[NormOutput, int]:
-        """Bound the norm of queries or keys; return its output and number of heads. square: of its input."""
+        """Bound the norm of queries, keys or values; return its output and number of heads. square: of its input."""
         together = heads if self.sublayer.norms_whole else 1
         bound, square = (x.view(heads // together, -1) for x in (made.bound, square))
         longest = float(bound.norm(dim=1).max())
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
+
+    def normed_values(self, made: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
+        """Bound the norm of each head's values, as a linear that takes every head's output as it is."""
+        source, _ = self.head_norm(self.sublayer.value_norm, made, square, self.kv_heads)
+        same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
+        return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)
 
     def turned_scores(self, rotary: Rotary, query: tuple[NormOutput, int], key: tuple[NormOutput, int]) -> None:
         """Bound the rotation of normalised queries and keys, and their scores."""

@@ -19,11 +19,11 @@ from ..errors import UserError
 from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
 from ..families.resolve import effective, stored
 from ..families.walk import walk
-from ..families.wiring import Attention, Experts, Projector, StackEnds, Sublayer
+from ..families.wiring import Attention, Experts, FeedForward, Projector, StackEnds, Sublayer
 from ..numerics import FP16_MAX
 from ..targets import SQUARING, TARGETS
 from .activations import check_bounded
-from .arithmetic import COMPUTED, Arithmetic, full_precision
+from .arithmetic import COMPUTED, Arithmetic, full_precision, largest
 from .attention_sites import AttentionSites
 from .feed_forward_sites import experts_sites, feed_forward_sites
 from .findings import Certificate
@@ -165,6 +165,8 @@ class _StreamWalk(ModuleFindings):
             out, expected = self.normalised(sublayer.post_norm, made.bound, expected, length)
             made, axes = Projection(out.bound, out.bound, out.length), None if out.shift is not None else out.axes
         self.add(sublayer, made, expected, axes)
+        if isinstance(sublayer, FeedForward) and sublayer.scalar:
+            self.multiply(sublayer)
         for w in (w for w in self.layout.projectors if w.behind == sublayer.add):
             brought, square = self.projected(w)
             self.stream, self.stream_square = self.rounded(self.stream + brought), self.stream_square + square
@@ -197,6 +199,17 @@ class _StreamWalk(ModuleFindings):
             total_axes = summed_axes(self.stream_axes, own) * (1 + a.unit) ** 2
             self.stream_axes = summed_axes(total_axes, torch.full_like(branch, width * (2 * a.tiny) ** 2))
         self.note(sublayer.add, SiteKind.RESIDUAL, self.stream)
+
+    def multiply(self, sublayer: FeedForward) -> None:
+        """Multiply the stream by the number behind a layer, and round it."""
+        scalar, a = self.tensor(sublayer.scalar), self.arithmetic
+        assert scalar is not None
+        factor, width = largest(scalar.abs().double()), self.stream.numel()
+        self.stream, self.stream_square = self.rounded(self.stream * factor), self.stream_square * factor**2
+        self.stream_norm = a.rounded_length(self.stream_norm * factor, width)
+        own = self.stream_axes * (factor * (1 + a.unit)) ** 2
+        self.stream_axes = summed_axes(own, torch.full_like(own, width * a.tiny**2)) if own.numel() else own
+        self.note(sublayer.scaled, SiteKind.RESIDUAL, self.stream)
 
 
 @full_precision()

@@ -17,6 +17,7 @@ from ..families.wiring import (
     MOST_MEAN,
     Attention,
     Experts,
+    FeedForward,
     Head,
     HeadLinear,
     Projector,
@@ -235,6 +236,9 @@ class _Walk(LiveWeights):
             self.stream = (self.stream + self.projected(w)) * (1 + self.a.unit)
         if self.follows:
             self.note(sublayer.add, self.stream)
+        if isinstance(sublayer, FeedForward) and (scalar := self.weight(sublayer.scalar)) is not None:
+            self.stream = self.stream * scalar.abs() * (1 + self.a.unit)
+            self.axes = self.axes * (scalar * (1 + self.a.unit)) ** 2
 
     def read_by(self, norm: str) -> NormOutput:
         if norm:

@@ -16,8 +16,8 @@ from ..families.wiring import Attention, FeedForward, Rotary
 from . import power_iteration as power
 from .activations import LOWEST
 from .attention import capped_span, masked_span, pair_order, query_growth, soft_capped, turned, turned_score_bounds
-from .linear import NormOutput, in_ball, knapsack
-from .live_weights import LiveWeights, directions, homogeneous
+from .linear import NormOutput, in_ball, knapsack, rms_normalised
+from .live_weights import LiveWeights, directions, homogeneous, rows_of
 
 
 def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: NormOutput) -> tuple[Tensor, ...]:
@@ -116,6 +116,11 @@ def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) 
     a = replace(live.a, max_length=live.layout.sees(sublayer, live.a.max_length))
     values = live.linears(sublayer.fused, (sublayer.value, other))[-1]
     weight, bias = live.pair(sublayer.output)
+    if sublayer.value_norm:
+        size = live.layout.head_size(sublayer)
+        source = rms_normalised(weight.new_ones(size), live.a, once=live.layout.family.norm_rounds_once)
+        same = torch.eye(size, dtype=weight.dtype, device=weight.device)
+        values = rows_of(same.repeat(live.layout.kv_heads(sublayer), 1), None, source)
     group = weight.shape[1] // len(values.norms)
     o = weight.view(len(weight), heads, -1).transpose(0, 1)
     # Several heads may read the same values.

@@ -58,7 +58,7 @@ class ModuleFindings(Findings):
         """Bound a norm. entering, variances, length: bounds, mean squares and largest ‖·‖₂ of its input. eps: of a
         LayerNorm among RMSNorms."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
-        assert gain is not None
+        gain = torch.ones_like(entering) if gain is None else gain
         width, a = gain.numel(), self.arithmetic
         gain = gain.double()
         shift, planned = None if shift is None else shift.double(), a.planned or {}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ..checkpoint.places import shown
 from ..errors import UserError
-from .types import Family, Quotient, SameAs, Sum
+from .types import Family, OfLayers, Quotient, SameAs, Sum
 
 _NOWHERE = object()
 
@@ -60,6 +60,10 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
     optional = key in family.nullable
     if value is None and not (optional and looked_up(config, key, _NOWHERE) is None):
         value = family.defaults.get(key, OF_LABELS.get(key))
+        if isinstance(value, OfLayers):
+            layers = looked_up(config, ".".join((*key.split(".")[:-1], "per_layer_config")))
+            own = [each for each in layers.values() if isinstance(each, Mapping)] if isinstance(layers, Mapping) else []
+            value = next((each[value.key] for each in own if value.key in each), value.otherwise)
         if isinstance(value, SameAs):
             return config_value(family, config, value.key)
         if isinstance(value, Quotient):

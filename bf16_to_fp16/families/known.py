@@ -9,6 +9,7 @@ from ..errors import UserError
 from .bigbird_pegasus import BIGBIRD_PEGASUS
 from .configs import full_config
 from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
+from .gemma4 import GEMMA4
 from .glm4 import GLM, GLM4
 from .glm4_moe import GLM4_MOE
 from .granite import GRANITE
@@ -33,7 +34,7 @@ INNER = "text_config"  # key of a text model's nested config
 
 FAMILIES: tuple[Family, ...] = (
     *(T5, MT5, UMT5, LONGT5, SWITCH, PEGASUS, MBART, BIGBIRD_PEGASUS),
-    *(GEMMA3, GEMMA3_WITH_IMAGES, GEMMA2, GEMMA),
+    *(GEMMA3, GEMMA3_WITH_IMAGES, GEMMA4, GEMMA2, GEMMA),
     *(LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, QWEN2, QWEN3, SEED_OSS, SMOLLM3, ERNIE4_5, PHI3, GRANITE),
     *(QWEN2_VL, QWEN2_VL_TEXT, QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT, GLM4, GLM, OLMO2, OLMO3, EXAONE4),
     *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, T5GEMMA),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 
 from .signals import RESIDUAL, ROOT, Axis, ObservationPoint
-from .types import Family, Part, Quotient, SameAs, Stack
+from .types import Family, OfLayers, Part, Quotient, SameAs, Stack
 from .wiring import FeedForward, Rotary, Topology
 
 _KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"})
@@ -76,6 +76,8 @@ def keys_inside(family: Family, part: str) -> Family:
     def default(value: object) -> object:
         if isinstance(value, SameAs):
             return SameAs(key(value.key))
+        if isinstance(value, OfLayers):
+            return replace(value, otherwise=default(value.otherwise))
         return Quotient(key(value.over), key(value.under)) if isinstance(value, Quotient) else value
 
     def moved(of: Part) -> Part:

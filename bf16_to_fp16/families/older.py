@@ -49,6 +49,8 @@ def is_older_key(family: Family, key: str) -> bool:
 
 def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
     family = layout.family
+    if not family.older_rotary:
+        return ["transformers 4.57 has no class that loads it"]
     told = set(family.older_rotary)
     lost = []
     for place in rotations(config):

@@ -38,6 +38,7 @@ class Style:
     model: str = "model"
     inner: str = "inner"
     kv_inner: str = "kv_inner"
+    head: str = "head"
     ff: str = "ff"
     memory: str = ""
 
@@ -116,12 +117,23 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
     own, rows = style.reads(wiring.norm), fused_rows(wiring.fused, 2)
     others, columns = (None, style.memory or style.model) if wiring.memory else (own, style.model)
     taken = () if wiring.fused or wiring.query_norm else (Signal(columns_of(scores), Kind.COLUMNS, style.model, ()),)
+    key_norm = "" if wiring.value_norm and wiring.value == wiring.key else wiring.key_norm  # that reads its input alone
     queries, keys, inner, query_key, priced = products(wiring, style, share)
     values = multiplied_by(value, rows)
+    read: Axis | None = divided_by(value, share)
+    carried: tuple[Signal, ...] = (
+        Signal(value, Kind.VALUE, style.kv_inner, (output_of(wiring.value, 1, rows), input_of(wiring.output, share))),
+    )
     stream = [input_of(wiring.entrance)]
     if wiring.query_norm:
         stream += map(output_of, (wiring.query, wiring.key))
         stream += map(input_of, (wiring.query_norm, wiring.key_norm))
+    if wiring.value_norm:
+        # The norm takes out every factor. What two norms read has the stream's alone.
+        alone = wiring.value_norm if key_norm else ""
+        keys = to_norm(key_norm)
+        values, read, carried = to_norm(alone), None, style.before(alone, wiring.value, style.kv_inner)
+        stream += [output_of(wiring.value), input_of(wiring.value_norm)]
     if wiring.fused:
         joint = queries.beside(*queries.others, keys, values)
         linears = *style.linear(wiring.query, "qkv", columns, joint, own), *inner
@@ -132,23 +144,22 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
             *inner,
             *style.linear(wiring.value, style.kv_inner, columns, values, others),
         )
-    seen = output_of(wiring.value, 1, rows), input_of(wiring.output, share)
     return Part(
         signals=(
             Signal(RESIDUAL, Kind.RESIDUAL, style.model, (*stream, *joining(wiring))),
             *normed,
             query_key,
             *style.before(wiring.query_norm, wiring.query, style.inner),
-            *style.before(wiring.key_norm, wiring.key, style.kv_inner),
+            *style.before(key_norm, wiring.key, style.kv_inner),
             *style.before(wiring.post_norm, wiring.output),
             priced,
             *taken,
-            Signal(value, Kind.VALUE, style.kv_inner, seen),
+            *carried,
         ),
         tensors=(
             *gains,
             *linears,
-            *style.linear(wiring.output, style.model, style.inner, to_norm(wiring.post_norm), divided_by(value, share)),
+            *style.linear(wiring.output, style.model, style.inner, to_norm(wiring.post_norm), read),
             *style.behind(wiring),
         ),
         topology=wiring,
@@ -162,7 +173,7 @@ def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis
     query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
     if wiring.query_norm:
         # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
-        query_size, key_size = (style.inner, style.kv_inner) if wiring.norms_whole else ("head", "head")
+        query_size, key_size = (style.inner, style.kv_inner) if wiring.norms_whole else (style.head, style.head)
         read, of_keys = pairs(wiring, share if wiring.norms_whole else (1, 1, share[2]))
         moved = multiplied_by(scores).beside(multiplied_by(query_key, read))
         gains = (

@@ -115,7 +115,7 @@ def _roles(sublayer: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
     if isinstance(sublayer, Attention):
         name = ATTENTIONS[0] if not crosses else ATTENTIONS[2] if sublayer.memory else ATTENTIONS[1]
         yield from ((sublayer.at, name), (sublayer.output, name), (sublayer.block_norm, "block sums"))
-        yield from ((sublayer.query_norm, "queries"), (sublayer.key_norm, "keys"))
+        yield from ((sublayer.query_norm, "queries"), (sublayer.key_norm, "keys"), (sublayer.value_norm, "values"))
     yield from ((each.output, name) for each in feed_forwards_of(sublayer))
     yield from ((sublayer.norm, name), (sublayer.post_norm, f"behind {name}"))
 

@@ -278,9 +278,9 @@ def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise UserError for a norm whose gains are all 0, since nothing behind it depends on its input."""
     for path in layout.norms:
-        tensor = layout.tensors[f"{path}.weight"]
-        name = tensor.source
-        if name is not None and not unscaled(checkpoint, tensor).any():
+        tensor = layout.tensors.get(f"{path}.weight")
+        name = None if tensor is None else tensor.source
+        if tensor is not None and name is not None and not unscaled(checkpoint, tensor).any():
             zero = f"{-tensor.offset:g}" if tensor.offset else "zero"
             raise UserError(
                 f"{checkpoint.tensors[name].file}: tensor {name} is {zero} throughout; the file is damaged,"

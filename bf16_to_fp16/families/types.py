@@ -115,6 +115,14 @@ class Quotient:
     under: str
 
 
+@dataclass(frozen=True)
+class OfLayers:
+    """A default that is the value of a key in ``per_layer_config``, ``otherwise`` where no layer has one."""
+
+    key: str
+    otherwise: object
+
+
 OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the same rotary positions
 
 
@@ -151,7 +159,7 @@ class Family:
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
     sizes: Mapping[str, tuple[str | int | Sum, ...]]
     """Products of config keys, numbers and sums; a table counts as its length."""
-    defaults: Mapping[str, object]  # of the stock config class: a value, ``SameAs`` or ``Quotient``
+    defaults: Mapping[str, object]  # of the stock config class: a value, ``SameAs``, ``Quotient`` or ``OfLayers``
     encoder: Stack  # the first stack, or a decoder-only model's stack
     decoder: Stack | None = None  # the stack that reads the first one's output, None for a family of one stack
     encoder_ends: Part  # an encoder's beginning and end, without its final norm's output

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .layout import Layout, ResolvedStack
-from .wiring import Attention, Sublayer
+from .wiring import Attention, FeedForward, Sublayer
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def walk(layout: Layout) -> Iterator[Reader]:
         first = site = layout.stream(stack.ends)
         for sublayer in stack.sublayers:
             yield Reader(sublayer.norm, sublayer.entrance, site, sublayer, stack, site == first)
-            site = sublayer.add
+            site = (isinstance(sublayer, FeedForward) and sublayer.scaled) or sublayer.add
         yield Reader(stack.ends.norm, stack.ends.norm, site, None, stack, site == first)
 
 
@@ -38,5 +38,5 @@ def norms_inside(sublayer: Sublayer | None) -> list[str]:
         return []
     norms = [sublayer.post_norm]
     if isinstance(sublayer, Attention):
-        norms += [sublayer.block_norm, sublayer.query_norm, sublayer.key_norm]
+        norms += [sublayer.block_norm, sublayer.query_norm, sublayer.key_norm, sublayer.value_norm]
     return [norm for norm in norms if norm]

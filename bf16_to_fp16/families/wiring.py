@@ -53,6 +53,7 @@ class Attention:
     post_norm: str = ""  # the norm between the output projection and the stream
     query_norm: str = ""  # the norm of each head of queries, as wide as a head
     key_norm: str = ""
+    value_norm: str = ""  # the norm of each head of values, without gains
     norms_by_position: bool = False  # whether these norms read [rows, positions, heads, channels]
     norms_whole: bool = False  # whether these norms are over all heads together, as wide as the projection
     rotary: Rotary | None = None
@@ -107,7 +108,8 @@ class FeedForward:
     of the linear whose activation multiplies ``linear``'s output, "" for a plain sublayer, whose ``linear`` is
     activated itself. ``activation``: its name in the config; ``act``: the module that applies it. ``norm``, ``add``,
     ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of the output. ``fused``: numbers of rows of gate
-    and ``linear``, where one module computes both."""
+    and ``linear``, where one module computes both. ``scalar``: tensor with the number that multiplies the stream behind
+    this sublayer, "" for none; ``scaled``: the site of that product."""
 
     at: str
     norm: str
@@ -120,6 +122,8 @@ class FeedForward:
     dropouts: tuple[str, ...] = ()
     post_norm: str = ""
     fused: tuple[int, ...] = ()
+    scalar: str = ""
+    scaled: str = ""
 
     @property
     def entrance(self) -> str:

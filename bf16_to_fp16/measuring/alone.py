@@ -53,10 +53,10 @@ class Weights:
     def norm(self, module: str, x: Tensor) -> Tensor:
         if not module:
             return x
-        gain, shift, eps = self.matrix(module), self.read(f"{module}.bias"), self.layout.eps_of(module)
+        gain, shift, eps = self.read(f"{module}.weight"), self.read(f"{module}.bias"), self.layout.eps_of(module)
         if self.layout.family.centred_norm:
-            return functional.layer_norm(x, gain.shape, gain, shift, eps)
-        return functional.rms_norm(x, gain.shape, gain, eps)
+            return functional.layer_norm(x, x.shape[-1:], gain, shift, eps)
+        return functional.rms_norm(x, x.shape[-1:], gain, eps)
 
     def embedded(self, stack: ResolvedStack, rows: Tensor) -> Tensor:
         rows = rows * self.layout.embedding_scale(stack.ends)
@@ -66,10 +66,13 @@ class Weights:
     def gathered(self, sublayer: Attention, values: Tensor) -> Tensor:
         heads = self.layout.kv_heads(sublayer)
         spread = (heads, self.layout.heads(sublayer) // heads, values.shape[1] // heads)
+        values = self.norm(sublayer.value_norm, values.unflatten(1, (heads, -1))).flatten(1)
         return spread_out(values.t(), spread).t()
 
-    def joined(self, sublayer: Sublayer, output: Tensor) -> Tensor:
-        return self.norm(sublayer.post_norm, output) if sublayer.post_norm else output
+    def joined(self, sublayer: Sublayer, stream: Tensor, output: Tensor) -> Tensor:
+        joined = stream + self.norm(sublayer.post_norm, output)
+        scalar = self.read(sublayer.scalar) if isinstance(sublayer, FeedForward) and sublayer.scalar else None
+        return joined if scalar is None else joined * scalar
 
     def feed_forward_outputs(self, sublayer: FeedForward, x: Tensor) -> list[Tensor]:
         if sublayer.gate:
@@ -162,6 +165,6 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
             else:
                 outputs = weights.feed_forward_outputs(sublayer, normed)
             yield Step(stack, sublayer.norm, sublayer, stream, [normed, *outputs])
-            stream = stream + weights.joined(sublayer, outputs[-1])
+            stream = weights.joined(sublayer, stream, outputs[-1])
         memory = weights.norm(stack.ends.norm, stream)
         yield Step(stack, stack.ends.norm, None, stream, [memory])

@@ -142,7 +142,7 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
         if isinstance(sublayer, Experts)
         else edited.feed_forward_outputs(sublayer, normed)
     )
-    before, after = (plain.joined(sublayer, each) for each in (output, whole[-1]))
+    before, after = (plain.norm(sublayer.post_norm, each) for each in (output, whole[-1]))
     noise = HALF_STEP * (step.stream.norm(dim=1) + before.norm(dim=1))
     return (after - before).norm(dim=1) / noise.clamp(min=1e-30)
 

@@ -1,4 +1,4 @@
-"""The numbers of Granite's config that multiply signals are in the bounds of what they multiply."""
+"""The numbers of Granite's config, and of Gemma 4's files, that multiply signals are in the bounds of what they multiply."""
 
 from typing import Any
 
@@ -25,5 +25,17 @@ def test_bounds_grow_with_what_multiplies_their_sites(key: str) -> None:
 
     less, more = at(1e3), at(4e3)
     for site, grows in FOLLOWING[key].items():
+        before, after = less.at(site), more.at(site)
+        assert before is not None and after == pytest.approx(grows * before, rel=1e-2), site
+
+
+def test_the_number_behind_a_layer_multiplies_the_stream() -> None:
+    def at(number: float) -> Certificate:
+        model = tiny.build("gemma4", factor=1.0)
+        model.model.layers[1].layer_scalar.fill_(-number)
+        return certified(model, target="norm-safe")[1]
+
+    less, more = at(1e3), at(4e3)
+    for site, grows in {"model.layers.1:add#2": 1, "model.layers.1:mul": 4, "model.norm (sum of squares)": 16}.items():
         before, after = less.at(site), more.at(site)
         assert before is not None and after == pytest.approx(grows * before, rel=1e-2), site

@@ -14,7 +14,7 @@ from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
 from bf16_to_fp16.families.older import differences, with_older_keys
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import RESIDUAL, Kind
-from bf16_to_fp16.families.types import Family
+from bf16_to_fp16.families.types import Family, OfLayers
 from bf16_to_fp16.measuring.interface import gives_probabilities
 from bf16_to_fp16.rescaling.apply import apply, writes
 from bf16_to_fp16.rescaling.plan import Plan, inverse
@@ -194,8 +194,9 @@ def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None
     follows = {key for key, value in sized.items() if value is ... or key in ("head_dim", "layer_types")}
     assert taken == {key: taken[key] if key in follows else value for key, value in sized.items()}
     # What no config of stock code says is a number of labels, or a size that follows from others.
+    of_layers = [key for key, value in family.defaults.items() if isinstance(value, OfLayers)]
     missing = {key.rpartition(".")[2] for key, value in sized.items() if value is ...}
-    assert missing <= {"num_labels", "classifier_dropout", "head_dim", *family.aliases}
+    assert missing <= {"num_labels", "classifier_dropout", "head_dim", *family.aliases, *of_layers}
 
 
 @pytest.mark.parametrize("base", [1e4, 500.0])

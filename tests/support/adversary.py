@@ -32,8 +32,10 @@ def liked(state: Mapping[str, Tensor], layout: Layout, topology: Any, gain: Tens
     def output_rows(w: Attention) -> Tensor:
         name = f"{w.output}.weight"
         read = layout.tensors[name].axes[1]
-        assert read is not None
         values = rows(w.value).split(w.fused)[-1] if w.fused else rows(w.value)
+        if read is None:
+            kv_heads = layout.kv_heads(w)
+            return state[name] @ spread_out(values, (kv_heads, layout.heads(w) // kv_heads, layout.head_size(w)))
         return state[name] @ spread_out(values, read.spread)
 
     found = [torch.randn(8, gain.numel()), torch.eye(gain.numel())]
@@ -79,7 +81,7 @@ def top(matrix: Tensor) -> Tensor:
 def free_norms(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[None]:
     """Let every norm read ``inputs``, [batch, positions, d], instead of the residual stream."""
     # Cast here: inside, the cast would be an operation of the norm.
-    ready = {path: x.to(model.get_submodule(path).weight.dtype) for path, x in inputs.items()}
+    ready = {path: x.to(model.dtype) for path, x in inputs.items()}
 
     def replace(path: str) -> Any:
         return lambda module, args: (ready[path],)
@@ -130,6 +132,9 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
                 for (norm, heads), pairs in zip(sides, loud_pairs(queries, keys, *together), strict=True):
                     read = drawn(pairs, batch, *(() if w.norms_whole else (heads,)), length)
                     inputs[norm] = read.transpose(1, 2) if w.norms_by_position else read
+            if isinstance(w, Attention) and w.value_norm:
+                choices = state[f"{w.output}.weight"].reshape(-1, layout.head_size(w))
+                inputs[w.value_norm] = drawn(choices, batch, length, layout.kv_heads(w))
             if isinstance(w, Attention) and w.block_norm:
                 # What sums reach depends on the first norm's output; their own norm's input may be anything as well.
                 own = gain_of(state, layout, w.block_norm)

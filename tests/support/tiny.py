@@ -76,6 +76,24 @@ bigbird_pegasus = stock("BigBirdPegasusForConditionalGeneration", PEGASUS_SHAPE,
 gemma3 = stock("Gemma3ForCausalLM", GEMMA3_SHAPE)
 
 
+def gemma4(kind: str = "Gemma4ForCausalLM", **changes: Any) -> Any:
+    """Return a Gemma 4 whose layers see a window and everything by turns, from 1 on, with scalars behind them."""
+    own: dict[str, Any] = {"global_head_dim": 8, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2}
+    shape = {key: value for key, value in GEMMA3_SHAPE.items() if key not in NOT_GEMMA4} | own | changes
+    model = stock(
+        kind, shape, layer_types=(["sliding_attention", "full_attention"] * 9)[: shape["num_hidden_layers"]]
+    )()
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.fill_(0.75 if ".0." in name else 1.5)
+    return model
+
+
+NOT_GEMMA4 = ("query_pre_attn_scalar", "sliding_window_pattern")
+ONE_FOR_BOTH: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_hidden_layers": 3}
+ONE_FOR_BOTH |= {"tie_word_embeddings": False, "final_logit_softcapping": 30.0}
+
+
 def longt5(kind: str = "LongT5ForConditionalGeneration", **changes: Any) -> Any:
     """Return a LongT5 with a gate and a head of its own, of transient-global attention unless asked for another."""
     shape = LONGT5_SHAPE | changes
@@ -334,6 +352,12 @@ ENTRIES = (
         {"gemma3-images": gemma3_images, "gemma3-images-states": headless(gemma3_images)},
         GEMMA_DRAWN,
         alike=("gemma3-images", "gemma3-images-states"),
+    ),
+    Entry(
+        {"gemma4": gemma4, "gemma4-equal": lambda **changes: gemma4(**ONE_FOR_BOTH | changes)}
+        | {"gemma4-states": partial(gemma4, "Gemma4TextModel")},
+        LLAMA_DRAWN | {"global_head_dim": (4, 8, 12)},
+        alike=("gemma4-states",),
     ),
     Entry(
         {"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)}

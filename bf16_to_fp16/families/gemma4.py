@@ -1,0 +1,113 @@
+"""Gemma 4's text model: Gemma 3's norms on both sides of every sublayer, with these differences.
+
+Gains are stored as they are, so every norm can move. Values of each head have a norm too, without gains: it takes out
+the stream's factor, since it has the config's eps, and bounds values by √head_dim. Scores are not multiplied by any
+number. Layers that see everything have heads of another size; with ``attention_k_eq_v`` their keys and values are two
+norms' outputs of one linear. Behind every layer a number of the file, ``layer_scalar``, multiplies the stream and so
+passes its factor on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..errors import UserError
+from . import gemma, llama
+from .parts import PLAIN, Style, attention, feed_forward, states
+from .signals import Tensor
+from .types import OfLayers, Part, SameAs
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def sees_all(config: Mapping[str, object], i: int) -> bool:
+    """Return whether layer ``i`` sees every position: as the config says, and always the last one."""
+    kinds = config["layer_types"]
+    if kinds is None:
+        kinds = [FULL if (n + 1) % 6 == 0 else SLIDING for n in range(i + 1)]
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) <= i:
+        raise UserError("config.json: 'layer_types' has too few kinds; take it from the original checkpoint")
+    return kinds[i] == FULL or i + 1 == llama.number(config, "num_hidden_layers")
+
+
+def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    llama.check_window(config)
+    at, whole = f"layers.{i}", sees_all(config, i)
+    equal = whole and bool(config["attention_k_eq_v"])
+    style, kv_heads = PLAIN, "num_global_key_value_heads" if equal else "num_key_value_heads"
+    if whole:
+        kv_inner = "equal_inner" if equal else "global_kv_inner"
+        style = Style(inner="global_inner", kv_inner=kv_inner, head="global_head")
+    size = config["global_head_dim" if whole else "head_dim"]
+    wiring = llama.wired_attention(
+        config,
+        at,
+        post_norm=f"{at}.post_attention_layernorm",
+        value_norm=f"{at}.self_attn.v_norm",
+        norms_by_position=True,
+        scaled=False,
+        kv_heads=kv_heads,
+        **llama.head_norms(at),
+    )
+    if equal:
+        wiring = replace(wiring, value=wiring.key)
+    share = llama.shared_values({**config, "num_key_value_heads": config[kv_heads], "head_dim": size})
+    scalar = Tensor(f"{at}.layer_scalar", ("one",), (None,))
+    gated = llama.wired_feed_forward(
+        at, config["hidden_activation"], scalar=scalar.name, scaled=f"{at}:mul", **gemma.gate_norms(at)
+    )
+    last = feed_forward(gated)
+    return attention(wiring, style, share), replace(last, tensors=(*last.tensors, scalar))
+
+
+GEMMA4 = replace(
+    gemma.GEMMA3,
+    name="gemma4",
+    title="Gemma 4 (text)",
+    model_type="gemma4_text",
+    classes=llama.classes("Gemma4", bare="TextModel", labels=()),
+    sizes={
+        **gemma.GEMMA3.sizes,
+        "global_inner": ("num_attention_heads", "global_head_dim"),
+        "global_kv_inner": ("num_key_value_heads", "global_head_dim"),
+        "equal_inner": ("num_global_key_value_heads", "global_head_dim"),
+        "global_head": ("global_head_dim",),
+        "one": (1,),
+    },
+    defaults={key: value for key, value in gemma.GEMMA3.defaults.items() if key not in gemma.OTHERS[1:3]}
+    | {
+        "vocab_size": 262_144,
+        "num_hidden_layers": 30,
+        "attention_k_eq_v": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": None,
+        "global_head_dim": OfLayers("head_dim", 512),
+        "hidden_size_per_layer_input": 256,
+        "layer_types": None,
+        "num_global_key_value_heads": OfLayers("num_key_value_heads", SameAs("num_key_value_heads")),
+        "num_kv_shared_layers": 0,
+    },
+    encoder=llama.layers(block),
+    encoder_output=states("norm"),
+    **llama.heads(cap=gemma.CAP),
+    nullable=("final_logit_softcapping", "layer_types"),
+    alone=gemma.WITHOUT_BIASES
+    | {
+        "hidden_size_per_layer_input": (0, "per-layer inputs join its stream, and no bound on them is known here"),
+        "num_kv_shared_layers": (0, "layers that share keys and values have no bound here"),
+        "enable_moe_block": (False, "experts beside its feed-forward have no bound here"),
+    },
+    older_rotary={},
+    free_keys=(
+        "_heterogeneity_spec",  # sizes of heads by layer, which are compared with stock code's modules
+        "max_position_embeddings",
+        "moe_intermediate_size",
+        "num_experts",
+        "rope_parameters",
+        "sliding_window",
+        "top_k_experts",
+        "use_bidirectional_attention",
+        "use_double_wide_mlp",
+        "vocab_size_per_layer_input",
+    ),
+)
