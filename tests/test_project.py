@@ -66,7 +66,7 @@ def test_the_package_lists_its_names_before_they_are_imported() -> None:
 
 
 ANSWERED_AT_ONCE = [
-    (0, ("families --json -", "advise init 512", "finetune --keys", "convert --help", "recipe mt5")),
+    (0, ("families --json -", "advise init 512", "convert --help", "recipe mt5")),
     (2, ("convert org/name tests", "advise", "advise init nowhere/at/all", "advise updates nowhere/at/all")),
     (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
     (2, ("verify tests --original nowhere/at/all",)),

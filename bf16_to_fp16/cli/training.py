@@ -10,21 +10,8 @@ from . import shared
 from .shared import SAFE, UNSAFE
 
 
-def show_keys(context: click.Context, option: click.Parameter, wanted: bool) -> None:
-    if not wanted or context.resilient_parsing:
-        return
-    from ..finetuning.recipe import keys
-
-    for key, default, meaning in keys():
-        click.echo(f"{key}: {default}  # {meaning}" if meaning else f"{key}: {default}")
-    context.exit()
-
-
 @click.command("finetune")
 @click.argument("recipe", type=shared.FOLDER, metavar="RECIPE")
-@click.option(
-    "--keys", is_flag=True, is_eager=True, expose_value=False, callback=show_keys, help="List every key of a recipe."
-)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
 @shared.force
 @shared.json_file

@@ -26,6 +26,7 @@ from ..report.stored import read_origin, read_plan
 from ..rescaling.adapters import Scaled, scaled_adapter
 from ..rescaling.edits import edits_of
 from ..rescaling.plan import Plan, inverse
+from ..wording import counted
 from .undo import config_before
 
 
@@ -43,13 +44,13 @@ class ConvertedAdapter:
     def notes(self) -> tuple[str, ...]:
         finetuned = "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
         edited = "the conversion has edits, whose cost was measured without an adapter: compare the two sides with it"
+        tensors = self.tensors.values()
         lists = {
-            "in fp32, since their dtype would lose bits": [n for n, t in self.tensors.items() if t.widened],
-            "rounded, by a factor that is no power of two": [n for n, t in self.tensors.items() if not t.exact],
-            "over 65504, so not for fp16": [n for n, t in self.tensors.items() if t.overflows],
+            "in fp32, since their dtype would lose bits": sum(t.widened for t in tensors),
+            "rounded, by a factor that is no power of two": sum(not t.exact for t in tensors),
+            "over 65504, so not for fp16": sum(t.overflows for t in tensors),
         }
-        shown = {what: f"{names[0]} and {len(names) - 1} more" for what, names in lists.items() if names}
-        notes = (f"{what}: {said.removesuffix(' and 0 more')}" for what, said in shown.items())
+        notes = (f"{counted(number, 'tensor')} {what}" for what, number in lists.items() if number)
         return (*[finetuned] * self.finetuned, *[edited] * self.edited, *notes)
 
     def to_json(self) -> dict[str, Any]:

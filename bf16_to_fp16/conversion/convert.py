@@ -272,7 +272,7 @@ def convert_to_file(
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
         left = tokenizer is None and Path(source).is_file() and (folder / SPIECE_FILE).is_file()
-    notes = (*done.notes, *eps_notes(report, layout))
+    notes = (*done.notes, *eps_note(report, layout))
     notes += (f"the tokenizer inside {own_name(source)} is left out: {layout.naming.title} has no place for it",) * left
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
@@ -286,17 +286,10 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
         raise converted_already(file, "its metadata")
 
 
-def eps_notes(report: Report, layout: FileLayout) -> tuple[str, ...]:
+def eps_note(report: Report, layout: FileLayout) -> tuple[str, ...]:
     assert report.plan is not None  # of a conversion
-    eps, drift, close = report.plan.eps, report.plan.drift, report.fidelity
-    if layout.eps is None:
-        return () if eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
-    if drift is None or close is None or close.kl_bf16 is None:
-        return ()
-    return (
-        f"{layout.readers} have {layout.eps:g} for eps whatever the file says: that costs a relative squared error of"
-        f" {drift.measured_kl:.1e}, beside {close.kl_bf16:.1e} for the source in bf16",
-    )
+    eps = report.plan.eps
+    return () if layout.eps is not None or eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
 
 
 def write_report(work: Path, report: Report) -> Report:

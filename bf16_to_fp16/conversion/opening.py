@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from ..bounds.activations import check_bounded
 from ..checkpoint.contents import MODULES
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import REPORT, saved_again
-from ..checkpoint.side_modules import encoder_config
 from ..families.layout import Layout
 from ..measuring.agreement import agreed_layout
 from ..measuring.sentence_vectors import runs_behind
@@ -59,18 +57,4 @@ def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | Non
             else "sentence-transformers, which runs them, is missing"
         )
         progress.say(f"{checkpoint.name}: the proof ends at the encoder's last states, before its other modules; {ran}")
-    own = own_length(checkpoint.folder, layout.config)
-    if max_length is not None and own is not None and max_length < own:
-        progress.say(
-            f"the proof is for {counted(max_length, 'position')} at most, and {checkpoint.name} takes {own:,} by its"
-            " config; longer inputs are not covered"
-        )
     return layout
-
-
-def own_length(folder: Path, config: Mapping[str, object]) -> int | None:
-    configs = (config, *(part for part in config.values() if isinstance(part, Mapping)))
-    named = [part.get(key) for part in configs for key in ("max_position_embeddings", "n_positions")]
-    if (folder / MODULES).is_file():
-        named.append(encoder_config(folder)[1].get("max_seq_length"))
-    return max((n for n in named if isinstance(n, int) and not isinstance(n, bool) and n > 0), default=None)

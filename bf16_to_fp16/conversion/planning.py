@@ -60,7 +60,6 @@ from .opening import classified, opened_with_notes, say_where_saved_again
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
-FURTHEST_FOR_TRAINING = -6  # the least stream exponent at which the source's learning rates may still do
 MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
 """Bytes of loss tables kept for the next plan: five plans may be made with LayerNorm's fixed eps, else one or two."""
 
@@ -162,12 +161,6 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
 def price_of_moving(decided: Decided) -> Iterator[str]:
     planned, exponents = decided.planned, stream_exponents(decided.layout, decided.plan)
-    least = min(exponents.values())
-    if decided.target in SQUARING and least < FURTHEST_FOR_TRAINING:
-        yield (
-            f"for use {WHERE[decided.target]} the stream is multiplied by 2^{least}: train it with make_fp16_safe and"
-            f" follow, or AdamW at 2^{least} of the source's learning rate; the default, for PyTorch, moves less"
-        )
     for stream, room in ({} if planned is None else planned.for_proof).items():
         if decided.observed is not None and decided.target not in SQUARING:
             name = "the stream" if len(exponents) == 1 else stream

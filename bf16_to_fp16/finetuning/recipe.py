@@ -320,15 +320,6 @@ def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[
             yield from _key_paths(field.annotation, (*above, name))
 
 
-def keys() -> Iterator[tuple[str, str, str]]:
-    for place in _key_paths(Recipe):
-        field = _field(place)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            continue
-        default = "(needed)" if field.is_required() else json.dumps(field.default, ensure_ascii=False)
-        yield ".".join(place), default, field.description or ""
-
-
 def _field(place: Sequence[str]) -> Any:
     model: Any = Recipe
     for part in place[:-1]:

@@ -48,7 +48,7 @@ def build(
     layout, planned, written = decided.layout, decided.planned, rewritten.written
     plan, certificate, regimes, attack = measured.plan, measured.certificate, measured.regimes, measured.attack
     counts, source = weight_counts(layout, plan, written), source_of(checkpoint, layout, plan, rewritten)
-    over, close = judged(planned, measured, counts, source, max_kl)
+    over = judged(planned, measured, counts, source, max_kl)
     broken = remedies.overflowing(attack) if attack is not None else []
     more: dict[str, Any] = {"inexact": list(measured.edits)} if measured.edits else {}
     if (soft := measured.soft) is not None:
@@ -81,7 +81,6 @@ def build(
         for_proof={} if planned is None or decided.observed is None else dict(planned.for_proof),
         signals=decided.signals,
         unsafe=[*over, *remedies.unsafe_sites(regimes, layout.family.name, converted=True), *broken],
-        close=close,
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
         **more,

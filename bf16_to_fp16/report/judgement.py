@@ -32,18 +32,18 @@ def judged(
     weights: schema.WeightsEntry,
     source: schema.Source,
     max_kl: float | None,
-) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
-    """Return what makes a conversion unsafe besides values that broke, and the limits that are held by less than the
-    margin. max_kl: the accepted distance from the source, with which edits may cost more."""
+) -> list[schema.UnsafeEntry]:
+    """Return what makes a conversion unsafe besides values that broke. max_kl: the accepted distance from the source,
+    with which edits may cost more."""
     plan, edits, proven, ran = measured.plan, measured.edits, measured.certificate.holds, bool(measured.regimes)
-    over, close = passed_limits(planned, measured.regimes, plan, measured.certificate)
+    over = passed_limits(planned, measured.regimes, plan, measured.certificate)
     if measured.fidelity is not None:
         exact, cost = is_exact(plan, weights, source, edits), cost_of(edits)
-        how: dict[str, Any] = {"max_kl": max_kl, "edits": cost, "proven": proven, "eps_held": plan.eps_held}
+        how: dict[str, Any] = {"max_kl": max_kl, "edits": cost, "proven": proven}
         over += too_inexact(measured.fidelity, exact=exact, ran=ran, **how)
     if max_kl is None:
         over += other_outputs(measured.outputs, drifts=bool(plan.drift or edits), ran=ran)
-    return over + harmed(measured.soft.found if measured.soft is not None else (), max_kl), close
+    return over + harmed(measured.soft.found if measured.soft is not None else (), max_kl)
 
 
 def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.UnsafeEntry]:
@@ -73,19 +73,19 @@ def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[s
 
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
-) -> tuple[list[schema.UnsafeEntry], list[schema.UnsafeEntry]]:
-    """Return the limits that the plan could not hold: those passed, and those held by less than the margin. Without
-    regimes the certificate decides which."""
-    over: list[schema.UnsafeEntry] = []
-    close: list[schema.UnsafeEntry] = []
-    for each in planned.violations if planned else ():
-        how: dict[str, Any] = {"remedy": remedies.PENALTY, "reason": remedies.PASSED}
-        entry = schema.UnsafeEntry(signal=each.signal, kind="limit", excess_bits=each.excess_bits, **how)
-        if entry.excess_bits > (plan.margin_bits or 0.0) if regimes else not certificate.holds:
-            over.append(entry)
-        else:
-            close.append(entry.model_copy(update={"reason": remedies.THIN}))
-    return over, close
+) -> list[schema.UnsafeEntry]:
+    """Return the limits that the plan could not hold; without regimes the certificate decides."""
+    return [
+        schema.UnsafeEntry(
+            signal=each.signal,
+            kind="limit",
+            excess_bits=each.excess_bits,
+            remedy=remedies.PENALTY,
+            reason=remedies.PASSED,
+        )
+        for each in (planned.violations if planned else ())
+        if (each.excess_bits > (plan.margin_bits or 0.0) if regimes else not certificate.holds)
+    ]
 
 
 def conclude(
@@ -146,7 +146,6 @@ def too_inexact(
     max_kl: float | None = None,
     edits: float = 0.0,
     proven: bool = False,
-    eps_held: bool = False,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the source than bf16 and ``max_kl``, or if an ``exact`` plan's output
     differs in fp32. Where the output is ``proven``, its ``edits`` may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
@@ -160,9 +159,7 @@ def too_inexact(
         return []
     if edited and proven and fp16 <= bf16 * MOST_FOR_A_PROOF:
         return []
-    drifted = eps_held and not edited and (fidelity.kl_fp32 or 0.0) > fp16 / 2
-    how: dict[str, Any] = {"finite": math.isfinite(fp16), "ran": ran, "edited": edited, "drifted": drifted}
-    return [remedies.inexact(bits_between(fp16, most), **how)]
+    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edited)]
 
 
 def bits_between(error: float, other: float) -> float:
@@ -173,6 +170,5 @@ def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
     if not traits(kind).movable:
         return remedies.UNMOVED, remedies.PENALTY
     if fallback is not None and not fallback.impossible:
-        cost = f"predicted squared error {fallback.cost_certified:.1e} instead of {fallback.cost_observed:.1e}"
-        return f"{remedies.TOO_COSTLY} ({cost})", remedies.OBSERVED
+        return remedies.TOO_COSTLY, remedies.OBSERVED
     return remedies.OVER_AT_EVERY_EXPONENT, remedies.PENALTY

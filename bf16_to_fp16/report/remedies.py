@@ -39,7 +39,6 @@ SHRINK_BY_LESS = "a smaller --margin shrinks less and can be enough, and --max-k
 NOT_FINITE = "the output is inf or NaN, since something inside overflows"
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
 PASSED = "no exponent brings it under its limit with the margin"
-THIN = "it is under its limit by less than the margin, and no exact exponent lowers it"
 OVER = "its bound is over the limit with these weights"
 SQUARES_UNSEEN = "no value overflows; only an audit in half tells whether the squares of a small token vanish"
 UNMOVED = "no exact exponent moves it, and no edit was made that lowers it enough"
@@ -78,8 +77,6 @@ INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrink
 EDITED = "fp16 is further from the fp32 source than bf16: the edits cost too much"
 ACCEPT = f"{FINETUNE}, or accept it with --max-kl"
 IN_PYTORCH = "use it in PyTorch, where it is safe, or keep norms in fp32 in the other runtime"
-DRIFTED = "fp16 is further from the fp32 source than bf16: the eps that is held weighs too much in a stream so small"
-SHRINK_LESS = f"give --target half, which shrinks the stream least, or {FINETUNE}"
 
 
 def inexact(
@@ -89,13 +86,11 @@ def inexact(
     exact: bool = False,
     ran: bool = True,
     edited: bool = False,
-    drifted: bool = False,
 ) -> UnsafeEntry:
     """Return the entry for an output less accurate than bf16's or, with an ``exact`` plan, than fp32's noise. ran: the
-    plan is from observations. edited, drifted: edits, or a held eps, are the reason."""
+    plan is from observations. edited: edits are the reason."""
     why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
     why, remedy = (EDITED, ACCEPT) if edited and finite else (why, remedy)
-    why, remedy = (DRIFTED, SHRINK_LESS) if drifted and finite else (why, remedy)
     why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
 

@@ -321,7 +321,6 @@ class Report(Versioned):
     )
     signals: list[SignalEntry] = []
     unsafe: list[UnsafeEntry] = []
-    close: list[UnsafeEntry] = []
     next: str = ""
     finetune: FinetuneEntry | None = None
     command: str | None = None

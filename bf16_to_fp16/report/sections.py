@@ -62,7 +62,6 @@ def unsafe_tables(report: Report) -> list[Table]:
     in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
     signal, bits = names("signal", "signal"), numbers("bits over", "excess_bits", _over2)
     most = numbers("reached", lambda entry: in_fp32.get(entry.signal), reached)
-    short = numbers("bits of the margin missing", "excess_bits", _over2)
     columns = (
         names("site", "signal"),
         Column("regimes", "regimes", ", ".join),
@@ -74,9 +73,6 @@ def unsafe_tables(report: Report) -> list[Table]:
         Table(columns, broken[:MOST_UNSAFE], f"What broke{of}, in order; later ones often only pass it on"),
         Table((signal, most, bits), kinds["found"], "What the search drove past its limit"),
         Table((signal, bits), kinds["limit"], "No exponent brings these under their limit with the margin"),
-        Table(
-            (signal, short), report.close, "Under their limit by less than the margin; no exact exponent lowers them"
-        ),
     )
     return [table for table in tables if table.rows]
 
@@ -103,32 +99,15 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
     for key, sides in report.source.config_changes.items():
         why = ", for transformers 4" if "before" not in sides and family and is_older_key(family, key) else ""
         rows.append((f"{whose}: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}{why}"))
-    if (plan.eps is None or plan.eps_held) and any(plan.residual_exponents):
-        where = "held for a reader that has its own" if plan.eps_held else "fixed in stock code"
-        rows.append(("norm eps", f"{where}, so it drifts (below)"))
     if plan.untied_head:
         rows.append(("head", "separated from the embedding, which could not carry its exponents"))
     rows += facts.function_rows(report, MOST_EDITS)
-    if plan.gain_correction:
-        n = len(plan.gain_correction)
-        rows.append(("gain correction", f"{n} norm weights, against the mean of the eps drift"))
     if (drift := plan.drift) is not None:
-        rows.append((f"drift of {plan.drifts_by}, relative change of norm outputs", scientific(drift.relative_error)))
-        drifting = f"drift of {plan.drifts_by}" + (", edits included" if report.inexact or plan.centred_keys else "")
-        for what, predicted, measured in (
-            ("KL" if report.fidelity is None else report.fidelity.title, drift.predicted_kl, drift.measured_kl),
-            ("largest logit error", drift.predicted_max_logit_error, drift.measured_max_logit_error),
-        ):
-            parts = [
-                f"{word} {scientific(v)}"
-                for word, v in (("predicted", predicted), ("measured", measured))
-                if v is not None
-            ]
-            if parts:
-                rows.append((f"{drifting}, {what}", ", ".join(parts)))
-    if plan.margin_bits is not None:
-        kept = "what was observed" if report.regimes else "bounds"
-        rows.append((f"margin kept between {kept} and limits", f"{plan.margin_bits:g} bits"))
+        what = "KL" if report.fidelity is None else report.fidelity.title
+        costs = (("predicted", drift.predicted_kl), ("measured", drift.measured_kl))
+        said = ", ".join(f"{word} {scientific(value)}" for word, value in costs if value is not None)
+        besides = ", edits included" if report.inexact or plan.centred_keys else ""
+        rows.append((f"drift of {plan.drifts_by}{besides}, {what}", said or scientific(drift.relative_error)))
     return rows
 
 

@@ -180,8 +180,7 @@ class Costs(NormDrift):
         price = self.proof_worth * len(signal.seen)
         if proven <= free + price:
             return Solution(proven, free, float(held[:, CHANNEL_RANGE].sum()), self.restrained(held))
-        impossible = proven - free > EXCESS * 2.0**-10
-        given_up = Fallback(signal.name, proven, free, impossible)
+        given_up = Fallback(signal.name, impossible=proven - free > EXCESS * 2.0**-10)
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:

@@ -102,12 +102,10 @@ class Violation:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A signal that is not held for every input, with the predicted errors. ``impossible``: no exponent holds it.
-    ``exponent``: the stream's that would."""
+    """A signal that is not held for every input. ``impossible``: no exponent holds it. ``exponent``: the stream's that
+    would."""
 
     signal: str
-    cost_certified: float
-    cost_observed: float
     impossible: bool
     exponent: int | None = None
 

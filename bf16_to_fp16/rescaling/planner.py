@@ -205,9 +205,7 @@ class PlanSearch(Costs):
 
     def residual_fallback(self, r: int) -> Fallback:
         held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
-        if not held:
-            return Fallback(self.stream, math.inf, self.residual_cost(r), True)
-        return Fallback(self.stream, self.residual_cost(max(held)), self.residual_cost(r), False, max(held))
+        return Fallback(self.stream, impossible=not held, exponent=max(held, default=None))
 
     def candidates(self) -> list[int]:
         tops = []

@@ -70,7 +70,6 @@ def test_wans_own_class_loads_every_key_and_computes_the_source_in_fp16(files: A
     assert (wide - wanted).square().mean() / scale < 1e-5
     assert torch.isfinite(half).all() and (half - wanted).square().mean() / scale < 1e-4
     assert result.safe and result.report["target"] == "half"
-    assert any("that costs a relative squared error of" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("layout", ["wan", "single"])
@@ -129,7 +128,7 @@ def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path
     out = tmp_path / "out.safetensors"
     assert main(["convert", str(sources["umt5"]), str(out), "--layout", "wan", "--no-audit"]) in (0, 1)
     said = capsys.readouterr().out
-    assert "Wan's tools have 1e-06 for eps whatever the file says: that costs" in said and f"written: {out}" in said
+    assert f"written: {out}" in said
     assert main(["undo", str(out), str(tmp_path / "back.safetensors"), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"] == "the source's weights, all of them bit for bit"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back.safetensors", "out.safetensors"]

@@ -21,7 +21,7 @@ from bf16_to_fp16.conversion.convert import next_of
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.measuring.stock import load
-from bf16_to_fp16.report.remedies import DRIFTED, LET_EPS_GO, SHRINK_LESS
+from bf16_to_fp16.report.remedies import INEXACT, LET_EPS_GO, TOO_FEW_BITS
 from bf16_to_fp16.report.schema import Report, read
 
 SHAPE = {
@@ -78,7 +78,7 @@ def test_a_target_that_costs_more_than_bf16_is_never_safe(tmp_path: Path) -> Non
     close = result.report["fidelity"]
     assert close["kl_fp16"] > close["kl_bf16"] and not result.safe
     entry, *_ = [entry for entry in result.report["unsafe"] if entry["kind"] == "inexact"]
-    assert entry["reason"] == DRIFTED and entry["remedy"] == SHRINK_LESS
+    assert entry["reason"] == TOO_FEW_BITS and entry["remedy"] == INEXACT
 
 
 def test_a_config_with_another_eps_than_the_tool_is_planned_for_the_tool_and_comes_back(tmp_path: Path) -> None:

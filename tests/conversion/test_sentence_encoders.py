@@ -168,16 +168,6 @@ def test_another_spelling_of_a_folder_is_the_same_folder(tmp_path: Path, spellin
     assert (tmp_path / "out" / "2_Dense").is_dir() and "2_Dense.linear" in behind(result.report)
 
 
-def test_a_proof_for_less_than_the_config_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = sentence_encoder(tmp_path / "source", drawn(7), normalised=False)
-    (source / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 300, "do_lower_case": False}))
-    for run in (certify, lambda source, **options: convert(source, tmp_path / "out", run_model=False, **options)):
-        run(source, max_length=4, progress=Progress())
-        assert "the proof is for 4 positions at most, and source takes 300 by its config" in capsys.readouterr().err
-    certify(source, max_length=300, progress=Progress())
-    assert "by its config" not in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [

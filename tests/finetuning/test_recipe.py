@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.recipe import Data, Penalty, Recipe, Schedule, keys, parse_recipe, read_recipe
+from bf16_to_fp16.finetuning.recipe import Data, Penalty, Recipe, Schedule, parse_recipe, read_recipe
 
 FIVE_LINES = """\
 source: org/model
@@ -151,23 +151,6 @@ def test_a_short_run_has_a_short_default_warmup() -> None:
     assert Schedule(steps=1000).warmup_steps == 50
     assert Schedule(steps=30).warmup_steps == 3
     assert Schedule(steps=1).warmup_steps == 1
-
-
-def test_the_list_of_keys_has_every_key_with_its_default() -> None:
-    listed = {key: default for key, default, _ in keys()}
-    recipe = parse_recipe({"source": "s", "out": "o", "data": {"path": "p"}})
-
-    def flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in tree.items():
-            found |= flat(value, f"{above}{key}.") if isinstance(value, dict) and value else {above + key: value}
-        return found
-
-    settings = flat(recipe.describe())
-    assert set(listed) == set(settings)
-    needed = {"source", "out", "data.path"}
-    assert {key for key, default in listed.items() if default == "(needed)"} == needed
-    assert all(json.loads(listed[key]) == value for key, value in settings.items() if key not in needed)
 
 
 def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> None:

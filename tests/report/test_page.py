@@ -92,9 +92,6 @@ def test_an_unsafe_report_names_site_regime_and_remedy_and_one_with_a_thin_margi
     assert "What is unsafe" in page.text
     assert page.text.count(fakes.COMMAND) == 1 and f"<code>{fakes.COMMAND}</code>" in render(report)
     assert "No exponent brings these under their limit" in page.text
-    text = text_of(fakes.conversion() | {"close": [fakes.LIMIT | {"excess_bits": 0.4}]})
-    assert "What is close to its limit" in text and "What is unsafe" not in text
-    assert "Under their limit by less than the margin" in text and "No exponent brings" not in text
 
 
 def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
@@ -118,7 +115,7 @@ def test_drift_and_corrections_are_shown_where_there_are_some() -> None:
     drift |= {"measured_kl": 2.5e-7, "measured_max_logit_error": None}
     report["plan"] |= {"drift": drift, "eps": None, "gain_correction": {"a.weight": 1.01}, "untied_head": True}
     text = text_of(report)
-    assert "predicted 2.00×10⁻⁷, measured 2.50×10⁻⁷" in text and "1 norm weights" in text
+    assert "predicted 2.00×10⁻⁷, measured 2.50×10⁻⁷" in text
     assert "separated from the embedding" in text and "changes in fp32 is measured below" in text
 
 
@@ -338,7 +335,6 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.12 bits)", "60,000"]
     assert "worst found" not in page.text and "Nothing was run" in page.text
     assert "Nothing was run" not in Page(render(certified())).text
-    assert "margin kept between bounds and limits" in page.text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
     passed = f"bounds pass the limit at {len(unsafe['uncertified'])} sites"
     assert verdict_sentence(unsafe) == f"Unsafe in fp16: {passed}."

@@ -90,7 +90,7 @@ def test_what_no_rescaling_moves_is_told_from_what_it_does(source: Path) -> None
 def test_a_site_of_a_stream_is_told_what_became_of_that_stream() -> None:
     layout, certificate = contract.certified(tiny.build("mbart"))
     _, decoder = layout.streams
-    given_up = Planned(Plan(family="mbart"), (), 1.0, (Fallback(decoder, 2.0, 1.0, False, -3),))
+    given_up = Planned(Plan(family="mbart"), (), 1.0, (Fallback(decoder, False, -3),))
     reasons = {row.name: row.reason for row in uncertified_sites(layout, certificate, given_up)}
     unproven = {site.name for site in certificate.sites if site.kind == "residual"} & reasons.keys()
     told = {name for name in unproven if "holding it for every input" in reasons[name]}

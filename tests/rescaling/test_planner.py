@@ -364,7 +364,6 @@ def test_a_bound_that_no_exponent_holds_or_that_is_too_dear_is_given_up_by_name(
     huge = make_plan(layout, weights, ranges, bounds=reachable(2.0**60, dict(ranges)))
     given_up = {f.signal: f for f in huge.fallbacks}
     assert RESIDUAL in given_up and any(name.endswith(".neuron") for name in given_up)
-    assert all(f.cost_certified > f.cost_observed for f in huge.fallbacks)
     assert huge.plan.exponents == free.plan.exponents
     assert huge.plan.residual_exponent == free.plan.residual_exponent
     assert not huge.violations
