@@ -49,7 +49,7 @@ published: install
 gpu:
 	set -e; python="$(if $(filter-out file,$(origin PYTHON)),$(PYTHON),$(if $(wildcard $(BIN)/python),$(BIN)/python,python3))"; \
 	device=$(or $(DEVICE),cuda); \
-	$$python benchmarks/gpu.py --device $$device --out gpu.json; \
+	$$python benchmarks/gpu.py --device $$device; \
 	$$python benchmarks/optimizer.py --device $$device; \
 	$$python benchmarks/penalty.py --device $$device
 

@@ -101,12 +101,10 @@ def compare_saturated(asked: argparse.Namespace, work: Path) -> None:
 
 
 @dataclass
-class Saturation:
+class Saturation(saturated.Scaling):
     """Multiplies parts of a model: its layout, what its modules reach on random ids, and the choices that a seed gives.
     Each method takes a sublayer that none has taken, and says what it was; IndexError where there is none."""
 
-    model: Any
-    layout: Layout
     ranges: dict[str, ModuleRange]
     rng: random.Random
     done: set[str] = field(default_factory=set)
@@ -126,23 +124,14 @@ class Saturation:
         number = count if self.rng.random() < 0.15 else self.rng.randint(1, max(1, count // 4))
         return torch.tensor(sorted(self.rng.sample(range(count), number)))
 
-    def multiply(self, path: str, rows: Any, factors: Tensor) -> None:
-        """Multiply rows of a linear's weight, and its bias where it has one."""
-        module: Any = self.model.get_submodule(path)
-        module.weight[rows] *= factors.view(-1, 1)
-        if getattr(module, "bias", None) is not None:
-            module.bias[rows] *= factors
-
-    def neurons(self, gated: bool) -> str:
-        """Multiply what the activation reads, and mostly divide what reads it, by all of that or by less."""
+    def feed_forward(self, gated: bool) -> str:
+        """Mostly divide what reads the activation by all that it is multiplied by, or by less."""
         known = [w for w in self.layout.feed_forwards if w.linear in self.ranges]  # no token may take an expert
         w = self.chosen([w for w in known if (w.gate if gated else not w.gate and w.activation != "relu")])
-        read = w.gate or w.linear
         rows = self.some(self.layout.tensors[f"{w.output}.weight"].shape[1])
-        factors = self.factors(self.ranges[read].output.amax[rows])
-        self.multiply(read, rows, factors)
-        if self.rng.random() < 0.8:
-            self.model.get_submodule(w.output).weight[:, rows] /= factors * 2.0 ** self.rng.choice((0, 0, 0, -2))
+        factors = self.factors(self.ranges[w.gate or w.linear].output.amax[rows])
+        share = 2.0 ** self.rng.choice((0, 0, 0, -2)) if self.rng.random() < 0.8 else 1 / factors
+        self.neurons(w, rows, factors, factors * share)
         return f"{'gate' if gated else 'plain'} {w.activation}"
 
     def scores(self) -> str:
@@ -155,16 +144,9 @@ class Saturation:
             for norm, part in ((w.query_norm, share), (w.key_norm, 1 - share)):
                 self.gain(norm, 2.0 ** (factor.log2() * part).round())
             return "gains of queries and keys"
-        size = self.layout.head_size(w)
         for head in self.some(self.layout.heads(w)).tolist():
-            self.multiply(w.query, slice(head * size, (head + 1) * size), factor)
+            self.rows(w.query, self.head(w, head), factor)
         return "scores" + (" under a cap" if self.layout.cap(w) is not None else "")
-
-    def gain(self, norm: str, factor: Tensor) -> None:
-        offset, module = self.layout.tensors[f"{norm}.weight"].offset, self.model.get_submodule(norm)
-        for each in (module.weight, getattr(module, "bias", None)):
-            if each is not None:
-                each.copy_((each + offset) * factor - offset)
 
     def keys(self) -> str:
         w = self.chosen(key_biases(self.layout))
@@ -181,16 +163,16 @@ class Saturation:
         linear = self.rng.choice(head.linears)
         reached = self.ranges[linear.at].output.amax
         rows = self.some(len(reached))
-        self.multiply(linear.at, rows, self.factors(reached[rows].amax()))
+        self.rows(linear.at, rows, self.factors(reached[rows].amax()))
         return "logits" if linear is last else "dense of a classifier"
 
     def routing(self) -> str:
         w = self.chosen([w for w in self.layout.topology if isinstance(w, Experts)])
-        self.multiply(w.classifier, slice(None), self.factors(self.ranges[w.classifier].output.amax.amax()))
+        self.rows(w.classifier, slice(None), self.factors(self.ranges[w.classifier].output.amax.amax()))
         return "router"
 
     def possible(self) -> list[Callable[[], str]]:
-        layout, gates, neurons = self.layout, partial(self.neurons, True), partial(self.neurons, False)
+        layout, gates, neurons = self.layout, partial(self.feed_forward, True), partial(self.feed_forward, False)
         gated = any(w.gate for w in layout.feed_forwards)
         plain = any(not w.gate and w.activation != "relu" for w in layout.feed_forwards)
         routed = any(isinstance(w, Experts) for w in layout.topology)

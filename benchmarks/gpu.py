@@ -1,7 +1,7 @@
 """Everything that only a GPU can show, on one card of 80 GB or more, in less than nine minutes, without a network.
 
     make gpu                                                     # or, the same:
-    python benchmarks/gpu.py --device cuda --out gpu.json
+    python benchmarks/gpu.py --device cuda
     python benchmarks/gpu.py --device cuda --only audit attack   # some parts
     python benchmarks/gpu.py --device cpu                        # what a CPU can run of it, at tiny shapes
 
@@ -14,8 +14,6 @@ shapes against what the certificate assumes of them. audit: converted checkpoint
 whose norms read what gradient ascent found, on fp16 kernels with split sums allowed and not, against every bound.
 attack: the search for the worst inputs. half: `.half()` beside what stock code loads in fp16, at the XXL encoder's
 shape. `make gpu` then runs optimizer.py and penalty.py on the card, and the tests marked `gpu` launch the finetune.
-
-``--out`` is a JSON object, written anew after each part.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,24 +88,19 @@ TINY = Sizes(1, ((4, 600, 8),), ("tiny",), 1, ((4, 3), 2, 2), (1, 3), 1, TINY_EN
 
 
 @dataclass
-class Part:
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    seconds: float = 0.0
-    failed: str | None = None
-
-    def add(self, what: str, value: float | str, unit: str = "", target: str | None = None) -> None:
-        self.rows.append({"what": what, "value": value, "unit": unit, "target": target})
-
-
-@dataclass
 class Session:
-    """The device, the sizes, a folder for files, and every value beyond its bound."""
+    """The device, the sizes, a folder for files, the part that runs, and every value beyond its bound."""
 
     device: torch.device
     sizes: Sizes
     folder: Path
+    part: str = ""
     violations: list[str] = field(default_factory=list)
     converted: dict[str, Path] = field(default_factory=dict)
+
+    def row(self, what: str, value: float | str, unit: str = "", target: str = "") -> None:
+        shown = value if isinstance(value, (str, int)) else f"{value:.4g}"
+        print_row(self.part, what, f"{shown} {unit}".strip(), target)
 
     @property
     def on_cuda(self) -> bool:
@@ -143,7 +136,7 @@ def split_sums(allowed: bool) -> Iterator[None]:
         backend.allow_fp16_reduced_precision_reduction = before
 
 
-def run_finetune(session: Session, part: Part) -> None:
+def run_finetune(session: Session) -> None:
     out = session.folder / "hard-fp16"
     data = demo_data(HARD.name)
     changes: dict[str, Any] = {"source": str(HARD), "out": str(out), "device": str(session.device)}
@@ -156,22 +149,22 @@ def run_finetune(session: Session, part: Part) -> None:
     logged = map(json.loads, out.with_name(f"{out.name}.run").joinpath("log.jsonl").read_text().splitlines())
     rows, report = [row for row in logged if "loss" in row], result.report["finetune"]
     narrow = [row for row in rows if row["precision"] == "fp16"]
-    part.add("steps", len(rows))
-    part.add("of which under fp16 autocast", len(narrow))
-    part.add("skipped", rows[-1]["skipped"])
+    session.row("steps", len(rows))
+    session.row("of which under fp16 autocast", len(narrow))
+    session.row("skipped", rows[-1]["skipped"])
     if narrow:
-        part.add("loss scale at the end", narrow[-1]["loss_scale"])
+        session.row("loss scale at the end", narrow[-1]["loss_scale"])
     before, *_, after = report["evaluations"]
-    part.add("held-out loss before", before["held_out_loss"], "nats")
-    part.add("held-out loss after", after["held_out_loss"], "nats", "at most 1.01 times before")
+    session.row("held-out loss before", before["held_out_loss"], "nats")
+    session.row("held-out loss after", after["held_out_loss"], "nats", "at most 1.01 times before")
     for name, regime in result.report["regimes"].items():
-        part.add(f"headroom of what was written, {name}", regime["headroom_bits"], "bits", "above 0")
-    part.add("device of the training", ", ".join(report["devices"]))
+        session.row(f"headroom of what was written, {name}", regime["headroom_bits"], "bits", "above 0")
+    session.row("device of the training", ", ".join(report["devices"]))
     if session.on_cuda:
         session.converted["t5-hard-bytes, finetuned"] = out
 
 
-def run_kernels(session: Session, part: Part) -> None:
+def run_kernels(session: Session) -> None:
     """The error of fp16 products beside what the certificate allows one of them."""
     generator = torch.Generator().manual_seed(0)
     for way, arithmetic in session.ways():
@@ -194,12 +187,12 @@ def run_kernels(session: Session, part: Part) -> None:
                         f"kernels, {way}: a product of {rows} × {inner} and {inner} × {columns} is off by {share:.3f}"
                         " times what is allowed"
                     )
-        part.add(f"{way}: largest error of a product", worst, "of what is allowed", "at most 1")
+        session.row(f"{way}: largest error of a product", worst, "of what is allowed", "at most 1")
         if arithmetic.splits:
-            part.add("elements that split-K changes", differing)
+            session.row("elements that split-K changes", differing)
 
 
-def compare(session: Session, part: Part, where: str, certificate: Certificate, seen: Mapping[str, float]) -> None:
+def compare(session: Session, where: str, certificate: Certificate, seen: Mapping[str, float]) -> None:
     """Compare the largest value at every site that has a bound with it."""
     shares = []
     for name, amax in seen.items():
@@ -208,11 +201,11 @@ def compare(session: Session, part: Part, where: str, certificate: Certificate, 
             shares.append(amax / limit if limit > 0 else float(amax > 0))
             if not amax <= limit:
                 session.violations.append(f"{where}: {name} reached {amax!r} past its bound of {limit!r}")
-    part.add(f"{where}: largest value of {len(shares)} sites", max(shares), "of its bound", "at most 1")
-    part.add(f"{where}: median", statistics.median(shares), "of its bound")
+    session.row(f"{where}: largest value of {len(shares)} sites", max(shares), "of its bound", "at most 1")
+    session.row(f"{where}: median", statistics.median(shares), "of its bound")
 
 
-def run_audit(session: Session, part: Part) -> None:
+def run_audit(session: Session) -> None:
     for name in session.sizes.demos:
         session.demo(name)
     for name, folder in session.converted.items():
@@ -225,16 +218,16 @@ def run_audit(session: Session, part: Part) -> None:
             for regime, result in results.items():
                 where = f"{name}, {regime}, {way}"
                 limited = {site.name: site.amax for site in result.sites if site.limit is not None}  # those in fp16
-                compare(session, part, where, certificate, limited)
-                if not result.safe:
-                    part.add(f"{where}: verdict", "unsafe", "", "safe")
+                compare(session, where, certificate, limited)
+                if result.broken:
+                    session.row(f"{where}: verdict", "unsafe", "", "safe")
     tally, models = Tally(), session.sizes.models
     for seed in range(models):
         adverse(session, seed, tally)
     session.violations += tally.violations
     for way, count in tally.values.items():
         most = max(share for (each, _), share in tally.largest.items() if each == way)
-        part.add(f"{models} random models, {way}: largest value", most, f"of its bound, {count} sites", "1")
+        session.row(f"{models} random models, {way}: largest value", most, f"of its bound, {count} sites", "1")
 
 
 def adverse(session: Session, seed: int, tally: Tally) -> None:
@@ -252,7 +245,7 @@ def adverse(session: Session, seed: int, tally: Tally) -> None:
             tally.compare(f"{attention}, {way}", f"seed {seed} {kind}", certificate, watch(half, run, attention), FREE)
 
 
-def run_attack(session: Session, part: Part) -> None:
+def run_attack(session: Session) -> None:
     name, (steps, length) = session.sizes.demos[0], session.sizes.attack
     checkpoint = open_checkpoint(session.demo(name))
     layout = resolve(checkpoint)
@@ -261,13 +254,13 @@ def run_attack(session: Session, part: Part) -> None:
     begin = time.perf_counter()
     sites = None if session.on_cuda else ["encoder.block.0.layer.1.DenseReluDense.wo"]
     found = attack(model, layout, steps=steps, length=length, sites=sites)
-    part.add(f"{name}: {steps} steps", time.perf_counter() - begin, "s")
-    compare(session, part, f"{name}, worst found", certificate, {site.name: site.worst for site in found.sites})
-    part.add(f"{name}: headroom at the worst", found.worst_headroom_bits, "bits", "above 0")
+    session.row(f"{name}: {steps} steps", time.perf_counter() - begin, "s")
+    compare(session, f"{name}, worst found", certificate, {site.name: site.worst for site in found.sites})
+    session.row(f"{name}: headroom at the worst", found.worst_headroom_bits, "bits", "above 0")
 
 
 @torch.no_grad()
-def run_half(session: Session, part: Part) -> None:
+def run_half(session: Session) -> None:
     """`.half()` beside what stock code loads in fp16, and beside bf16: seconds and memory of one forward."""
     shape, device = session.sizes.encoder, session.device.type
     for name, dtype in (("half", torch.float16), ("stock fp16", torch.float16), ("bf16", torch.bfloat16)):
@@ -285,7 +278,7 @@ def run_half(session: Session, part: Part) -> None:
                 if path.rpartition(".")[2] in (model._keep_in_fp32_modules or ()):
                     module.float()
         held = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values()) / 1e9
-        part.add(f"{name}: weights", held, "GB")
+        session.row(f"{name}: weights", held, "GB")
         for rows, tokens in session.sizes.batches:
             ids = torch.randint(1, shape.values["vocab_size"], (rows, tokens), device=session.device)
 
@@ -293,9 +286,9 @@ def run_half(session: Session, part: Part) -> None:
                 model(input_ids=ids)
 
             _, *taken = (seconds(encode, device) for _ in range(session.sizes.rounds + 1))
-            part.add(f"{name}: {rows} × {tokens} tokens", 1e3 * statistics.median(taken), "ms")
+            session.row(f"{name}: {rows} × {tokens} tokens", 1e3 * statistics.median(taken), "ms")
             peak = held + transient_megabytes(encode, device) / 1e3
-            part.add(f"{name}: {rows} × {tokens}, peak memory", peak, "GB")
+            session.row(f"{name}: {rows} × {tokens}, peak memory", peak, "GB")
         del model, encode
         if session.on_cuda:
             torch.cuda.empty_cache()
@@ -304,29 +297,24 @@ def run_half(session: Session, part: Part) -> None:
 PARTS = {"finetune": run_finetune, "kernels": run_kernels, "audit": run_audit, "attack": run_attack, "half": run_half}
 
 
-def run_part(session: Session, name: str) -> Part:
-    part, begin = Part(), time.perf_counter()
+def run_part(session: Session, name: str) -> bool:
+    session.part, begin, failed = name, time.perf_counter(), ""
     try:
-        PARTS[name](session, part)
+        PARTS[name](session)
         if session.on_cuda:
             torch.cuda.synchronize()
     except (Exception, UserError) as error:
-        part.failed = f"{type(error).__name__}: {first_line(error)}"
-    part.seconds = time.perf_counter() - begin
-    for row in part.rows:
-        value = row["value"] if isinstance(row["value"], (str, int)) else f"{row['value']:.4g}"
-        print_row(name, row["what"], f"{value} {row['unit']}".strip(), row["target"] or "")
-    print_row(name, f"failed: {part.failed}" if part.failed else "the whole part", f"{part.seconds:.1f} s", "")
+        failed = f"failed: {type(error).__name__}: {first_line(error)}"
+    session.row(failed or "the whole part", f"{time.perf_counter() - begin:.1f} s")
     if session.on_cuda:
         torch.cuda.empty_cache()
-    return part
+    return not failed
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
-    parser.add_argument("--out", type=Path, help="write the figures there as JSON")
     options = parser.parse_args()
     on_cuda = options.device == "cuda"
     if on_cuda and not torch.cuda.is_available():
@@ -334,26 +322,17 @@ def main() -> None:
     if not on_cuda:
         torch.set_num_threads(1)
     transformers.logging.disable_progress_bar()
-    begin, parts = time.perf_counter(), dict[str, Part]()
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name() if on_cuda else "cpu"}
-    found |= {library.__name__: library.__version__ for library in (torch, transformers, accelerate)}
-    found["command"] = " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
+    begin = time.perf_counter()
     print_header("part", "what", "figure", "target")
     with tempfile.TemporaryDirectory(prefix="bf16_to_fp16-gpu-") as scratch:
         session = Session(torch.device(options.device), Sizes() if on_cuda else TINY, Path(scratch))
-        for name in (name for name in PARTS if name in options.only):
-            parts[name] = run_part(session, name)
-            found["seconds"] = time.perf_counter() - begin
-            found["failed"] = [name for name, part in parts.items() if part.failed]
-            found["violations"] = session.violations
-            found["parts"] = {name: asdict(part) for name, part in parts.items()}
-            if options.out is not None:
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    print(f"\n{found['device']}, {versions}, {found['seconds']:.0f} s")
+        passed = [run_part(session, name) for name in PARTS if name in options.only]
+    device = torch.cuda.get_device_name() if on_cuda else "cpu"
+    versions = ", ".join(f"{library.__name__} {library.__version__}" for library in (torch, transformers, accelerate))
+    print(f"\n{device}, {versions}, {time.perf_counter() - begin:.0f} s")
     for line in session.violations:
         print(f"PAST ITS BOUND: {line}", file=sys.stderr)
-    raise SystemExit(1 if session.violations or found["failed"] else 0)
+    raise SystemExit(1 if session.violations or not all(passed) else 0)
 
 
 if __name__ == "__main__":

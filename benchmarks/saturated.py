@@ -10,35 +10,32 @@ relative to the size of a row, as in ``recipes/demo/make_hard.py``. The weights 
 import gzip
 import json
 import math
-import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
-from safetensors.torch import save_file
+from models import DEMOS, HARD, ROOT
+from support import tiny
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-ROOT = Path(__file__).resolve().parent.parent
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.wiring import Attention, FeedForward
+from bf16_to_fp16.rescaling.weights import ModelTensors
+
 sys.path.append(str(ROOT / "recipes"))
-offline = os.environ.get("HF_HUB_OFFLINE")
-import train_demo  # noqa: E402
+import train_demo
 
-if offline is None:  # the recipe has set it, and the children of other tests would inherit it
-    os.environ.pop("HF_HUB_OFFLINE", None)
-
-DEMO = ROOT / "bf16_to_fp16" / "demo_data"
-HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
-T5, PEGASUS, GEMMA = (DEMO / f"{name}-bytes" for name in ("t5-gated", "pegasus", "gemma3"))
+T5, PEGASUS, GEMMA = DEMOS.values()
 LIMIT = 65504.0
 WINDOW = 180
 Batch = dict[str, Tensor]
@@ -50,7 +47,7 @@ class Site:
     and keys), logits or bias (of keys); ``units`` are its neurons or heads."""
 
     what: str
-    module: str
+    at: str
     targets: tuple[float, ...]
     units: tuple[int, ...] = (0,)
 
@@ -108,85 +105,104 @@ KINDS = {
 """Every kind by its name; ``hard`` is the shipped checkpoint, whose targets are not used."""
 
 
-def rows_of(site: Site, model: Any) -> Tensor:
-    """Return the rows of the query projection that the site's heads are."""
-    size = getattr(model.config, "d_kv", None) or model.config.d_model // model.config.encoder_attention_heads
-    return torch.cat([torch.arange(head * size, (head + 1) * size) for head in site.units])
+@dataclass
+class Scaling:
+    """Multiplies parts of a model in place."""
+
+    model: Any
+    layout: Layout
+
+    def rows(self, path: str, rows: Any, factors: Tensor) -> None:
+        """Multiply rows of a linear's weight, and its bias where it has one."""
+        module: Any = self.model.get_submodule(path)
+        module.weight[rows] *= factors.view(-1, 1)
+        if getattr(module, "bias", None) is not None:
+            module.bias[rows] *= factors
+
+    def gain(self, norm: str, factor: Tensor) -> None:
+        offset, module = self.layout.tensors[f"{norm}.weight"].offset, self.model.get_submodule(norm)
+        for each in (module.weight, getattr(module, "bias", None)):
+            if each is not None:
+                each.copy_((each + offset) * factor - offset)
+
+    def neurons(self, w: FeedForward, rows: Any, factors: Tensor, divisors: Tensor) -> None:
+        """Multiply what the activation reads, and divide what reads it."""
+        self.rows(w.gate or w.linear, rows, factors)
+        self.model.get_submodule(w.output).weight[:, rows] /= divisors
+
+    def head(self, w: Attention, head: int) -> slice:
+        """Return a head's rows of the query projection."""
+        size = self.layout.head_size(w)
+        return slice(head * size, (head + 1) * size)
 
 
-def multiply_gain(model: Any, norm: Any, factor: Tensor | float) -> None:
-    """Multiply a norm's gain, which Gemma stores less 1, in place."""
-    offset = 1.0 if "gemma3" in model.config.model_type else 0.0
-    norm.weight.copy_((offset + norm.weight) * factor - offset)
+class Sites(Scaling):
+    """The sites of a recipe in a model."""
 
+    def __init__(self, model: Any) -> None:
+        super().__init__(model, resolve(ModelTensors(model)))
+        self.wiring = {w.at: w for w in self.layout.topology}
 
-@torch.no_grad()
-def scale(model: Any, site: Site, factors: Tensor) -> None:
-    """Multiply what the site computes by one factor per unit, and divide what reads a gate by them, in place."""
-    module, units = model.get_submodule(site.module), list(site.units)
-    if site.what == "gate":
-        gate, down = (module.wi_0, module.wo) if hasattr(module, "wi_0") else (module.gate_proj, module.down_proj)
-        gate.weight[units] *= factors[:, None]
-        down.weight[:, units] /= factors
-    elif site.what == "plain":
-        module.fc1.weight[units] *= factors[:, None]
-        module.fc1.bias[units] *= factors
-        module.fc2.weight[:, units] /= factors
-    elif site.what == "scores":
-        rows = rows_of(site, model)
-        module.q.weight[rows] *= factors.repeat_interleave(len(rows) // len(units))[:, None]
-    elif site.what == "gains":
-        multiply_gain(model, module.q_norm, factors.sqrt())
-        multiply_gain(model, module.k_norm, factors.sqrt())
-    elif site.what == "logits":
-        module.weight.mul_(factors)
-    else:
-        module.k_proj.bias[rows_of(site, model)] *= factors
+    @torch.no_grad()
+    def scale(self, site: Site, factors: Tensor) -> None:
+        """Multiply what the site computes by one factor per unit, and divide what reads a gate by them."""
+        w: Any = self.wiring.get(site.at)
+        if site.what in ("gate", "plain"):
+            self.neurons(w, list(site.units), factors, factors)
+        elif site.what == "logits":
+            self.gain(site.at, factors)
+        elif site.what == "gains":
+            self.gain(w.query_norm, factors.sqrt())
+            self.gain(w.key_norm, factors.sqrt())
+        for unit, factor in zip(site.units, factors, strict=False):
+            if site.what == "scores":
+                self.rows(w.query, self.head(w, unit), factor)
+            elif site.what == "bias":
+                self.model.get_submodule(w.key).bias[self.head(w, unit)] *= factor
 
+    @contextmanager
+    def magnitudes(self, sites: Sequence[Site]) -> Iterator[dict[Site, Tensor]]:
+        """Give the largest magnitudes of every unit in the last forward; of scores, as eager attention has them before
+        it scales them."""
+        seen: dict[Site, Tensor] = {}
+        by_module = {id(self.model.get_submodule(site.at)): site for site in sites}
 
-@contextmanager
-def magnitudes(model: Any, sites: tuple[Site, ...]) -> Iterator[dict[Site, Tensor]]:
-    """Give the largest magnitudes of every unit in the last forward; of scores, as eager attention has them before it
-    scales them."""
-    seen: dict[Site, Tensor] = {}
-    by_module = {id(model.get_submodule(site.module)): site for site in sites}
+        def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:
+            site = by_module.get(id(module))
+            if site is not None:
+                with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                    keys = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
+                    scores = (query.float() @ keys.transpose(2, 3)).abs().amax((0, 2, 3))
+                    seen[site] = scores[list(site.units)] if site.what != "gains" else scores.amax()[None]
+                # The softmax of huge scores has a huge gradient near ties alone, which would drown all others.
+                query, key = query.detach(), key.detach()
+            return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **rest)
 
-    def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **rest: Any) -> Any:
-        site = by_module.get(id(module))
-        if site is not None:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
-                keys = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
-                scores = (query.float() @ keys.transpose(2, 3)).abs().amax((0, 2, 3))
-                seen[site] = scores[list(site.units)] if site.what != "gains" else scores.amax()[None]
-            # The softmax of huge scores has no gradient but near ties, where it is huge, and would drown all others.
-            query, key = query.detach(), key.detach()
-        return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **rest)
-
-    def watch(site: Site) -> Callable[..., None]:
-        def hook(module: Any, inputs: Any, output: Tensor) -> None:
+        def watch(module: Any, inputs: Any, output: Tensor, site: Site) -> None:
             values = output.detach().float().abs()
             seen[site] = values.amax()[None] if site.what == "logits" else values.flatten(0, -2)[:, site.units].amax(0)
 
-        return hook
+        AttentionInterface.register("recorded", attention)
+        AttentionMaskInterface.register("recorded", eager_mask)
+        self.model.set_attn_implementation("recorded")
+        with ExitStack() as hooks:
+            for site in sites:
+                if site.what in ("gate", "plain", "logits"):
+                    w: Any = self.wiring.get(site.at)
+                    module = self.model.get_submodule("lm_head" if w is None else w.gate or w.linear)
+                    hooks.callback(module.register_forward_hook(partial(watch, site=site)).remove)
+            yield seen
+        self.model.set_attn_implementation("eager")
 
-    AttentionInterface.register("recorded", attention)
-    AttentionMaskInterface.register("recorded", eager_mask)
-    model.set_attn_implementation("recorded")
-    inner = {"gate": ("wi_0", "gate_proj"), "plain": ("fc1",)}
-    handles = []
-    for site in sites:
-        if site.what == "logits":
-            handles.append(model.lm_head.register_forward_hook(watch(site)))
-        elif site.what in inner:
-            module = model.get_submodule(site.module)
-            name = next(name for name in inner[site.what] if hasattr(module, name))
-            handles.append(getattr(module, name).register_forward_hook(watch(site)))
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-        model.set_attn_implementation("eager")
+    def peaks(self, sites: Sequence[Site]) -> dict[Site, Tensor]:
+        """Return the largest magnitudes of every unit over some training text."""
+        peaks = {site: torch.zeros(()) for site in sites}
+        given = batches(self.model, 16, 5)
+        with self.magnitudes(sites) as seen, torch.no_grad():
+            for _ in range(2):
+                loss_of(self.model, next(given))
+                peaks = {site: torch.maximum(peaks[site], seen[site]) for site in sites}
+        return peaks
 
 
 class RelativeAdam(train_demo.ScaledAdam):
@@ -237,9 +253,9 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
 
 def train(model: Any, kind: Kind, sites: tuple[Site, ...], steps: int, seed: int) -> None:
     """Train in place, and let the sites grow to their targets in the first half."""
-    optimizer, given = RelativeAdam(model), batches(model, kind.batch, seed)
+    optimizer, given, parts = RelativeAdam(model), batches(model, kind.batch, seed), Sites(model)
     growing = max(1, steps // 2)
-    with magnitudes(model, sites) as seen:
+    with parts.magnitudes(sites) as seen:
         for step in range(steps):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = loss_of(model, next(given))
@@ -248,9 +264,9 @@ def train(model: Any, kind: Kind, sites: tuple[Site, ...], steps: int, seed: int
             assert math.isfinite(norm), f"step {step}: the gradient is not finite"
             if step < growing:
                 for site in sites:
-                    scale(model, site, missing(seen[site], site) ** (1 / (growing - step)))
-    for site, peak in peaks_of(model, sites).items():  # the second half has moved it
-        scale(model, site, missing(peak, site))
+                    parts.scale(site, missing(seen[site], site) ** (1 / (growing - step)))
+    for site, peak in parts.peaks(sites).items():  # the second half has moved it
+        parts.scale(site, missing(peak, site))
 
 
 def missing(seen: Tensor, site: Site) -> Tensor:
@@ -277,78 +293,31 @@ def new(name: str) -> Any:
 
 
 def write(model: Any, base: Path | str, folder: Path) -> None:
-    """Write weights in bf16 under the names that the base's file has, the configuration and the tokenizer's files."""
-    state = {name: weight.to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
-    if isinstance(base, Path) and "Classification" not in type(model).__name__:
-        with safe_open(base / "model.safetensors", "pt") as file:
-            state = {name: state[name] for name in file.keys()}  # noqa: SIM118
-    else:
-        state = {name: weight for name, weight in state.items() if not name.endswith("embed_tokens.weight")} | {
-            name: weight for name, weight in state.items() if name == "model.embed_tokens.weight"
-        }
-    folder.mkdir(parents=True)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "bfloat16"}
-    tokenizer = GEMMA
-    if isinstance(base, Path):
-        config["tie_word_embeddings"] = json.loads((base / "config.json").read_text())["tie_word_embeddings"]
-        tokenizer = base
-    for key in ("scale_decoder_outputs", "_name_or_path", "_attn_implementation"):
-        config.pop(key, None)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (tokenizer / name).is_file():
-            shutil.copy(tokenizer / name, folder)
+    """Write weights in bf16, the configuration and the tokenizer's files."""
+    tiny.save(model, folder)
+    for file in (base if isinstance(base, Path) else GEMMA).glob("tokenizer*.json"):
+        shutil.copy(file, folder)
 
 
 def saturated(kind: str, folder: Path) -> Path:
-    """Make the checkpoint of a kind in ``folder / kind``, unless it is there, and return its path."""
-    out, recipe = folder / kind, KINDS[kind]
-    if out.is_dir():
-        return out
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        made = Path(temporary) / kind
-        if recipe.steps == 0:
-            assert isinstance(recipe.base, Path)
-            shutil.copytree(recipe.base, made)
-        else:
-            torch.manual_seed(7)
-            model = new(recipe.base) if isinstance(recipe.base, str) else load(recipe.base, **recipe.changes)
-            if recipe.first_steps:
-                train(model, recipe, (), recipe.first_steps, seed=1)
-            for site in recipe.edited:
-                edit_site(model, site)
-            start(model, recipe)
-            train(model, recipe, recipe.sites, recipe.steps, seed=2)
-            write(model, recipe.base, made)
-        made.rename(out)
-    return out
-
-
-def start(model: Any, recipe: Kind) -> None:
-    """Give key biases that grow a direction."""
+    """Make the checkpoint of a kind in ``folder``, and return it."""
+    recipe = KINDS[kind]
+    if recipe.steps == 0 and isinstance(recipe.base, Path):
+        return recipe.base
+    torch.manual_seed(7)
+    model = new(recipe.base) if isinstance(recipe.base, str) else load(recipe.base, **recipe.changes)
+    if recipe.first_steps:
+        train(model, recipe, (), recipe.first_steps, seed=1)
+    parts = Sites(model)
+    for site in recipe.edited:  # by the least power of two with which text stays under half the limit
+        exponents = (parts.peaks((site,))[site] / (LIMIT / 2)).log2().ceil().clamp_min(0)
+        parts.scale(site, 2.0**-exponents)
     for site in recipe.sites:
-        if site.what == "bias":
-            rng = torch.Generator().manual_seed(4)
+        if site.what == "bias":  # which is 0, and needs a direction to grow
+            rng, w = torch.Generator().manual_seed(4), parts.wiring[site.at]
+            assert isinstance(w, Attention)
             with torch.no_grad():
-                rows = rows_of(site, model)
-                model.get_submodule(site.module).k_proj.bias[rows] = torch.randn(len(rows), generator=rng)
-
-
-def peaks_of(model: Any, sites: tuple[Site, ...]) -> dict[Site, Tensor]:
-    """Return the largest magnitudes of every unit over some training text."""
-    peaks = {site: torch.zeros(()) for site in sites}
-    given = batches(model, 16, 5)
-    with magnitudes(model, sites) as seen, torch.no_grad():
-        for _ in range(2):
-            loss_of(model, next(given))
-            peaks = {site: torch.maximum(peaks[site], seen[site]) for site in sites}
-    return peaks
-
-
-@torch.no_grad()
-def edit_site(model: Any, site: Site) -> None:
-    """Divide each unit of a site by the least power of two with which text stays under half the limit."""
-    exponents = (peaks_of(model, (site,))[site] / (LIMIT / 2)).log2().ceil().clamp_min(0)
-    scale(model, site, 2.0**-exponents)
+                model.get_submodule(w.key).bias[parts.head(w, site.units[0])].normal_(generator=rng)
+    train(model, recipe, recipe.sites, recipe.steps, seed=2)
+    write(model, recipe.base, folder / kind)
+    return folder / kind
