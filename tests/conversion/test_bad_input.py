@@ -226,6 +226,7 @@ def assert_one_line(status: int, said: str, names: str, remedy: str) -> None:
     assert len(lines[0]) < 1000
 
 
+@pytest.mark.usefixtures("whole_probe_once")
 @pytest.mark.parametrize("what", ROWS)
 def test_bad_input_is_one_line_that_names_it_and_the_remedy(
     what: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

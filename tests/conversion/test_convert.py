@@ -200,6 +200,7 @@ def test_a_failure_after_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert {p.name for p in tmp_path.iterdir()} == {"source"}
 
 
+@pytest.mark.usefixtures("whole_probe_once")
 def test_data_is_observed_audited_and_compared_on_besides_the_probe(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 

@@ -330,6 +330,7 @@ def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(au
     assert pegasus["stock"].same_as == "half" and pegasus["stock"].sites == pegasus["half"].sites
 
 
+@pytest.mark.usefixtures("whole_probe_once")
 def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 

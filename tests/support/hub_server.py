@@ -130,10 +130,6 @@ class HubServer(http.server.ThreadingHTTPServer):
         repo.commit({".gitattributes": b"*.safetensors filter=lfs\n"} | files, "initial", "main")
         return repo
 
-    def clear_faults(self) -> None:
-        self.faults.clear()
-        self.seen.clear()
-
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
         repo = self.repos[name]
         oid = repo.resolve(revision)
@@ -145,6 +141,10 @@ class HubServer(http.server.ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of connections that clients or faults broke."""
+
+
+class Refused(Exception):
+    """A status, the Hub's code of an error, None to send no header of it, and a message."""
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -196,13 +196,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if fault is not None and self.command == "GET":
             self.limit = fault.cut
         self.server.before()
-        for method, pattern, name in self.ROUTES:
-            match = re.fullmatch(pattern, url.path)
-            if match and method == self.command.replace("HEAD", "GET"):
-                found = {key: urllib.parse.unquote(value or "") for key, value in match.groupdict().items()}
-                getattr(self, name)(**found)
-                return
-        self.reply(404, {"error": "Not found"})
+        method = self.command.replace("HEAD", "GET")
+        matches = [(re.fullmatch(pattern, url.path), name) for verb, pattern, name in self.ROUTES if verb == method]
+        try:
+            match, name = next(((match, name) for match, name in matches if match), (None, ""))
+            if match is None:
+                raise Refused(404, "", "Not found")
+            found = {key: urllib.parse.unquote(value or "") for key, value in match.groupdict().items()}
+            getattr(self, name)(**found)
+        except Refused as refused:
+            status, code, message = refused.args
+            headers = {} if code is None else {"X-Error-Message": message, "X-Error-Code": code}
+            self.reply(status, {"error": message}, headers)
 
     def hang_up(self) -> None:
         self.close_connection = True
@@ -216,17 +221,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for key, value in sent.items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command != "HEAD":
-            if self.limit is not None:
-                self.wfile.write(content[: self.limit])
-                self.wfile.flush()
-                self.hang_up()
-                return
-            self.wfile.write(content)
-
-    def fail(self, status: int, code: str, message: str) -> None:
-        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
-        self.reply(status, {"error": message}, headers)
+        if self.command == "HEAD":
+            return
+        self.wfile.write(content[: self.limit])
+        if self.limit is not None:
+            self.wfile.flush()
+            self.hang_up()
 
     def json(self) -> Any:
         return json.loads(self.body)
@@ -234,56 +234,49 @@ class Handler(http.server.BaseHTTPRequestHandler):
     # --- who may do what ---------------------------------------------------------------------------------------------
 
     def user(self) -> tuple[str, bool] | None:
-        """Return whose token came with the request and whether it may write; None without one, after answering 401 to
-        a wrong one."""
+        """Return whose token came with the request and whether it may write; None without one."""
         header = self.headers.get("Authorization")
-        return None if header is None else USERS.get(header.removeprefix("Bearer "), ("", False))
-
-    def allowed(self, repo: str, *, write: bool = False) -> Repo | None:
-        """Return a repository that the user may see (and write to); answer the error and return None otherwise."""
-        user = self.user()
-        if user is not None and not user[0]:
-            self.fail(401, "", "Invalid credentials in Authorization header")
+        if header is None:
             return None
+        if (token := header.removeprefix("Bearer ")) not in USERS:
+            raise Refused(401, "", "Invalid credentials in Authorization header")
+        return USERS[token]
+
+    def allowed(self, repo: str, revision: str = "main", *, write: bool = False) -> tuple[Repo, str]:
+        """Return a repository that the user may see (and write to), and the commit of a revision."""
+        user = self.user()
         found = self.server.repos.get(repo)
         if found is None or (found.private and (user is None or user[0] != found.owner)):
-            self.fail(401 if user is None else 404, "RepoNotFound", "Repository not found")
-            return None
-        if write and (user is None or user[0] != found.owner or not user[1]) and "create_pr" not in self.query:
+            raise Refused(401 if user is None else 404, "RepoNotFound", "Repository not found")
+        if write and user != (found.owner, True) and "create_pr" not in self.query:
             # In the body alone: the client's HTTP library logs headers of answers.
-            self.reply(403, {"error": f"No rights to write to {repo} with {self.headers.get('Authorization')}"})
-            return None
-        return found
-
-    def at(self, repo: Repo, revision: str) -> str | None:
-        """Return the commit of a revision; answer the error and return None where there is none."""
-        oid = repo.resolve(revision)
+            raise Refused(403, None, f"No rights to write to {repo} with {self.headers.get('Authorization')}")
+        oid = found.resolve(revision)
         if oid is None:
-            self.fail(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        return oid
+            raise Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return found, oid
 
     # --- routes ------------------------------------------------------------------------------------------------------
 
     def whoami(self) -> None:
+        self.reply(200, {"name": self.writer()[0], "type": "user"})
+
+    def writer(self) -> tuple[str, bool]:
         user = self.user()
-        if user is None or not user[0]:
-            self.fail(401, "", "Invalid credentials in Authorization header")
-        else:
-            self.reply(200, {"name": user[0], "type": "user"})
+        if user is None:
+            raise Refused(401, "", "Invalid credentials in Authorization header")
+        return user
 
     def create(self) -> None:
-        asked, user = self.json(), self.user()
-        if user is None or not user[0]:
-            self.fail(401, "", "Invalid credentials in Authorization header")
-            return
+        asked, user = self.json(), self.writer()
         name = f"{asked.get('organization') or user[0]}/{asked['name']}"
         if name in self.server.repos:
             self.reply(409, {"error": "You already created this model repo", "url": f"{self.server.endpoint}/{name}"})
-        elif not user[1] or name.partition("/")[0] != user[0]:
-            self.fail(403, "", f"You don't have the rights to create a model under the namespace of {name}")
-        else:
-            self.server.add(name, {}, private=asked.get("visibility") == "private" or bool(asked.get("private")))
-            self.reply(200, {"url": f"{self.server.endpoint}/{name}", "name": name})
+            return
+        if not user[1] or name.partition("/")[0] != user[0]:
+            raise Refused(403, "", f"You don't have the rights to create a model under the namespace of {name}")
+        self.server.add(name, {}, private=asked.get("visibility") == "private" or bool(asked.get("private")))
+        self.reply(200, {"url": f"{self.server.endpoint}/{name}", "name": name})
 
     def validate(self) -> None:
         asked = self.json()
@@ -291,17 +284,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(400 if errors else 200, {"errors": [{"message": e} for e in errors], "warnings": []})
 
     def info(self, repo: str, revision: str) -> None:
-        found = self.allowed(repo)
-        oid = found and self.at(found, revision or "main")
-        if found and oid:
-            siblings = [{"rfilename": path} for path in found.commits[oid]]
-            self.reply(200, {"id": repo, "modelId": repo, "sha": oid, "private": found.private, "siblings": siblings})
+        found, oid = self.allowed(repo, revision or "main")
+        siblings = [{"rfilename": path} for path in found.commits[oid]]
+        self.reply(200, {"id": repo, "modelId": repo, "sha": oid, "private": found.private, "siblings": siblings})
 
     def tree(self, repo: str, revision: str) -> None:
-        found = self.allowed(repo)
-        oid = found and self.at(found, revision)
-        if not found or not oid:
-            return
+        found, oid = self.allowed(repo, revision)
         entries: list[dict[str, Any]] = []
         for path, data in found.commits[oid].items():
             entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": git_oid(data)}
@@ -312,10 +300,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200, entries)
 
     def preupload(self, repo: str, revision: str) -> None:
-        found = self.allowed(repo, write=True)
-        oid = found and self.at(found, revision)
-        if not found or not oid:
-            return
+        found, oid = self.allowed(repo, revision, write=True)
         here, answer = found.commits[oid], []
         for file in self.json()["files"]:
             path, base64_ok = file["path"], base64.b64decode(file["sample"])
@@ -330,8 +315,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def batch(self, repo: str) -> None:
         # The URL of the batch has no query, so a pull request is told by nothing: reading is enough, as on the Hub.
-        if self.allowed(repo) is None:
-            return
+        self.allowed(repo)
         asked = self.json()
         assert "basic" in asked["transfers"] and asked["operation"] == "upload"
         objects = []
@@ -350,8 +334,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("Authorization"):
             self.server.leaks.append(self.path)
         if hashlib.sha256(self.body).hexdigest() != oid:
-            self.fail(400, "", "the content does not have this hash")
-            return
+            raise Refused(400, "", "the content does not have this hash")
         self.server.objects[oid] = self.body
         self.reply(200)
 
@@ -361,10 +344,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200 if data is not None and len(data) == asked["size"] else 404)
 
     def commit(self, repo: str, revision: str) -> None:
-        found = self.allowed(repo, write=True)
-        parent = found and self.at(found, revision)
-        if not found or not parent:
-            return
+        found, parent = self.allowed(repo, revision, write=True)
         files, message = dict(found.commits[parent]), ""
         for line in self.body.splitlines():
             item = json.loads(line)
@@ -372,14 +352,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if key == "header":
                 message = value["summary"]
                 if value.get("parentCommit", parent) != parent:
-                    self.fail(412, "", "A commit has happened since. Please refresh and try again.")
-                    return
+                    raise Refused(412, "", "A commit has happened since. Please refresh and try again.")
             elif key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif key == "lfsFile":
                 if value["oid"] not in self.server.objects:
-                    self.fail(400, "", f"LFS pointer of {value['path']} points to a file that does not exist")
-                    return
+                    raise Refused(400, "", f"LFS pointer of {value['path']} points to a file that does not exist")
                 files[value["path"]] = self.server.objects[value["oid"]]
             elif key == "deletedFile":
                 files.pop(value["path"], None)
@@ -393,10 +371,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200, {"success": True, "commitOid": oid, "commitUrl": url, "pullRequestUrl": pull, "hookOutput": ""})
 
     def resolve(self, repo: str, revision: str, path: str) -> None:
-        found = self.allowed(repo)
-        oid = found and self.at(found, revision)
-        if not found or not oid:
-            return
+        found, oid = self.allowed(repo, revision)
         data = found.commits[oid].get(path)
         if data is None:
             self.reply(404, None, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": oid})
@@ -442,16 +417,7 @@ def card_errors(content: str) -> list[str]:
     except (ValueError, yaml.YAMLError) as error:  # no YAML, no map, or other evaluation results than the Hub takes
         return [str(error)]
 
-    def texts(value: object) -> bool:
-        return isinstance(value, list) and all(isinstance(v, str) for v in value)
-
-    is_text: Callable[[object], bool] = lambda value: isinstance(value, str)  # noqa: E731
-    rules: dict[str, tuple[Callable[[object], bool], str]] = {
-        "license": (lambda v: v in LICENCES, f"one of {LICENCES}"),
-        "language": (lambda v: texts(v) or is_text(v), "a code or a list of codes"),
-        "tags": (texts, "a list of strings"),
-        "library_name": (is_text, "a string"),
-        "pipeline_tag": (is_text, "a string"),
-        "base_model": (lambda v: isinstance(v, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", v) is not None, "an id"),
-    }
-    return [f'"{key}" must be {says}' for key, (right, says) in rules.items() if key in data and not right(data[key])]
+    licence, identifier = data.get("license", "mit"), str(data.get("base_model", "a/b"))
+    errors = {f'"license" must be one of {LICENCES}': licence in LICENCES}
+    errors['"base_model" must be an id'] = re.fullmatch(r"[\w.-]+/[\w.-]+", identifier) is not None
+    return [error for error, right in errors.items() if not right]
