@@ -43,7 +43,7 @@ SLOW = (
     *("convert", "adamw", "kept", "sentence_encoders", "convert_verdicts", "pipelines", "lanes", "config_edits"),
     *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "before_norms", "gradients", "audit_any"),
     *("images", "adapter", "agreement", "padding", "regimes", "linears", "attack", "sources", "outputs"),
-    *("own_eps", "centred_keys", "launching", "bad_input", "forgeries", "follow"),
+    *("journeys", "own_eps", "centred_keys", "launching", "bad_input", "forgeries", "follow"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 
