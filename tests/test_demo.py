@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -253,6 +254,7 @@ def test_a_dataset_out_of_reach_is_one_line_and_status_2(name: str, tmp_path: Pa
 
     def run_there() -> int:
         os.chdir(here)
+        time.sleep = lambda seconds: None  # between the libraries' own attempts
         return cli.main([name, str(DATA / DEMOS[0]), *out, "--data", "some/dataset"])
 
     # A process of its own, whose libraries' messages are seen too.

@@ -92,6 +92,14 @@ def adapter_for(source: Path, folder: Path, dtype: torch.dtype = torch.float32, 
     return write(folder, tensors, source, **config)
 
 
+def of_config(**changes: Any) -> Callable[[Path], None]:
+    def change(adapter: Path) -> None:
+        with rewritten(adapter / CONFIG) as config:
+            config |= changes
+
+    return change
+
+
 def write(folder: Path, tensors: dict[str, torch.Tensor], source: Path, **config: Any) -> dict[str, Any]:
     folder.mkdir(parents=True)
     save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
@@ -319,18 +327,27 @@ def test_the_commands_take_an_adapter_there_and_back_and_say_what_is_not_covered
     assert "--target is for checkpoints" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"peft_type": "PREFIX_TUNING"}, "peft_type is 'PREFIX_TUNING'; only LORA and IA3 and"),
-        ({"use_qalora": True}, "with use_qalora"),
-        ({"init_lora_weights": "pissa"}, "'pissa' changes the checkpoint's weights"),
-    ],
-)
-def test_other_kinds_of_lora_are_refused_by_name(
-    gated: Pair, config: dict[str, Any], words: str, tmp_path: Path
+def pickled(adapter: Path) -> None:
+    (adapter / TENSORS).rename(adapter / "adapter_model.bin")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pickle": (pickled, r"adapter_model\.bin is a pickle, which is not read"),
+    "nothing": (lambda adapter: (adapter / TENSORS).unlink(), f"no {TENSORS}"),
+    "a broken file": (lambda adapter: (adapter / TENSORS).write_bytes(b"\x08\0\0\0\0\0\0\0{broken}"), "cannot be read"),
+    "another kind": (of_config(peft_type="PREFIX_TUNING"), "peft_type is 'PREFIX_TUNING'; only LORA and IA3 and"),
+    "an option": (of_config(use_qalora=True), "with use_qalora"),
+    "a start": (of_config(init_lora_weights="pissa"), "'pissa' changes the checkpoint's weights"),
+    "no adapter": (lambda adapter: (adapter / CONFIG).unlink(), "give the folder of an adapter"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_is_no_lora_in_safetensors_is_refused_by_name(
+    gated: Pair, change: Callable[[Path], object], words: str, tmp_path: Path
 ) -> None:
-    adapter_for(gated[0], tmp_path / "adapter", **config)
+    adapter_for(gated[0], tmp_path / "adapter")
+    change(tmp_path / "adapter")
     with pytest.raises(UserError, match=words):
         convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
     assert not (tmp_path / "taken").exists()
@@ -352,19 +369,6 @@ def test_an_unknown_or_misshapen_tensor_is_refused_by_name(gated: Pair, tmp_path
         assert name in str(caught.value) and "\n" not in str(caught.value) and not (tmp_path / "taken").exists()
 
 
-def test_a_pickled_adapter_is_not_read(gated: Pair, tmp_path: Path) -> None:
-    adapter_for(gated[0], tmp_path / "adapter")
-    pickled = (tmp_path / "adapter" / TENSORS).rename(tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(UserError, match=r"adapter_model\.bin is a pickle, which is not read"):
-        convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
-    pickled.unlink()
-    with pytest.raises(UserError, match=f"no {TENSORS}"):
-        convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
-    (tmp_path / "adapter" / TENSORS).write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
-    with pytest.raises(UserError, match="cannot be read"):
-        convert_adapter(tmp_path / "adapter", tmp_path / "taken", gated[1])
-
-
 def test_an_adapter_is_not_converted_twice(gated: Pair, tmp_path: Path) -> None:
     source, out = gated
     adapter_for(source, tmp_path / "adapter")
@@ -375,6 +379,8 @@ def test_an_adapter_is_not_converted_twice(gated: Pair, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="for the converted checkpoint already"):
         convert_adapter(tmp_path / "taken", tmp_path / "twice", tmp_path / "moved")
     convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
+    with pytest.raises(UserError, match="give a converted folder"):
+        convert_adapter(tmp_path / "adapter", tmp_path / "twice", source)
     with pytest.raises(UserError, match="for the original checkpoint already; bf16-to-fp16 convert"):
         convert_adapter(tmp_path / "back", tmp_path / "twice", out, back=True)
     assert json.loads((tmp_path / "back" / NOTE).read_text())["for"] == "original"
@@ -383,15 +389,6 @@ def test_an_adapter_is_not_converted_twice(gated: Pair, tmp_path: Path) -> None:
         convert_adapter(tmp_path / "trained", tmp_path / "twice", out)
     convert_adapter(tmp_path / "trained", tmp_path / "of-it", out, back=True)
     assert same(merged(source, tmp_path / "of-it"), merged(out, tmp_path / "trained"))
-
-
-def test_a_base_that_convert_did_not_write_is_refused(gated: Pair, tmp_path: Path) -> None:
-    source, _ = gated
-    adapter_for(source, tmp_path / "adapter")
-    with pytest.raises(UserError, match="give a converted folder"):
-        convert_adapter(tmp_path / "adapter", tmp_path / "taken", source)
-    with pytest.raises(UserError, match="give the folder of an adapter"):
-        convert_adapter(source, tmp_path / "taken", gated[1])
 
 
 GATE = "encoder.block.0.layer.1.DenseReluDense.gate"

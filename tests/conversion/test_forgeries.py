@@ -92,18 +92,6 @@ def test_other_inputs_than_the_recorded_seed_gives_are_found(folder: Path) -> No
     assert [(p["check"], p["name"]) for p in verify(folder)["problems"]] == [("audit", "inputs")]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"unsafe": [{"signal": "a", "kind": "limit", "excess_bits": 1.0, "remedy": "none", "reason": "over"}]},
-        {"fidelity": {"kl_bf16": 1e-9, "kl_fp16": 1.0}},
-    ],
-)
-def test_a_safe_verdict_beside_what_is_unsafe_is_found(folder: Path, change: dict[str, Any]) -> None:
-    forge(folder, change)
-    assert [p["check"] for p in verify(folder, run_model=False)["problems"]] == ["report"]
-
-
 def test_numbers_of_another_machine_are_the_same_and_others_are_not() -> None:
     site = {"name": "a", "amax": 100.0, "headroom_bits": 9.3, "nonfinite": 0}
     near = [site | {"amax": 104.0, "headroom_bits": 9.25}]

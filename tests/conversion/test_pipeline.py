@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -170,15 +171,6 @@ def test_copies_if_asked_or_where_no_link_can_be(small: Path, tmp_path: Path, mo
         assert (tmp_path / name / TRANSFORMER).read_bytes() == (small / TRANSFORMER).read_bytes()
 
 
-def test_an_encoder_that_cannot_be_converted_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    encoders = {"text_encoder": pipelines.encoder(), "text_encoder_2": pipelines.encoder()}
-    folder = pipelines.make(tmp_path / "sd", encoders)
-    (folder / "text_encoder_2" / "model.safetensors").write_bytes(b"cut short")
-    before = contents(folder)
-    assert "text_encoder_2/model.safetensors" in refused(capsys, "convert", folder, tmp_path / "out", "--no-audit")
-    assert [path.name for path in tmp_path.iterdir()] == ["sd"] and contents(folder) == before
-
-
 def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "older").write_text("older")
@@ -191,6 +183,10 @@ def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pyt
     assert "--finetune takes one model" in said
     one = small / "text_encoder_2"
     assert "--copy is for whole pipelines" in refused(capsys, "convert", one, tmp_path / "new", "--copy")
+    with pytest.raises(UserError, match=r"has no model_index\.json, so it is no pipeline"):
+        convert_pipeline(one, tmp_path / "new")
+    with pytest.raises(UserError, match=r"--as is for one model.*--subfolder text_encoder_2"):
+        convert_pipeline(small, tmp_path / "new", as_class="T5EncoderModel")
     (tmp_path / "out" / "older").unlink()
     assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit"]) == 0
     assert "give --force to replace it" in refused(capsys, "convert", small, tmp_path / "out")
@@ -202,31 +198,44 @@ def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pyt
     assert "text_encoder_2" in capsys.readouterr().out and not (tmp_path / "new").exists()
 
 
-def test_a_pipeline_without_an_encoder_is_refused_and_a_link_out_of_it_too(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "secret").write_text("theirs")
-    (small / "vae" / "notes.txt").symlink_to(tmp_path / "secret")
-    assert "outside the folder" in refused(capsys, "convert", small, tmp_path / "out")
-    (small / "vae" / "notes.txt").unlink()
-    (small / "vae" / "loop").symlink_to(small)
-    assert "is a link to a folder that holds it" in refused(capsys, "convert", small, tmp_path / "out")
-    (small / "vae" / "loop").unlink()
-    shutil.rmtree(small / "text_encoder_2")
-    assert "is a pipeline without a text encoder of a known family" in refused(
-        capsys, "convert", small, tmp_path / "out"
-    )
-    (small / "model_index.json").write_text('{"../vae": ["diffusers", "AModel"]}')
-    assert "'../vae' is not the name of a folder" in refused(capsys, "convert", small, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def encoder_of(folder: Path) -> Path:
+    return folder / "text_encoder_2"
 
 
-def test_weights_that_are_only_a_variant_are_named_with_what_to_do(
-    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def renamed(folder: Path) -> None:
+    (encoder_of(folder) / "model.safetensors").rename(encoder_of(folder) / "model.fp16.safetensors")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a broken encoder": (
+        lambda folder: (encoder_of(folder) / "model.safetensors").write_bytes(b"cut short"),
+        "text_encoder_2/model.safetensors",
+    ),
+    "a variant alone": (renamed, "rename model.fp16.safetensors to model.safetensors"),
+    "a link out of it": (lambda folder: (folder / "vae" / "notes.txt").symlink_to(__file__), "outside the folder"),
+    "a loop": (
+        lambda folder: (folder / "vae" / "loop").symlink_to(folder),
+        "is a link to a folder that holds it",
+    ),
+    "no encoder": (
+        lambda folder: shutil.rmtree(encoder_of(folder)),
+        "is a pipeline without a text encoder of a known family",
+    ),
+    "a name that leads out": (
+        lambda folder: (folder / "model_index.json").write_text('{"../vae": ["diffusers", "AModel"]}'),
+        "'../vae' is not the name of a folder",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_converted_is_one_line_and_leaves_nothing(
+    damage: Callable[[Path], object], said: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (small / "text_encoder_2" / "model.safetensors").rename(small / "text_encoder_2" / "model.fp16.safetensors")
-    said = refused(capsys, "convert", small, tmp_path / "out", "--no-audit")
-    assert "rename model.fp16.safetensors to model.safetensors" in said
+    damage(small)
+    before = sorted(small.rglob("*"))
+    assert said in refused(capsys, "convert", small, tmp_path / "out", "--no-audit")
+    assert [path.name for path in tmp_path.iterdir()] == [small.name] and sorted(small.rglob("*")) == before
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
@@ -312,11 +321,6 @@ def test_what_changes_on_the_hub_meanwhile_is_noticed_and_a_full_cache_too(
     assert main([*map(str, words)]) == 0
 
 
-def test_python_refuses_one_model_in_a_line(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no model_index\.json, so it is no pipeline"):
-        convert_pipeline(small / "text_encoder_2", tmp_path / "out")
-
-
 # --- what is read ----------------------------------------------------------------------------------------------------
 
 
@@ -396,11 +400,6 @@ def test_the_same_code_under_another_name_fits_and_is_planned_for_as_the_config_
     set_index(folder, _class_name="HunyuanDiTPipeline", text_encoder_2=["transformers", "T5EncoderModel"])
     done = convert_pipeline(folder, tmp_path / "out", run_model=False)
     assert done.safe and "--as" not in done.encoders["text_encoder_2"].report["command"]
-
-
-def test_as_is_for_one_model(small: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--as is for one model.*--subfolder text_encoder_2"):
-        convert_pipeline(small, tmp_path / "out", as_class="T5EncoderModel")
 
 
 @pytest.mark.parametrize("tied", [False, True])

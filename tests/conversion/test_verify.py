@@ -132,6 +132,7 @@ def test_a_changed_file_fails_its_hash(folder: Path, damage: Callable[[Path], ob
 
 
 # Damage whose hashes, card and page were made to fit: (damage, how verify is asked, check, name, reason).
+OVER_A_LIMIT = {"signal": "a", "kind": "limit", "excess_bits": 1.0, "remedy": "none", "reason": "over"}
 BOUNDS, REPLAY = {"run_model": False}, {"run_model": False, "original": True}
 RUN: dict[str, Any] = {}
 HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]] = {
@@ -207,6 +208,17 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
         *(REPLAY, "replay", "weights.flushed_to_zero", "says 9"),
     ),
     "the verdict": (of_report("verdict", "unsafe"), BOUNDS, "report", REPORT, "says itself"),
+    "a safe verdict beside what is unsafe": (
+        of_report("unsafe", [OVER_A_LIMIT]),
+        BOUNDS,
+        "report",
+        "a",
+        "and also over",
+    ),
+    "a safe verdict beside a divergence": (
+        of_report("fidelity", {"kl_bf16": 1e-9, "kl_fp16": 1.0}),
+        *(BOUNDS, "report", "the output", "and also fp16 is further"),
+    ),
 }
 
 
