@@ -103,7 +103,7 @@ def script(start: str, out: str, changes: Mapping[str, str]) -> str:
         "fp16=True": "use_cpu=True, max_steps=4, report_to='none', disable_tqdm=True",
         "train_dataset=...": "train_dataset=rows",
     }
-    for old, new in (here | changes).items():
+    for old, new in {**here, **changes}.items():
         assert old in code
         code = code.replace(old, new)
     return code

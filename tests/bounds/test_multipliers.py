@@ -1,4 +1,4 @@
-"""The numbers of Granite's config, and of Gemma 4's files, that multiply signals are in the bounds of what they multiply."""
+"""The numbers of Granite's config and of Gemma 4's files that multiply signals are in the bounds of those signals."""
 
 from typing import Any
 
