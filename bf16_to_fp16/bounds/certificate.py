@@ -114,9 +114,7 @@ class _StreamWalk(ModuleFindings):
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
         """Return bounds and mean squares of a projector's output. A projector takes a vision tower's states into the
         text model's stream; they are only known to fit fp16, which is enough for its norm in fp32."""
-        gain = self.tensor(f"{w.norm}.weight")
-        assert gain is not None
-        width = gain.numel()
+        width = self.layout.projected(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         if w.pool:
             self.inner[w.pool] = FP16_MAX
@@ -126,6 +124,8 @@ class _StreamWalk(ModuleFindings):
         square = square.repeat_interleave(w.joined) if w.by_channel else square.repeat(w.joined)
         if w.merging:
             merged, square = self.linear(w.merging, SiteKind.OUTPUT, (source, square))
+            if w.feed_forward is None:
+                return merged.bound, square
             source = stream_itself(enclosing_axes(merged.bound, float(merged.bound.norm())), merged.bound)
         if w.feed_forward is not None:
             brought, square = feed_forward_sites(self, w.feed_forward, (source, square))

@@ -184,7 +184,8 @@ class _Walk(LiveWeights):
 
     def projected(self, w: Projector) -> Tensor:
         """Bounds by channel of a projector's output, as ``certificate`` has them."""
-        gain, shift = self.pair(w.norm)
+        gain, shift = self.weight(f"{w.norm}.weight"), self.weight(f"{w.norm}.bias")
+        gain = torch.ones(self.layout.projected(w), device=self.axes.device) if gain is None else gain
         if w.layer_norm_eps is None:
             source = rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
         else:
@@ -192,6 +193,8 @@ class _Walk(LiveWeights):
         source = side_by_side(source, w.joined, by_channel=w.by_channel)
         if w.merging:
             merged = self.linear(w.merging, source).partial
+            if w.feed_forward is None:
+                return merged
             source = stream_itself(enclosing_axes(merged, merged.norm()), merged)
         if w.feed_forward is not None:
             return feed_forward_output(self, w.feed_forward, source)

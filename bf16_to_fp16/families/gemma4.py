@@ -4,7 +4,8 @@ Gains are stored as they are, so every norm can move. Values of each head have a
 the stream's factor, since it has the config's eps, and bounds values by √head_dim. Scores are not multiplied by any
 number. Layers that see everything have heads of another size; with ``attention_k_eq_v`` their keys and values are two
 norms' outputs of one linear. Behind every layer a number of the file, ``layer_scalar``, multiplies the stream and so
-passes its factor on."""
+passes its factor on. A vision tower's outputs replace tokens in the stream, through a norm without gains and a linear.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from dataclasses import replace
 
 from ..errors import UserError
 from . import gemma, llama
+from .nested import keys_inside
 from .parts import PLAIN, Style, attention, feed_forward, states
-from .signals import Tensor
+from .signals import RESIDUAL, Kind, Signal, Tensor, multiplied_by, output_of
 from .types import OfLayers, Part, SameAs
+from .wiring import ImageInput, Projector
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -93,9 +96,9 @@ GEMMA4 = replace(
     nullable=("final_logit_softcapping", "layer_types"),
     alone=gemma.WITHOUT_BIASES
     | {
-        "hidden_size_per_layer_input": (0, "per-layer inputs join its stream, and no bound on them is known here"),
-        "num_kv_shared_layers": (0, "layers that share keys and values have no bound here"),
-        "enable_moe_block": (False, "experts beside its feed-forward have no bound here"),
+        "hidden_size_per_layer_input": (0, "per-layer inputs, as in E2B and E4B, have no bound here; run it in bf16"),
+        "num_kv_shared_layers": (0, "layers that share keys and values have no bound here; run it in bf16"),
+        "enable_moe_block": (False, "experts beside a feed-forward have no bound here; run it in bf16"),
     },
     older_rotary={},
     free_keys=(
@@ -110,4 +113,48 @@ GEMMA4 = replace(
         "use_double_wide_mlp",
         "vocab_size_per_layer_input",
     ),
+)
+
+
+def projector(config: Mapping[str, object]) -> Sequence[Part]:
+    at = "embed_vision"
+    linear = f"{at}.embedding_projection"
+    topology = Projector(
+        at=at,
+        add=":masked_scatter",
+        norm=f"{at}.embedding_pre_projection_norm",
+        merging=linear,
+        gives="image_hidden_states",
+        tower="vision_tower",
+        image=ImageInput(
+            token="image_token_id",
+            channels="",
+            patch="vision_config.patch_size",
+            merged="vision_config.pooling_kernel_size",
+            marks="mm_token_type_ids",
+            places="image_position_ids",
+        ),
+    )
+    written = PLAIN.linear(linear, "model", "vision", multiplied_by(RESIDUAL), None)
+    return (Part((Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(linear),)),), written, topology),)
+
+
+TEXT = keys_inside(replace(GEMMA4, **llama.heads(body=llama.INSIDE, cap=gemma.CAP)), "text_config")
+
+GEMMA4_WITH_IMAGES = replace(
+    TEXT,
+    name="gemma4-images",
+    title="Gemma 4 (text and images)",
+    model_type="gemma4",
+    classes=llama.image_classes("Gemma4ForConditionalGeneration", "Gemma4Model"),
+    sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
+    defaults={**TEXT.defaults, "tie_word_embeddings": True},
+    free_keys=(
+        *TEXT.free_keys,
+        "vision_config.*",
+        *(f"{kind}_token_id" for kind in ("audio", "boa", "boi", "eoi", "image", "video")),
+        "eoa_token_index",
+    ),
+    tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
+    brings=projector,
 )

@@ -9,7 +9,7 @@ from ..errors import UserError
 from .bigbird_pegasus import BIGBIRD_PEGASUS
 from .configs import full_config
 from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
-from .gemma4 import GEMMA4
+from .gemma4 import GEMMA4, GEMMA4_WITH_IMAGES
 from .glm4 import GLM, GLM4
 from .glm4_moe import GLM4_MOE
 from .granite import GRANITE
@@ -34,7 +34,7 @@ INNER = "text_config"  # key of a text model's nested config
 
 FAMILIES: tuple[Family, ...] = (
     *(T5, MT5, UMT5, LONGT5, SWITCH, PEGASUS, MBART, BIGBIRD_PEGASUS),
-    *(GEMMA3, GEMMA3_WITH_IMAGES, GEMMA4, GEMMA2, GEMMA),
+    *(GEMMA3, GEMMA3_WITH_IMAGES, GEMMA4, GEMMA4_WITH_IMAGES, GEMMA2, GEMMA),
     *(LLAMA, MISTRAL, MISTRAL3, MINISTRAL3, QWEN2, QWEN3, SEED_OSS, SMOLLM3, ERNIE4_5, PHI3, GRANITE),
     *(QWEN2_VL, QWEN2_VL_TEXT, QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT, GLM4, GLM, OLMO2, OLMO3, EXAONE4),
     *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, T5GEMMA),
@@ -50,10 +50,14 @@ _POST_NORM = (
     " inside a sublayer, which `audit` names, and that can run in fp32"
 )
 
+_FOUR_STREAMS = "AltUp mixes its four streams by numbers computed from them, which have no bound here; run it in bf16"
+
 REFUSED: Mapping[str, str] = {
     "m2m_100": _OWN_POSITIONS,
     "nllb-moe": _OWN_POSITIONS,
     "pegasus_x": _OWN_POSITIONS,
+    "gemma3n": _FOUR_STREAMS,
+    "gemma3n_text": _FOUR_STREAMS,
     "whisper": "its encoder's stream begins behind a GELU, which passes no factor on; keep the encoder in fp32 or bf16",
     "bart": _POST_NORM,
     "marian": _POST_NORM,

@@ -142,6 +142,11 @@ class Layout:
         """The parts that bring another model's outputs into the first stack."""
         return tuple(part for part in self.topology if isinstance(part, Projector))
 
+    def projected(self, projector: Projector) -> int:
+        """Return the width of the other model's outputs."""
+        norm = self.tensors.get(f"{projector.norm}.weight")
+        return norm.shape[0] if norm is not None else self.tensors[f"{projector.merging}.weight"].shape[1]
+
     def stacks(self) -> tuple[ResolvedStack, ...]:
         ends_and_sublayers: list[tuple[StackEnds, list[Sublayer]]] = []
         for topology in self.topology:

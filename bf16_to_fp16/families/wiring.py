@@ -259,11 +259,11 @@ class Projector:
     large mean, so that bounds hold for outputs of up to ``MOST_MEAN`` in the mean. ``joined``: number of the norm's
     outputs that the first linear reads at once; ``by_channel``: with one channel's values side by side. ``shares_eps``:
     whether the norm has the text model's eps, which scales with the stream's exponent, so that its output drifts.
-    ``weight``: tensor of the only linear, [inputs, outputs], "" where there are several: ``merging``, "" for none, then
-    those of ``feed_forward`` with the activation between them. ``tower``: the other model's module, of which nothing is
-    known: its tensors are carried over as they are, and no bound covers its inside. ``behind``: the site of the
-    stream's sum to which these outputs are added, "" where they replace embeddings. ``image``: the inputs of the tower.
-    ``gives``: the field of the stock class's output with the brought values, "" for none.
+    ``weight``: tensor of the only linear, [inputs, outputs], "" where modules have it: ``merging``, "" for none, then
+    those of ``feed_forward``, if any, with the activation between them. ``tower``: the other model's module, of which
+    nothing is known: its tensors are carried over as they are, and no bound covers its inside. ``behind``: the site of
+    the stream's sum to which these outputs are added, "" where they replace embeddings. ``image``: the inputs of the
+    tower. ``gives``: the field of the stock class's output with the brought values, "" for none.
     """
 
     at: str
@@ -287,12 +287,14 @@ class Projector:
 class ImageInput:
     """The inputs by which a stock class takes an image. Fields without another remark are config keys.
 
-    ``token``: of the id that the outputs replace. ``channels``: of an image. ``size``: of its height and width in
-    pixels; "" where the model takes any size, and the audit's image has two merged patches each way. ``tokens``: of the
-    number of such ids for one image, "" for four. ``patch``: of a patch's height and width in pixels. ``merged``: of
-    the number of patches that make a token, in height and in width. ``frames``: of the number of times that each pixel
-    is given; "" for whole images. ``marks``: the argument that is 1 at these ids, "" for none. ``sizes``: the argument
-    with an image's size: for whole images in pixels, else as the numbers of frames and of patches in height and width.
+    ``token``: of the id that the outputs replace. ``channels``: of an image, "" for 3. ``size``: of its height and
+    width in pixels; "" where the model takes any size, and the audit's image has two merged patches each way.
+    ``tokens``: of the number of such ids for one image, "" for four. ``patch``: of a patch's height and width in
+    pixels. ``merged``: of the number of patches that make a token, in height and in width. ``frames``: of the number of
+    times that each pixel is given; "" for whole images. ``marks``: the argument that is 1 at these ids, "" for none.
+    ``sizes``: the argument with an image's size: for whole images in pixels, else as the numbers of frames and of
+    patches in height and width. ``places``: the argument with the column and row of each patch, for images that are
+    given as rows of patches.
     """
 
     token: str
@@ -304,6 +306,7 @@ class ImageInput:
     frames: str = ""
     marks: str = ""
     sizes: str = ""
+    places: str = ""
 
 
 Sublayer = Attention | FeedForward | Experts

@@ -188,7 +188,7 @@ def images(config: Any) -> list[Batch]:
     def value(key: str, otherwise: int = 1) -> int:
         return int(attrgetter(key)(config)) if key else otherwise
 
-    token, channels, patch = value(w.token), value(w.channels), value(w.patch)
+    token, channels, patch = value(w.token), value(w.channels, 3), value(w.patch)
     tokens, across = value(w.tokens, 4), 2 * value(w.merged)
     before, after = (torch.randint(0, vocabulary, (1, 4), generator=generator) for _ in range(2))
     before, after = (x.where(x != token, (token + 1) % vocabulary) for x in (_begun(config, before), after))
@@ -198,11 +198,15 @@ def images(config: Any) -> list[Batch]:
     shape, sizes = [1, channels, side, side], [[side, side]]
     if w.frames:
         shape, sizes = [across**2, channels * value(w.frames) * patch**2], [[1, across, across]]
+    if w.places:
+        shape = [1, across**2, channels * patch**2]
     image = {"pixel_values": torch.rand(*shape, generator=generator) * 2 - 1}
     if w.marks:
         image[w.marks] = marks
     if w.sizes:
         image[w.sizes] = torch.tensor(sizes)
+    if w.places:
+        image[w.places] = torch.cartesian_prod(torch.arange(across), torch.arange(across)).flip(1)[None]
     return [Batch("an image", ids, torch.ones_like(ids), kind=kinds.IMAGE, image=image)]
 
 

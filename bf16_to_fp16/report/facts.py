@@ -22,7 +22,7 @@ from ..wording import (
     scientific,
 )
 from . import answers, coverage, schema
-from .remedies import OVER, SQUARES_UNSEEN, described, prices
+from .remedies import OVER, SQUARES_UNSEEN, described, prices, tower_alone
 
 REGIME_MEANINGS = {
     "stock": "as from_pretrained(dtype=torch.float16) loads it",
@@ -153,7 +153,10 @@ class Verdict(NamedTuple):
 
 def verdict_of(report: schema.Report) -> Verdict:
     if not report.safe and not report.short:
-        return Verdict("unsafe", broken_when_run(report) or broken_by_search(report) or passed(report))
+        parts = [broken_when_run(report) or broken_by_search(report) or passed(report)]
+        if report.proven and tower_alone(report.family, report.regimes):
+            parts.append(f"the text model is {claim(report)}")
+        return Verdict("unsafe", "; ".join(parts))
     parts = [missed(report)] if report.short else []
     parts += [claim(report), largest_run(report)]
     if report.finetune is not None:

@@ -63,7 +63,8 @@ def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
     exponents = axis_exponents(tensor, plan)
     scalar = sum(exponent for exponent in exponents if isinstance(exponent, int))
     per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in exponents]
-    return Exponents(scalar, per_axis[0], per_axis[1] if len(per_axis) > 1 else None, tensor.offset)
+    rows, columns = (*per_axis, None, None)[:2]
+    return Exponents(scalar, rows, columns, tensor.offset)
 
 
 def norm_exponents(layout: Layout, plan: Plan) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Qwen2.5-VL, Qwen3-VL and Mistral 3 as their users load them: converted with images in mind, to the bit, in both
 versions of transformers."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -14,8 +15,9 @@ from support import tiny
 from support.folders import rewritten, seen
 
 from bf16_to_fp16 import UserError, audit, convert, undo, verify
+from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.schema import Report, read
-from bf16_to_fp16.report.terminal import runtimes_line, source_line
+from bf16_to_fp16.report.terminal import runtimes_line, source_line, verdict_line
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "mistral3")
 LAST = {
@@ -25,6 +27,10 @@ LAST = {
 }
 """The linears that write the stream, by their names in files."""
 Pairs = dict[str, tuple[Path, Path]]
+
+
+def kept(told: str) -> list[str]:
+    return re.findall(r'model\.get_submodule\("([^"]+)"\)\.float\(\)', told)
 
 
 def saved(kind: str, folder: Path) -> Path:
@@ -77,12 +83,14 @@ def test_no_stricter_arithmetic_takes_the_proof_where_nothing_overflows(tmp_path
     assert "the vision tower aside" in source_line(read(Report, result.report)).plain
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gemma3-images"])
+@pytest.mark.parametrize("kind", [*KINDS, "gemma3-images", "gemma4-images"])
 def test_where_the_tower_alone_overflows_next_names_the_modules_to_keep_in_fp32(kind: str, tmp_path: Path) -> None:
     model = tiny.build(kind)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if re.search(r"(visual|vision_tower)\..*\.0\.\w+\.(up_proj|down_proj|(linear_)?fc[12])\.weight$", name):
+            if re.search(
+                r"(visual|vision_tower)\..*\.0\.\w+\.(up_proj|down_proj|(linear_)?fc[12])(\.linear)?\.weight$", name
+            ):
                 weight.mul_(1e5)
     out = tmp_path / "out"
     result = convert(tiny.save(model, tmp_path / "source"), out)
@@ -93,8 +101,14 @@ def test_where_the_tower_alone_overflows_next_names_the_modules_to_keep_in_fp32(
         audited = audit(out)
         assert audited["next"] == told and {entry["remedy"] for entry in audited["unsafe"]} == {told}
         assert verify(out)["problems"][-1]["remedy"] == told
-    assert "the vision tower aside" in runtimes_line(read(Report, result.report))
-    wanted, paths = seen(out), re.findall(r'model\.get_submodule\("([^"]+)"\)\.float\(\)', told)
+    report = read(Report, result.report)
+    assert "the vision tower aside" in runtimes_line(report)
+    proven = "; the text model is proven for every input"
+    assert proven in verdict_line(report).plain and proven in verdict_sentence(report)
+    card, page = ((out / name).read_text() for name in ("README.md", "fp16_report.html"))
+    for text in (card, html.unescape(page)):
+        assert proven in text and all(f'model.get_submodule("{path}").float()' in text for path in kept(told))
+    wanted, paths = seen(out), kept(told)
     assert not seen(out, torch.float16).isfinite().all()
     assert (seen(out, torch.float16, paths) - wanted).abs().max() <= 0.05 * wanted.abs().max()
 

@@ -191,10 +191,12 @@ def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None
     )
     defaults = {key: looked_up(stock, key, ...) for key in taken}
     sized = {key: len(value) if isinstance(value, dict) else value for key, value in defaults.items()}
-    follows = {key for key, value in sized.items() if value is ... or key in ("head_dim", "layer_types")}
+    follows = {
+        key for key, value in sized.items() if value is ... or key.rpartition(".")[2] in ("head_dim", "layer_types")
+    }
     assert taken == {key: taken[key] if key in follows else value for key, value in sized.items()}
     # What no config of stock code says is a number of labels, or a size that follows from others.
-    of_layers = [key for key, value in family.defaults.items() if isinstance(value, OfLayers)]
+    of_layers = [key.rpartition(".")[2] for key, value in family.defaults.items() if isinstance(value, OfLayers)]
     missing = {key.rpartition(".")[2] for key, value in sized.items() if value is ...}
     assert missing <= {"num_labels", "classifier_dropout", "head_dim", *family.aliases, *of_layers}
 

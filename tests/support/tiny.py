@@ -89,6 +89,24 @@ def gemma4(kind: str = "Gemma4ForCausalLM", **changes: Any) -> Any:
     return model
 
 
+def gemma4_images(**changes: Any) -> Any:
+    """Return a Gemma 4 with a vision tower; changes: to the config of its text model."""
+    text = gemma4(**changes).config
+    config = transformers.Gemma4Config(
+        text_config=text.to_dict(),
+        vision_config=PATCHES_OF_GEMMA4,
+        image_token_id=96,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
+    model = transformers.Gemma4ForConditionalGeneration(config)
+    for layer, number in zip(model.model.language_model.layers, (0.75, 1.5), strict=False):
+        layer.layer_scalar.fill_(number)
+    return model
+
+
+PATCHES_OF_GEMMA4 = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+PATCHES_OF_GEMMA4 |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2}
+PATCHES_OF_GEMMA4 |= {"position_embedding_size": 16}
 NOT_GEMMA4 = ("query_pre_attn_scalar", "sliding_window_pattern")
 ONE_FOR_BOTH: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_hidden_layers": 3}
 ONE_FOR_BOTH |= {"tie_word_embeddings": False, "final_logit_softcapping": 30.0}
@@ -358,6 +376,11 @@ ENTRIES = (
         | {"gemma4-states": partial(gemma4, "Gemma4TextModel")},
         LLAMA_DRAWN | {"global_head_dim": (4, 8, 12)},
         alike=("gemma4-states",),
+    ),
+    Entry(
+        {"gemma4-images": gemma4_images, "gemma4-images-states": headless(gemma4_images)},
+        LLAMA_DRAWN | {"global_head_dim": (4, 8, 12)},
+        alike=("gemma4-images", "gemma4-images-states"),
     ),
     Entry(
         {"gemma2": stock("Gemma2ForCausalLM", GEMMA3_SHAPE, **CAPS)}
