@@ -28,10 +28,6 @@ from bf16_to_fp16.rescaling.planner import Planned
 from bf16_to_fp16.wording import headroom, magnitude, reached
 
 BROKEN = {"kind": "broke", "regimes": ["half"], "reason": "1 inf/NaN in half", "remedy": "convert it"}
-UNPROVEN = [
-    {"name": f"a.{i}", "bound": 7e4, "limit": 65504.0, "excess_bits": 0.1, "reason": "too wide", "remedy": "none"}
-    for i in range(8)
-]
 COLOUR = re.compile(r"\x1b\[[\d;]*\b(?:3[0-7]|9[0-7]|38;[\d;]+)m")
 FRAME = re.compile("[\u2500-\u257f]")
 
