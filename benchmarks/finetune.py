@@ -5,7 +5,8 @@
 The source is the T5 demo as it was trained. The task is to give the first sentence of a paragraph from the others, on
 the shipped text. AdamW, after a linear rise. fp16 AMP is autocast with torch's loss scale, on a CPU; `penalty` begins
 in bf16 autocast and goes on in fp16 while every site is below 65504. Losses are of all held-out rows, in fp32. Each run
-has a process and a thread of its own. Times are the processor's, whose fp16 is slower than fp32.
+has a process and a thread of its own. Times are the processor's, whose fp16 is slower than fp32. It needs the package
+`rouge-score`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from bf16_to_fp16.measuring.texts import texts
 from bf16_to_fp16.quiet import quiet
 
 SOURCE = DEMOS["T5"]
-WARMUP, EVERY = 20, 40  # steps, steps between evaluations
+WARMUP, EVERY, SHOWN = 20, 40, 16  # steps, steps between evaluations, rows for which text is generated
 RATES = {False: 1e-3, True: 3e-3}  # whether adapters alone are trained: AdamW's rate
 
 
@@ -75,6 +76,7 @@ class Run:
     skipped: int = 0
     milliseconds: list[float] = field(default_factory=list)
     megabytes: float = 0.0
+    rouge: float = 0.0
 
 
 def write_pairs(text: Path, out: Path) -> None:
@@ -93,6 +95,21 @@ def loss_of(model: Any, batches: Sequence[TrainingBatch], penalty: ActivationPen
     if penalty is not None:
         penalty.watches = True
     return sum(loss * tokens for loss, tokens in sums) / sum(tokens for _, tokens in sums)
+
+
+def rouge(model: Any, corpus: Corpus) -> float:
+    """Return the mean ROUGE-L (Lin 2004) of greedy text, in percent."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer, scores = RougeScorer(["rougeL"]), []
+    for batch in corpus.held_out(SHOWN):
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        made = model.eval().generate(**inputs, max_new_tokens=corpus.target_length, do_sample=False)
+        assert batch.labels is not None
+        for pair in zip(batch.labels.clamp(min=0), made, strict=True):
+            wanted, written = (corpus.tokenizer.decode(ids, skip_special_tokens=True) for ids in pair)
+            scores.append(scorer.score(wanted, written)["rougeL"].fmeasure)
+    return 100 * statistics.fmean(scores)
 
 
 def train(way: Way, folder: Path, data: Data, seed: int, steps: int) -> Run:
@@ -136,6 +153,7 @@ def train(way: Way, folder: Path, data: Data, seed: int, steps: int) -> Run:
     run.losses.append((steps, loss_of(model, held_out, penalty)))
     if penalty is not None:
         penalty.detach()
+    run.rouge = rouge(model, corpus)
     return run
 
 
@@ -179,7 +197,9 @@ def main() -> None:
                 start = folder if way.converted else SOURCE
                 runs[name].append(apart(train, way, start, data, seed, asked.steps))
                 print(f"{name}, seed {seed}: {runs[name][-1].losses}", file=sys.stderr, flush=True)
-    print_header("way", "held-out loss", "less fp32's", "skipped steps", "time of a step / fp32's", "peak MB")
+    print_header(
+        "way", "held-out loss", "less fp32's", "ROUGE-L", "skipped steps", "time of a step / fp32's", "peak MB"
+    )
     for name, each in runs.items():
         base = runs["LoRA, fp32" if WAYS[name].lora else "fp32"]
         losses = [run.losses[-1][1] for run in each]
@@ -189,6 +209,7 @@ def main() -> None:
             name,
             ", ".join(f"{loss:.3f}" for loss in losses),
             ", ".join(f"{x:+.4f}" for x in away),
+            ", ".join(f"{run.rouge:.1f}" for run in each),
             ", ".join(str(run.skipped) for run in each),
             f"{min(times[0]) / min(times[1]):.1f}",
             f"{max(run.megabytes for run in each) - floor:.0f}",
