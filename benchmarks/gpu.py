@@ -2,7 +2,7 @@
 
     make gpu                                                     # or, the same:
     python benchmarks/gpu.py --device cuda
-    python benchmarks/gpu.py --device cuda --only audit attack   # some parts
+    python benchmarks/gpu.py --device cuda --only audit kernels  # some parts
     python benchmarks/gpu.py --device cpu                        # what a CPU can run of it, at tiny shapes
 
 It needs torch, transformers, accelerate and what the package imports; not datasets, deepspeed, wandb or torchao. Parts
@@ -12,8 +12,8 @@ where a value passed its bound.
 finetune: the hard checkpoint by its recipe under CUDA autocast and the run's loss scale. kernels: fp16 products of many
 shapes against what the certificate assumes of them. audit: converted checkpoints in every regime, and random models
 whose norms read what gradient ascent found, on fp16 kernels with split sums allowed and not, against every bound.
-attack: the search for the worst inputs. half: `.half()` beside what stock code loads in fp16, at the XXL encoder's
-shape. `make gpu` then runs optimizer.py and penalty.py on the card, and the tests marked `gpu` launch the finetune.
+half: `.half()` beside what stock code loads in fp16, at the XXL encoder's shape. `make gpu` then runs optimizer.py
+and penalty.py on the card, and the tests marked `gpu` launch the finetune.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ from bf16_to_fp16.errors import UserError, first_line
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.recipe import read_recipe
 from bf16_to_fp16.finetuning.run import finetune
-from bf16_to_fp16.measuring.attack import attack
 from bf16_to_fp16.measuring.regimes import REGIMES, audit_folder
-from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import FP16_STEP
 
 
@@ -77,14 +75,13 @@ class Sizes:
     demos: tuple[str, ...] = ("t5-gated-bytes", "pegasus-bytes")
     models: int = 10  # random ones
     ascent: tuple[tuple[int, int], int, int] = (9, 7), 12, 25  # lengths, rows and steps
-    attack: tuple[int, int] = 24, 16  # steps and length
     rounds: int = 9
     encoder: synthetic.Shape = synthetic.SHAPES["t5-v1_1-xxl-encoder"]
     batches: tuple[tuple[int, int], ...] = ((1, 512), (8, 512))  # rows and tokens for the encoder
 
 
 TINY_ENCODER = synthetic.t5("T5EncoderModel", 32, 48, 2, 64, 2, d_kv=16)
-TINY = Sizes(1, ((4, 600, 8),), ("tiny",), 1, ((4, 3), 2, 2), (1, 3), 1, TINY_ENCODER, ((2, 16),))
+TINY = Sizes(1, ((4, 600, 8),), ("tiny",), 1, ((4, 3), 2, 2), 1, TINY_ENCODER, ((2, 16),))
 
 
 @dataclass
@@ -245,20 +242,6 @@ def adverse(session: Session, seed: int, tally: Tally) -> None:
             tally.compare(f"{attention}, {way}", f"seed {seed} {kind}", certificate, watch(half, run, attention), FREE)
 
 
-def run_attack(session: Session) -> None:
-    name, (steps, length) = session.sizes.demos[0], session.sizes.attack
-    checkpoint = open_checkpoint(session.demo(name))
-    layout = resolve(checkpoint)
-    certificate = bound(layout, fp16_weights(checkpoint, layout))
-    model = load(checkpoint.folder, torch.float16, half=True).to(session.device)
-    begin = time.perf_counter()
-    sites = None if session.on_cuda else ["encoder.block.0.layer.1.DenseReluDense.wo"]
-    found = attack(model, layout, steps=steps, length=length, sites=sites)
-    session.row(f"{name}: {steps} steps", time.perf_counter() - begin, "s")
-    compare(session, f"{name}, worst found", certificate, {site.name: site.worst for site in found.sites})
-    session.row(f"{name}: headroom at the worst", found.worst_headroom_bits, "bits", "above 0")
-
-
 @torch.no_grad()
 def run_half(session: Session) -> None:
     """`.half()` beside what stock code loads in fp16, and beside bf16: seconds and memory of one forward."""
@@ -294,7 +277,7 @@ def run_half(session: Session) -> None:
             torch.cuda.empty_cache()
 
 
-PARTS = {"finetune": run_finetune, "kernels": run_kernels, "audit": run_audit, "attack": run_attack, "half": run_half}
+PARTS = {"finetune": run_finetune, "kernels": run_kernels, "audit": run_audit, "half": run_half}
 
 
 def run_part(session: Session, name: str) -> bool:

@@ -7,8 +7,8 @@ runtime. A runtime that is asked for fp16 may compute in fp32 all the same, so e
 products ran: "no evidence" where that was not fp16. Every runtime sees one batch of fixed shape: int64 ids and the
 encoder's mask. The decoder's rows are padded at their end only, where its causal mask keeps them from mattering.
 
-``openvino``, ``onnxruntime``, ``ctranslate2`` and ``mlx-lm`` read the folder by their own converters or torch's ONNX
-export. ``onnx-reference`` computes the ONNX file in numpy, every operation in fp16, norms and softmaxes included.
+``openvino``, ``onnxruntime`` and ``mlx-lm`` read the folder by their own converters or torch's ONNX export.
+``onnx-reference`` computes the ONNX file in numpy, every operation in fp16, norms and softmaxes included.
 """
 
 from __future__ import annotations
@@ -104,66 +104,6 @@ def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder
     decoder_ids, decoder_mask = probe.stack([row[:decoder_length] for row in decoder], interface.pad_id(config))
     decoder_ids[:, 0] = interface.decoder_start(config)
     return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
-
-
-# --- CTranslate2: fp16 on GPUs only; its CPU backends take fp16 weights to fp32 ---------------------------------------
-
-
-class Vocabulary:
-    """What the converter asks a tokenizer for: the words of a config's ids, made here, so that none is needed."""
-
-    convert_ids_to_tokens = staticmethod("<{}>".format)
-
-    def __init__(self, config: Any) -> None:
-        words = [self.convert_ids_to_tokens(number) for number in range(config.vocab_size)]
-        self.get_vocab = lambda: dict(zip(words, range(len(words)), strict=True))
-        self.pad_token = self.bos_token = words[config.decoder_start_token_id]
-        self.eos_token, self.unk_token = words[config.eos_token_id], words[-1]
-
-
-def ctranslate2(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-    """Convert, score the decoder's ids, and return their log-probabilities, [rows, longest]."""
-    assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None  # it takes no others here
-    import ctranslate2 as library
-
-    class Converter(library.converters.TransformersConverter):
-        """Stock, but for what transformers 5 makes of a config in memory."""
-
-        def load_model(self, model_class: Any, path: str, **options: Any) -> Any:
-            model = super().load_model(model_class, path, **options)
-            # The converter takes "tied" for "scaled before the head", and transformers 5 says "tied" of every model.
-            model.config.tie_word_embeddings = layout.head_scale != 1.0
-            # Keys of published files, which transformers does not write.
-            for key, value in {"normalize_before": True, "normalize_embedding": False}.items():
-                setattr(model.config, key, getattr(model.config, key, value))
-            return model
-
-        def load_tokenizer(self, tokenizer_class: Any, path: str, **options: Any) -> Any:
-            return Vocabulary(load_config(Path(path)))
-
-    sources = words(batch.input_ids, batch.attention_mask)
-    targets = [row[1:] for row in words(batch.decoder_input_ids, batch.decoder_attention_mask)]
-    device = "cuda" if library.get_cuda_device_count() else "cpu"
-    wanted = FP16 if FP16 in library.get_supported_compute_types(device) else "float32"
-    with TemporaryDirectory() as out:
-        Converter(str(folder)).convert(out, quantization=FP16, force=True)
-        translator = library.Translator(out, device=device, compute_type=wanted)
-        scored = [torch.tensor(result.log_probs) for result in translator.score_batch(sources, targets)]
-        products = {str(translator.compute_type): None}
-    return torch.nn.utils.rnn.pad_sequence(scored, batch_first=True), products
-
-
-def words(ids: Tensor, mask: Tensor) -> list[list[str]]:
-    return [[Vocabulary.convert_ids_to_tokens(i) for i in r[m.bool()].tolist()] for r, m in zip(ids, mask, strict=True)]
-
-
-def log_probabilities(logits: Tensor, batch: Batch, config: Any) -> Tensor:
-    """Return from stock logits what the translator gives, [rows, length]: of the ids behind the first, and of the one
-    that ends a text, which it adds."""
-    assert batch.decoder_input_ids is not None and batch.decoder_attention_mask is not None
-    lengths = batch.decoder_attention_mask.sum(dim=1, keepdim=True)
-    following = batch.decoder_input_ids.roll(-1, dims=1).scatter(1, lengths - 1, int(config.eos_token_id))
-    return logits.log_softmax(-1).gather(-1, following[..., None])[..., 0]
 
 
 # --- MLX: its masks know no padding, so every row runs alone ----------------------------------------------------------
@@ -317,7 +257,6 @@ def openvino(folder: Path, layout: Layout, batch: Batch) -> Outcome:
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 RUNTIMES: dict[str, tuple[str, Callable[[Path, Layout, Batch], Outcome]]] = {
-    "ctranslate2": ("ctranslate2", ctranslate2),
     "mlx-lm": ("mlx_lm", mlx_lm),
     "onnx-reference": ("onnx", onnx_reference),
     "onnxruntime": ("onnxruntime", onnxruntime),
@@ -342,8 +281,7 @@ def measure(out: Path, source: Path, name: str) -> dict[str, Any]:
 
     @torch.no_grad()
     def expected(folder: Path, dtype: torch.dtype) -> Tensor:
-        values = as_function(folder, dtype)(*inputs_of(batch).values()).float()
-        return log_probabilities(values, batch, config) if name == "ctranslate2" else values
+        return as_function(folder, dtype)(*inputs_of(batch).values()).float()
 
     for side, folder in (("source", source), ("output", out)):
         values, products = RUNTIMES[name][1](folder, agreed_layout(open_checkpoint(folder)), batch)
