@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ from ..measuring.regimes import ATTENTIONS, REGIMES, Audited, audit_folder, run_
 from ..measuring.stock import attentions_of, load_config
 from ..measuring.tokenizer import load_tokenizer, tokenised
 from ..progress import Advance, Progress
+from ..report.remedies import tower_in_fp32
 from ..report.steps import Decided, Measured
 from ..rescaling.edits import edits_of, listed_edits
 from ..rescaling.outputs import output_factors
@@ -180,7 +183,11 @@ def compare(
     beside = outputs_on(in_fp32, inputs, reference.fp32)
     function = distance(beside, ran.fp32)
     relative = fidelity(beside, None, ran.fp32, probabilities=False).kl_fp16
-    closeness = distance(reference.fp32, ran.half, reference.bf16)
+    sides, of_text = (reference.fp32, ran.half, reference.bf16), [not batch.image for batch in compared(inputs)]
+    closeness = distance(*sides)
+    if closeness.kl_fp16 == math.inf and any(of_text) and tower_in_fp32(layout.family.name, ran.regimes):
+        closeness = distance(*(list(compress(each, of_text)) for each in sides))
+        closeness = closeness.model_copy(update={"reference": f"{closeness.reference}, on text alone"})
     closeness = closeness.model_copy(update={"kl_fp32": function.kl_fp16, "squared_error_fp32": relative})
     if plan.drift is None:
         return closeness, plan

@@ -21,7 +21,7 @@ from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.card import warned
 from ..report.page import render
-from ..report.remedies import CONVERT_AGAIN, next_command
+from ..report.remedies import CONVERT_AGAIN, TOWER_ALONE, next_command, tower_in_fp32
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
 from ..results import dump
 from .file_checks import check_hashes
@@ -73,7 +73,9 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
         raise UserError(f"{folder} is not what its report says: {other[0].name}: {other[0].reason}; {CONVERT_AGAIN}")
     if not report.safe or found.problems:
         broken = [f"{problem.name}: {problem.reason}" for problem in found.problems]
-        check_allowed(folder, report, broken[0] if report.safe else "its report says so", allow_unsafe)
+        alone = TOWER_ALONE if tower_in_fp32(report.family, report.regimes) else ""
+        why = broken[0] if report.safe else alone or "its report says so"
+        check_allowed(folder, report, why, allow_unsafe, "" if alone else "finetune it, or ")
     try:
         card = (folder / CARD).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -95,12 +97,12 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     return Upload(report, files | {REPORT: as_json(dump(report)).encode() if changed else folder / REPORT}, edited)
 
 
-def check_allowed(folder: Path, report: Report, why: str, allowed: bool) -> None:
+def check_allowed(folder: Path, report: Report, why: str, allowed: bool, otherwise: str) -> None:
     if not allowed:
         what = "safe in fp16, but short of what was asked" if report.short else "unsafe in fp16"
         raise UserError(
-            f"{folder} is {what} ({why}) and is not published; finetune it,"
-            " or give --allow-unsafe, and the first line of its card will say so"
+            f"{folder} is {what} ({why}) and is not published; {otherwise}give --allow-unsafe, and the first line of"
+            " its card will say so"
         )
 
 

@@ -14,7 +14,7 @@ from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import TOKENIZER_FILES
 from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
-from . import coverage, facts, uses
+from . import coverage, facts, remedies, uses
 from .schema import Report
 from .text import changes_text, environment, notice, origin, results_text
 
@@ -102,6 +102,7 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
             stock=class_named(architecture),
             uses=uses.uses(report),
             tokenizer=any(name in TOKENIZER_FILES for name in carried),
+            tower_in_fp32=remedies.tower_in_fp32(report.family, report.regimes),
             reads_images=coverage.has_tower(report.family) and not set(PROCESSOR_FILES).isdisjoint(carried),
             kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
             made_in_fp32=family is not None and family.made_in_fp32,

@@ -22,7 +22,7 @@ from ..wording import (
     scientific,
 )
 from . import answers, coverage, schema
-from .remedies import OVER, SQUARES_UNSEEN, described, prices, tower_alone
+from .remedies import OVER, SQUARES_UNSEEN, described, prices, tower_in_fp32
 
 REGIME_MEANINGS = {
     "stock": "as from_pretrained(dtype=torch.float16) loads it",
@@ -47,7 +47,7 @@ def closeness(report: schema.Report) -> tuple[str, str]:
     close = report.fidelity
     assert close is not None
     bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
-    reference = "the fp32 source" if report.finetune is None else "the finetuned weights in fp32"
+    reference = f"the {close.reference}" if report.finetune is None else "the finetuned weights in fp32"
     reference += "" if report.regimes else ", on a few short rows"
     what = f"{close.title} to {reference}"
     note = f"{what}: fp16 {scientific(fp16)}" + ("" if bf16 is None else f", bf16 {scientific(bf16)}")
@@ -154,8 +154,8 @@ class Verdict(NamedTuple):
 def verdict_of(report: schema.Report) -> Verdict:
     if not report.safe and not report.short:
         parts = [broken_when_run(report) or broken_by_search(report) or passed(report)]
-        if report.proven and tower_alone(report.family, report.regimes):
-            parts.append(f"the text model is {claim(report)}")
+        if tower_in_fp32(report.family, report.regimes):
+            parts.append(f"{'the text model is' if report.proven else 'in the text model'} {claim(report)}")
         return Verdict("unsafe", "; ".join(parts))
     parts = [missed(report)] if report.short else []
     parts += [claim(report), largest_run(report)]

@@ -58,6 +58,7 @@ REMOVE = "remove it, or keep it elsewhere"
 RIGHT_REVISION = "give --original the source that the report names, at its revision"
 UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
 SHORT = "take it as it is, or ask for less"
+TOWER_ALONE = "only the vision tower overflows"
 
 
 def sinks(least: float) -> str:
@@ -111,8 +112,8 @@ def prices(rare: ExceptionEntry) -> str:
     return f"KL {scientific(rare.kl)}, bf16 {scientific(rare.kl_bf16)}"
 
 
-def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
-    """Return how stock code can run a model in which only the vision tower overflows: the tower and its readers in
+def tower_in_fp32(family: str | None, regimes: Mapping[str, RegimeEntry]) -> list[str]:
+    """Return the lines of stock code for a model in which only the vision tower overflows: the tower and its readers in
     fp32. After autocast alone, whose fp32 stream has no limit, nothing is returned."""
     known = named(family)
     projector = None if known is None else known.projector
@@ -124,11 +125,15 @@ def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
         or {*regimes} == {"amp"}
         or not all(f".{projector.tower}." in name for name in over)
     ):
-        return ""
+        return []
     prefix = over[0][1 : over[0].index(f".{projector.tower}.") + 1]
     paths = [projector.tower] + [projector.at] * (not projector.at.startswith(f"{projector.tower}."))
-    lines = " and ".join(f'model.get_submodule("{prefix}{path}").float()' for path in paths)
-    return f"only the vision tower overflows, and no rescaling moves that: load the model in fp16, then {lines}"
+    return [f'model.get_submodule("{prefix}{path}").float()' for path in paths]
+
+
+def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
+    lines = "; ".join(tower_in_fp32(family, regimes))
+    return f"{TOWER_ALONE}, and no rescaling moves that; load the model in fp16, then: {lines}" if lines else ""
 
 
 def unsafe_sites(

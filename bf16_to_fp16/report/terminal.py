@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -303,8 +304,9 @@ def print_verification(result: answers.Verification) -> None:
     screen.say(f"device: {wording.listed(ran) if ran else environment.device}")
     rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in result.checks.items()]
     screen.table(Table((Column("check", 0), Column("result", 1)), rows))
-    for problem in result.problems:
-        screen.say(f"{problem.check}: {problem.name}: {problem.reason}; {problem.remedy}")
+    for problem, after in zip_longest(result.problems, result.problems[1:]):
+        remedy = "" if after is not None and after.remedy == problem.remedy else f"; {problem.remedy}"
+        screen.say(f"{problem.check}: {problem.name}: {problem.reason}{remedy}")
     for note in result.notes:
         screen.say(f"note: {note}")
     if result.verified and result.certificate is not None:

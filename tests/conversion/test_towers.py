@@ -15,9 +15,11 @@ from support import tiny
 from support.folders import rewritten, seen
 
 from bf16_to_fp16 import UserError, audit, convert, undo, verify
+from bf16_to_fp16.conversion.publish import prepare
+from bf16_to_fp16.report.answers import Verification
 from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.schema import Report, read
-from bf16_to_fp16.report.terminal import runtimes_line, source_line, verdict_line
+from bf16_to_fp16.report.terminal import print_verification, runtimes_line, source_line, verdict_line
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "mistral3")
 LAST = {
@@ -84,7 +86,9 @@ def test_no_stricter_arithmetic_takes_the_proof_where_nothing_overflows(tmp_path
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma3-images", "gemma4-images"])
-def test_where_the_tower_alone_overflows_next_names_the_modules_to_keep_in_fp32(kind: str, tmp_path: Path) -> None:
+def test_where_the_tower_alone_overflows_next_names_the_modules_to_keep_in_fp32(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny.build(kind)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -96,16 +100,26 @@ def test_where_the_tower_alone_overflows_next_names_the_modules_to_keep_in_fp32(
     result = convert(tiny.save(model, tmp_path / "source"), out)
     told = result.report["next"]
     assert not result.safe and told.startswith("only the vision tower overflows")
-    assert {entry["remedy"] for entry in result.report["unsafe"] if entry["kind"] == "broke"} == {told}
+    assert {entry["remedy"] for entry in result.report["unsafe"]} == {told}
+    close = result.report["fidelity"]
+    assert close["reference"] == "fp32 source, on text alone" and close["kl_fp16"] < close["kl_bf16"] / 4
     if kind == "gemma3-images":  # what these two say does not depend on the family
         audited = audit(out)
         assert audited["next"] == told and {entry["remedy"] for entry in audited["unsafe"]} == {told}
-        assert verify(out)["problems"][-1]["remedy"] == told
+        verified = verify(out)
+        assert verified["problems"][-1]["remedy"] == told
+        print_verification(read(Verification, verified))
+        assert capsys.readouterr().out.count("get_submodule") == len(kept(told))
+        with pytest.raises(UserError, match=r"\(only the vision tower overflows\) and is not published; give --allow"):
+            prepare(out)
     report = read(Report, result.report)
     assert "the vision tower aside" in runtimes_line(report)
     proven = "; the text model is proven for every input"
     assert proven in verdict_line(report).plain and proven in verdict_sentence(report)
     card, page = ((out / name).read_text() for name in ("README.md", "fp16_report.html"))
+    unproven = report.model_copy(update={"certificate": None})
+    assert verdict_line(unproven).plain.endswith("; in the text model nothing overflowed on what was run")
+    assert all(f'\nmodel.get_submodule("{path}").float()  # its vision tower' in card for path in kept(told))
     for text in (card, html.unescape(page)):
         assert proven in text and all(f'model.get_submodule("{path}").float()' in text for path in kept(told))
     wanted, paths = seen(out), kept(told)
