@@ -23,18 +23,12 @@ class Shape:
 
     @property
     def layers(self) -> int:
-        """The layers of its stack, or of each of two; of a model that reads images those of its text model."""
-        own = self.values.get("text_config", self.values)
-        return int(next(own[key] for key in LAYERS if key in own))
+        """The layers of its stack, or of each of two."""
+        return int(next(self.values[key] for key in LAYERS if key in self.values))
 
     def with_layers(self, layers: int) -> Shape:
-        """Return the same with so many layers in each stack, in configs inside its own too."""
-
-        def fewer(values: dict[str, Any]) -> dict[str, Any]:
-            inner = {key: fewer(value) if isinstance(value, dict) else value for key, value in values.items()}
-            return inner | dict.fromkeys(LAYERS & values.keys(), layers)
-
-        return Shape(self.name, fewer(self.values))
+        """Return the same with so many layers in each stack."""
+        return Shape(self.name, self.values | dict.fromkeys(LAYERS & self.values.keys(), layers))
 
     @property
     def made_of(self) -> Any:
@@ -54,12 +48,11 @@ class Shape:
         return {name: tuple(tensor.shape) for name, tensor in (dict(model.named_parameters()) | kept).items()}
 
     def config(self) -> dict[str, Any]:
-        own = {key: value for key, value in self.values.items() if not isinstance(value, dict)}
-        return self.made_of.to_dict() | own | {"architectures": [self.name], "dtype": "bfloat16"}
+        return self.made_of.to_dict() | self.values | {"architectures": [self.name], "dtype": "bfloat16"}
 
 
 # Keys of configs for how many layers a stack has.
-LAYERS = {"num_layers", "num_decoder_layers", "num_hidden_layers", "encoder_layers", "decoder_layers"}
+LAYERS = {"num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"}
 BUFFERS = {"final_logits_bias"}  # that published files hold
 
 
@@ -71,17 +64,7 @@ def t5(name: str, d_model: int, d_ff: int, heads: int, vocabulary: int, layers: 
     return Shape(name, values | {"tie_word_embeddings": False, "decoder_start_token_id": 0})
 
 
-def stack(width: int, d_ff: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    """Return the sizes of one stack by the names that most configs have for them."""
-    sizes = {"hidden_size": width, "intermediate_size": d_ff, "num_hidden_layers": layers, "num_attention_heads": heads}
-    return {**sizes, **more}
-
-
-T5, MT5, GEMMA = "T5ForConditionalGeneration", "MT5ForConditionalGeneration", "Gemma3ForCausalLM"
-GEMMA_HEADS = {"head_dim": 256, "num_key_value_heads": 1, "sliding_window": 512, "vocab_size": 262_144}
-GEMMA_TEXT = stack(2560, 10_240, 34, 8, **GEMMA_HEADS | {"num_key_value_heads": 4, "sliding_window": 1024})
-GEMMA_TOWER = stack(1152, 4304, 27, 16, image_size=896, patch_size=14)
-GEMMA_BOTH = {"text_config": GEMMA_TEXT | {"vocab_size": 262_208}, "vision_config": GEMMA_TOWER}
+T5, MT5 = "T5ForConditionalGeneration", "MT5ForConditionalGeneration"
 PEGASUS_STACK = {"layers": 16, "attention_heads": 16, "ffn_dim": 4096}
 PEGASUS = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in PEGASUS_STACK.items()}
 PEGASUS |= {"d_model": 1024, "vocab_size": 96103, "max_position_embeddings": 512, "decoder_start_token_id": 0}
@@ -91,19 +74,16 @@ SHAPES: dict[str, Shape] = {
     "pegasus-large": Shape(
         "PegasusForConditionalGeneration", {**PEGASUS, "activation_function": "relu", "scale_embedding": True}
     ),
-    "umt5-xxl-encoder": t5("UMT5EncoderModel", 4096, 10240, 64, 256384, 24),
     "t5-v1_1-small": t5(T5, 512, 1024, 6, 32128, 8),
     "t5-v1_1-base": t5(T5, 768, 2048, 12, 32128, 12),
     "t5-v1_1-large": t5(T5, 1024, 2816, 16, 32128, 24),
     "flan-t5-xl": t5(T5, 2048, 5120, 32, 32128, 24),
     "t5-v1_1-xxl-encoder": t5("T5EncoderModel", 4096, 10240, 64, 32128, 24),
-    "gemma-3-270m": Shape(GEMMA, stack(640, 2048, 18, 4, **GEMMA_HEADS)),
-    "gemma-3-4b": Shape("Gemma3ForConditionalGeneration", {**GEMMA_BOTH, "mm_tokens_per_image": 256}),
 }
 
 NORMALS = 1 << 24  # how many different normal numbers weights are made of; more of them are repeated
-ENTERING = (".wi_0.weight", ".wi_1.weight", ".fc1.weight", ".gate_proj.weight", ".up_proj.weight")
-LEAVING = (".wo.weight", ".fc2.weight", ".down_proj.weight")
+ENTERING = (".wi_0.weight", ".wi_1.weight", ".fc1.weight")
+LEAVING = (".wo.weight", ".fc2.weight")
 """The ends of the names of feed-forward weights, by whether their neurons are rows or columns."""
 
 OUTLIERS, IN, OUT = 3, 8.0, 64.0  # neurons that stand out, the factors of their rows and of their output columns
