@@ -1,12 +1,12 @@
-"""What follows a conversion: training at the source's learning rates, adapters, new tokens, inner states, quantisers.
+"""What follows a conversion: training at the source's learning rates, adapters, quantisers.
 
     python benchmarks/rates.py
 
 converts each demo by default, for ``train`` and for ``norm-safe``, without what is unsafe then, and trains source and
 folders on the same batches, loaded in fp32, without dropout. ``follow`` is an optimizer that steps at the source's
 scale (``MadeSafe.follow``). Losses are means over all held-out texts. Then one adapter, trained on the source, is put
-on every folder; embeddings are resized; and quantised folders are compared with the source in fp32. bitsandbytes and
-torchao run where they are installed (``make clients``). One thread.
+on every folder, and quantised folders are compared with the source in fp32. bitsandbytes and torchao run where they
+are installed (``make clients``). One thread.
 """
 
 from __future__ import annotations
@@ -158,41 +158,19 @@ def adapted(case: Checkpoint, folder: Path, adapter: Path) -> str:
     return f"{loss(peft.PeftModel.from_pretrained(loaded(folder), adapter).eval(), case.held_out):.2f}"
 
 
-def new_rows(folder: Path, count: int = 8) -> float:
-    """Return the norm of random new rows of the embedding over that of the old ones."""
-    model = load(folder, torch.float32)
-    old = model.get_input_embeddings().weight
-    # transformers would tie the head of an untied T5, whose config does not say that it is untied
-    model.config.tie_word_embeddings = model.get_output_embeddings().weight is old
-    torch.manual_seed(0)
-    model.resize_token_embeddings(len(old) + count, mean_resizing=False)
-    norms = model.get_input_embeddings().weight.detach().norm(dim=1)
-    return float(norms[-count:].mean() / norms[:-count].mean())
-
-
-@torch.no_grad()
-def last_states(folder: Path, batch: TrainingBatch) -> torch.Tensor:
-    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    decoder = {"decoder_input_ids": batch.input_ids} if model.config.is_encoder_decoder else {}
-    return model(input_ids=batch.input_ids, **decoder).last_hidden_state
-
-
 def compare_adapters(cases: Sequence[Checkpoint], work: Path) -> None:
-    columns = "no adapter", "the source's LoRA", "by convert_adapter", "new rows", "last states"
+    columns = "no adapter", "the source's LoRA", "by convert_adapter"
     print()
     print_header("checkpoint", "weights", *columns)
     for case in cases:
-        source, batch = case.weights[0].folder, case.held_out[0]
-        train_adapter(case, adapter := work / f"{source.name}-lora")
+        train_adapter(case, adapter := work / f"{case.weights[0].folder.name}-lora")
         for weights in case.weights:
             folder, mine, by_plan = weights.folder, work / f"{weights.folder.name}-lora", ""
             if weights.plan is not None:
                 convert_adapter(adapter, mine, folder)
                 by_plan = adapted(case, folder, mine)
             plain = f"{loss(loaded(folder), case.held_out):.2f}"
-            factor = float(last_states(folder, batch).norm() / last_states(source, batch).norm())
-            cells = plain, adapted(case, folder, adapter), by_plan, f"{new_rows(folder):.2g}", f"{factor:.3g}"
-            print_row(case.name, weights.name, *cells)
+            print_row(case.name, weights.name, plain, adapted(case, folder, adapter), by_plan)
 
 
 def quantisers() -> dict[str, tuple[Any, torch.dtype]]:
