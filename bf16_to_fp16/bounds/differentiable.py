@@ -58,12 +58,13 @@ class DifferentiableBounds:
         self.means: dict[str, float] = {}
 
     @full_precision()
-    def measure(self, *, again: bool = False) -> dict[str, Tensor]:
+    def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return all bounds without a graph, fp32 by row, head or channel. again: weights have hardly changed, so means
-        of LayerNorms' inputs are the last ones."""
+        of LayerNorms' inputs are the last ones. only: sites, instead of all."""
+        wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again
-            return _Walk(*live, self.fixed, self.stream, None).run()
+            return _Walk(*live, self.fixed, self.stream, wanted).run()
 
     def owners(self) -> dict[str, list[Owner]]:
         """Return by site the tensors that training may change to lower it; of norms' gains only the encoder's last."""
@@ -121,7 +122,7 @@ class _Walk(LiveWeights):
 
     fixed: Collection[str]
     follows: bool
-    wanted: Mapping[str, Tensor] | None
+    wanted: Mapping[str, Tensor | slice] | None
 
     def __post_init__(self) -> None:
         self.centred = self.layout.family.centred_norm
@@ -288,8 +289,8 @@ class _Walk(LiveWeights):
             made = rows_of(wide(weight[at]), None if bias is None else bias[at], final).partial * error
             return made if added is None else made + added[at]
 
-        if self.wanted is not None:
-            self.found[site] = bounds(self.wanted[site])
+        if self.wanted is not None and isinstance(at := self.wanted[site], Tensor):
+            self.found[site] = bounds(at)
             return
         starts = range(0, len(weight), ROWS_AT_A_TIME)
         self.found[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])

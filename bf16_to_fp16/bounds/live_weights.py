@@ -56,7 +56,7 @@ class LiveWeights:
         """Relative error of a linear on a norm's output, with the rounding of both."""
         return 4 * self.a.unit + self.a.gamma(width)
 
-    def linear(self, path: str, source: NormOutput, at: Tensor | None = None) -> Rows:
+    def linear(self, path: str, source: NormOutput, at: Tensor | slice | None = None) -> Rows:
         """Return the rows of a linear on a norm's output, all or those at the indices ``at``."""
         weight, bias = self.pair(path)
         if at is not None:

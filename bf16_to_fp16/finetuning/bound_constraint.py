@@ -12,7 +12,7 @@ than the learning rate (as for decoupled weight decay, Loshchilov and Hutter 201
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ COMES_DOWN = 0.5  # share of the remaining steps in which the lid comes down
 PASSES = 6  # Newton steps after one of the optimizer's at most; as a rule two are enough
 SCALINGS = 3  # steps that follow where that was not enough: the weights as a whole are made smaller
 TOLERANCE_BITS = 2.0**-8  # what may remain over the lid
+ALL_EVERY = 8  # steps: in the others, and after projections, only bounds near the lid are measured
+NEAR_BITS = 1.0  # below the lid as it will be when all are measured again
 MOST_MOVED = 0.5  # share of its length by which one Newton step may change a row or a head of a weight at most
 
 
@@ -58,6 +60,7 @@ class BoundConstraint:
             for sublayer in stack.sublayers
             for site in (*outputs_of(sublayer), sublayer.add)
         }
+        self.near: list[str] | None = None  # sites near the lid when all were measured
         self.headroom: float | None = None  # bits from the largest bound to fp16's limit
 
     def begin(self, step: int) -> None:
@@ -75,8 +78,14 @@ class BoundConstraint:
 
     def hold(self, step: int, steps: int) -> None:
         lid = self.lowest = min(self.lowest, self.lid(step, steps))
+        if step % ALL_EVERY == 0 or step == steps:
+            self.near = None
         for number in range(PASSES + SCALINGS + 1):
-            excess = self.excess(again=number > 0)
+            excess = self.excess(again=number > 0, only=self.near)
+            if self.near is None:
+                most = {site: float(bits.max()) for site, bits in excess.items()}
+                bar = min(lid, self.lid(step + ALL_EVERY, steps)) - NEAR_BITS
+                self.near = [site for site, bits in most.items() if bits >= min(bar, max(most.values(), default=bar))]
             over = self._largest_of_each_group({site: (bits - lid).clamp(min=0) for site, bits in excess.items()})
             left = max((float(bits.max()) for bits in over.values()), default=0.0)
             if left <= TOLERANCE_BITS or number == PASSES + SCALINGS:
@@ -87,9 +96,9 @@ class BoundConstraint:
         if excess:
             self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
-    def excess(self, *, again: bool = False) -> dict[str, Tensor]:
-        """Return log2(bound / target) by site; again: only projections changed the weights since."""
-        measured = self.weights.agreed(self.bounds.measure(again=again))
+    def excess(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return log2(bound / target) by site; again: only projections changed the weights since. only: sites."""
+        measured = self.weights.agreed(self.bounds.measure(again=again, only=only))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
@@ -150,11 +159,12 @@ class BoundConstraint:
             "start": self.start,
             "lowest": self.lowest,
             "stream": self.bounds.stream,
+            "near": self.near,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.first, self.start, self.bounds.stream = state["first"], float(state["start"]), bool(state["stream"])
-        self.lowest = float(state["lowest"])
+        self.lowest, self.near = float(state["lowest"]), state["near"]
 
 
 def groups_of(layout: Layout) -> dict[str, str]:

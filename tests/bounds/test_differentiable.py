@@ -37,6 +37,9 @@ def test_every_bound_is_the_certificates_but_for_what_refines_the_stream(kind: s
         assert proven is not None, site
         most = 3.0 if is_stream(site, layout) else 1.02
         assert 0.97 * proven <= float(values.max()) <= most * proven, site
+    some = list(measured)[::3]
+    alone = bounds.measure(only=some)
+    assert list(alone) == some and all(torch.equal(alone[site], measured[site]) for site in some)
 
 
 @pytest.mark.parametrize(

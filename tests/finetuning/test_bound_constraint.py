@@ -173,6 +173,29 @@ def test_the_lid_never_rises() -> None:
     assert again.lowest == 0 and worst(again) < MARGIN_BITS
 
 
+def test_most_steps_measure_the_bounds_near_the_lid_alone_and_each_eighth_and_the_last_all_of_them() -> None:
+    model = tiny.build("gated", factor=1.0)
+    constraint, measured = begun(model), list[int]()
+    measure, every = constraint.bounds.measure, len(constraint.excess())
+
+    def counted(**given: Any) -> dict[str, torch.Tensor]:
+        found = measure(**given)
+        measured.append(len(found))
+        return found
+
+    constraint.bounds.measure = counted  # type: ignore[method-assign]
+    loudest = worst(constraint)
+    constraint.target *= 2.0 ** (loudest + 0.5)
+    measured.clear()
+    for step in range(1, 12):
+        constraint.hold(step, 11)
+        assert constraint.headroom == pytest.approx(MARGIN_BITS + 0.5, abs=1e-4)
+    assert [count == every for count in measured] == [step in (1, 8, 11) for step in range(1, 12)]
+    again = BoundConstraint(constraint.layout, model)
+    again.load_state_dict(constraint.state_dict())
+    assert again.near == constraint.near
+
+
 def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
     """Pegasus's eps is not in its config, so that no exponent brings its stream down for nothing."""
     assert not any(site.endswith(":add#2") for site in begun(tiny.build("pegasus", 0, factor=1.0)).excess())

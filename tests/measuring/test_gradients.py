@@ -125,4 +125,5 @@ def test_gradients_that_fit_at_a_small_loss_scale_are_safe(tmp_path: Path, capsy
     status = main(["audit", str(folder), "--train-mode", "--regime", "amp", "--json", str(tmp_path / "report.json")])
     found = json.loads((tmp_path / "report.json").read_text())["regimes"]["amp"]
     assert status == 0 and found["nonfinite"] == 0 and found["gradients"]["loss_scale"] < 1
+    assert found["gradients"]["flushed"] > 0  # which spoils no step
     assert f"a loss scale of {found['gradients']['loss_scale']:g} (torch" in " ".join(capsys.readouterr().out.split())
