@@ -11,6 +11,8 @@ from .types import Family, OfLayers, Quotient, SameAs, Sum
 
 _NOWHERE = object()
 
+BOTH_WAYS = (True, "all")  # values of ``use_bidirectional_attention`` with which text is seen from both sides
+
 OF_LABELS: Mapping[str, object] = {"id2label": SameAs("num_labels"), "num_labels": 2, "classifier_dropout": 0.1}
 """What stock classes with labels take where no config says it."""
 

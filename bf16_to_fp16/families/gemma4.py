@@ -103,6 +103,7 @@ GEMMA4 = replace(
     older_rotary={},
     free_keys=(
         "_heterogeneity_spec",  # sizes of heads by layer, which are compared with stock code's modules
+        "is_causal",  # which stock code sets where every token sees all
         "max_position_embeddings",
         "moe_intermediate_size",
         "num_experts",

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import UserError
 from . import parts
-from .configs import is_nested, kind_of, looked_up, positive, whole_number
+from .configs import BOTH_WAYS, is_nested, kind_of, looked_up, positive, whole_number
 from .signals import Spread, Tensor
 from .types import Deviation, Family, Initialisation, Part, Quotient, SameAs, Stack, StockClass, StoredExperts
 from .wiring import Attention, Experts, FeedForward, Head, Rotary, StackEnds, StockAttributes
@@ -31,7 +31,7 @@ INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
     """Refuse a window in which a position does not see itself; where both sides are seen, 0 is the position alone."""
     window = looked_up(config, key)
-    least = 0 if looked_up(config, "use_bidirectional_attention") else 1
+    least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
     if window is not None and not (isinstance(window, int) and window >= least):
         raise UserError(
             f"config.json: {key!r} is {window!r}, in which no position sees itself; take it from the original"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..families.configs import BOTH_WAYS
 from ..families.known import of_model_type, spare_padding
 from .batch import PADDED, Batch, stack
 from .interface import decoder_start, pad_id, takes_decoder_ids
@@ -96,7 +97,7 @@ def is_blind(config: Any, batch: Batch) -> bool:
     sides = [(getattr(config, "encoder", config), batch.attention_mask)]
     if batch.decoder_attention_mask is not None:
         sides.append((getattr(config, "decoder", config), batch.decoder_attention_mask))
-    causal = not takes_decoder_ids(config) and not getattr(config, "use_bidirectional_attention", False)
+    causal = not takes_decoder_ids(config) and setting(config, "use_bidirectional_attention") not in BOTH_WAYS
     causal = causal and (family is not None or getattr(config, CAUSAL, False))
     return any(_is_blind(own, mask, causal or i > 0) for i, (own, mask) in enumerate(sides))
 

@@ -3,6 +3,7 @@ rate; adapters, quantisers and readers of states meet the same factor. benchmark
 
 from __future__ import annotations
 
+from ..families.known import named
 from ..rescaling.plan import Plan
 from ..wording import listed
 from . import facts, schema
@@ -37,7 +38,9 @@ def harm(report: schema.Report) -> str:
 
 def gains_round(plan: Plan) -> bool:
     """Return whether gains stored less 1 have moved close to −1, where bf16 is coarse."""
-    return plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)
+    family = named(plan.family)
+    less_1 = family is not None and any(tensor.offset for tensor in family.encoder_output.tensors)
+    return less_1 and plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)
 
 
 def uses(report: schema.Report) -> list[tuple[str, str]]:

@@ -3,11 +3,13 @@ old name, and configs that are refused."""
 
 import json
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from support import tiny
 from support.contract import certified, layout_of
@@ -20,6 +22,7 @@ from bf16_to_fp16.families.resolve import check_norms, resolve
 from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.stock import load
+from bf16_to_fp16.report.uses import gains_round
 from bf16_to_fp16.rescaling.apply import scale
 from bf16_to_fp16.rescaling.rounding_loss import offset_loss_table
 from bf16_to_fp16.rescaling.weights import ModelTensors
@@ -62,12 +65,34 @@ def test_what_is_written_of_a_gain_is_rounded_once_and_its_dead_channels_are_see
     assert moved == 2 * 3
     drift = result.plan.drift
     assert result.plan.residual_exponent < 0 and drift is not None and 0 < drift.relative_error < 1e-3
+    assert gains_round(result.plan) and not gains_round(result.plan.model_copy(update={"family": "gemma4"}))
     with torch.no_grad():
         model = tiny.build("gemma3")
         model.model.layers[0].input_layernorm.weight.fill_(-1)
     checkpoint = open_checkpoint(tiny.save(model, tmp_path / "dead"))
     with pytest.raises(UserError, match=r"input_layernorm\.weight is -1 throughout"):
         check_norms(checkpoint, resolve(checkpoint))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2},
+        {"layer_types": ..., "num_hidden_layers": 7},
+        {"attention_k_eq_v": False, "num_global_key_value_heads": 1},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"attention_k_eq_v": True, "num_global_key_value_heads": None},
+    ],
+)
+def test_a_gemma_4_whose_config_leaves_layers_to_stock_code_is_taken_as_stock_code_makes_it(
+    own: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny.gemma4().config.to_dict() | {"architectures": ["Gemma4ForCausalLM"], "global_head_dim": 8}
+    written = {key: value for key, value in (config | own).items() if value is not ... and key != "per_layer_config"}
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**deepcopy(written)))
+    folder = tiny.save(model, tmp_path / "source")
+    (folder / "config.json").write_text(json.dumps(written))
+    assert agreed_layout(open_checkpoint(folder)).family.name == "gemma4"
 
 
 def test_a_tied_head_whose_norm_cannot_be_larger_is_separated(tmp_path: Path) -> None:

@@ -89,6 +89,10 @@ NAMED: dict[str, tuple[tuple[str, Any], ...]] = {
     **{"umt5": (("dense_act_fn", "relu"),), "gelu": (("dense_act_fn", "gelu_pytorch_tanh"),)},
     **{"gated": (("is_gated_act", False),), "t5-encoder": (("is_decoder", True),)},
     **{"gemma3": (("sliding_window", 0),), "embeddinggemma": (("sliding_window", -1),)},
+    "gemma4": (
+        *(("attention_bias", True), ("hidden_size_per_layer_input", 4), ("num_kv_shared_layers", 1)),
+        *(("enable_moe_block", True), ("sliding_window", 0)),
+    ),
 }
 """Kinds, and keys that the message must name with their values."""
 
@@ -103,6 +107,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("pegasus", {"scale_embedding": 1}, "scale_embedding"),
     ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "_heterogeneity_spec"),
     ("t5", {"fusion_config": {"x": True}}, "fusion"),
+    ("gemma4", {"use_bidirectional_attention": "vision", "sliding_window": 0}, "'sliding_window' is 0"),
     ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
     ("t5", {"return_dict": False}, UNRUN),
     ("t5", {"to_dict": 1}, "config.json"),
@@ -242,6 +247,7 @@ def test_a_model_that_is_not_its_configs_is_not_rescaled() -> None:
         ("pegasus", {"num_hidden_layers": 3, "num_attention_heads": 3, "normalize_before": True, "classif_dropout": 0}),
         ("pegasus", {"encoder_layerdrop": 0.5, "static_position_embeddings": True, "extra_pos_embeddings": 1}),
         ("umt5", {"dense_act_fn": "gelu_new", "is_gated_act": True, "attn_implementation": "sdpa"}),
+        ("gemma4", {"use_bidirectional_attention": "all"}),
     ],
 )
 def test_a_key_that_changes_nothing_passes(

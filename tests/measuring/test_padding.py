@@ -188,6 +188,16 @@ def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(
     assert by_hand.broken
 
 
+@pytest.mark.parametrize(("both_ways", "blind"), [(None, True), ("vision", True), ("all", False)])
+def test_padding_left_of_text_sees_nothing_but_where_all_text_is_seen_from_both_sides(
+    both_ways: str | None, blind: bool
+) -> None:
+    mask = torch.ones((1, 4), dtype=torch.int64)
+    mask[0, 0] = 0
+    config = tiny.config("gemma4", use_bidirectional_attention=both_ways)
+    assert is_blind(config, Batch("by hand", mask, mask)) is blind
+
+
 def with_low_scores_in_the_decoder() -> Any:
     """Return a T5Gemma in whose decoder all scores are under −16, and that sees 6 positions in its first layer."""
     model = tiny.build("t5gemma", 0, factor=1.0, attn_logit_softcapping=None, num_hidden_layers=1)

@@ -96,6 +96,8 @@ def gemma4_images(**changes: Any) -> Any:
         text_config=text.to_dict(),
         vision_config=PATCHES_OF_GEMMA4,
         image_token_id=96,
+        video_token_id=95,
+        audio_token_id=94,
         tie_word_embeddings=text.tie_word_embeddings,
     )
     model = transformers.Gemma4ForConditionalGeneration(config)
