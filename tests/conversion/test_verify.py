@@ -1,4 +1,5 @@
-"""``verify``: an untouched checkpoint passes every check, and each kind of damage is found by the check named here."""
+"""``verify``: an untouched checkpoint passes every check, and each kind of damage, forged or not, is found by the check
+named here."""
 
 import json
 import shutil
@@ -8,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.contract import random_plan
 from support.folders import rewritten
-from support.forging import flip, forge
+from support.forging import flip, forge, report_of
 from support.program import refused
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
@@ -25,10 +27,10 @@ from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
+from bf16_to_fp16.report.schema import CARD, REPORT
 from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.results import dump
 
-REPORT = "fp16_report.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -184,6 +186,13 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
     "a bound": (of_report("certificate.sites.0.bound", 1.0), BOUNDS, "certificate", ".bound", "the report says 1.0"),
     "a limit": (of_report("certificate.sites.0.limit", 7.0), BOUNDS, "certificate", ".limit", "the report says 7.0"),
     "a kind": (of_report("certificate.sites.0.kind", "x"), BOUNDS, "certificate", ".kind", "the report says 'x'"),
+    "the stack of a site": (
+        of_report("certificate.sites.0.stack", "decoder"),
+        *(BOUNDS, "certificate", ".stack", "the report says 'decoder'"),
+    ),
+    "the block of a site": (of_report("certificate.sites.9.block", 7), BOUNDS, "certificate", ".block", "says 7"),
+    "the role of a site": (of_report("certificate.sites.0.role", "x"), BOUNDS, "certificate", ".role", "says 'x'"),
+    "other inputs than the seed's": (of_report("inputs.sha256", "0" * 64), RUN, "audit", "inputs", ""),
     "no bounds": (
         of_report("certificate.sites", []),
         *(BOUNDS, "certificate", "certificate.sites", "the report says None"),
@@ -405,3 +414,168 @@ def test_usage_and_exit_status(folder: Path, tmp_path: Path, capsys: pytest.Capt
 )
 def test_a_number_is_the_same_up_to_another_machines_rounding(key: str, said: float, found: float, same: bool) -> None:
     assert near(key, said, found) is same and near(key, found, said) is same
+
+
+FORGED: dict[str, list[tuple[str, object, str, str]]] = {
+    "changed": [
+        ("fidelity.kl_bf16", 9.0, "fidelity", "fidelity.kl_bf16"),
+        ("fidelity.positions", 3, "fidelity", "fidelity.positions"),
+        ("signals.0.before", 1e9, "fidelity", "signals."),
+        ("weights.lossless_fraction", 0.5, "replay", "weights.lossless_fraction"),
+        ("source.dtype", "F32", "replay", "source.dtype"),
+        ("source.config_changes.dtype.before", "float32", "replay", "source.config_changes"),
+    ],
+    "left out": [("fidelity", None, "fidelity", "fidelity"), ("signals.0.module", "x", "fidelity", "signals.")],
+    "another source": [("source.sha256.other", "0" * 64, "replay", "other")],
+}
+
+
+@pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
+def test_what_was_measured_on_the_original_is_measured_again(
+    folder: Path, source: Path, forged: list[tuple[str, object, str, str]]
+) -> None:
+    for place, value, *_ in forged:
+        edit(folder / REPORT, place, value)
+    forge(folder)
+    found = problems(folder, original=source)
+    for _, _, check, start in forged:
+        assert any(each == check and name.startswith(start) for each, name, _ in found), (start, found)
+
+
+def test_the_regimes_are_compared_with_what_runs_again(folder: Path) -> None:
+    changes: dict[str, dict[str, Any]] = {"half": {"headroom_bits": 14.0, "amax": 0.5}}
+    changes |= {"stock": {"runs": []}, "amp": {"same_as": "half"}}
+    forge(folder, lambda report: [report["regimes"][name].update(change) for name, change in changes.items()])
+    named = "".join(problem["name"] for problem in verify(folder)["problems"] if problem["check"] == "audit")
+    for regime, change in changes.items():
+        assert all(f"regimes.{regime}.{key}" in named for key in change), named
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sub/model.safetensors", "onnx/model.onnx", "onnx/model.onnx_data", "custom_generate/generate.py"),
+        *("modeling_t5.py", "MODELING_T5.PY", "handler.py", "Config.json", "MODEL.safetensors", "readme.md"),
+        *("Modules.json", "pytorch_model.bin", "PYTORCH_MODEL.BIN", "tf_model.h5", "weights.pkl", "libx.so"),
+        *("install.sh", "1_Dense/model.safetensors", "sub/config.json", "demo.ipynb"),
+    ],
+)
+def test_weights_code_and_names_that_no_conversion_writes_are_found(folder: Path, name: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    shutil.copy(folder / ONE, folder / name)
+    forge(folder, new=True)
+    found = verify(folder, run_model=False)
+    assert {(p["check"], p["name"]) for p in found["problems"]} == {("files", name)}
+
+
+def test_code_of_the_source_is_not_carried_over(source: Path, tmp_path: Path) -> None:
+    original = Path(shutil.copytree(source, tmp_path / "theirs"))
+    for name in ("modeling_t5.py", "Config.json", "setup.SH"):
+        (original / name).write_text("x")
+    report = convert(original, tmp_path / "out", run_model=False).report
+    assert {"modeling_t5.py", "Config.json", "setup.SH"} <= set(report["source"]["left_out"])
+    assert verify(tmp_path / "out", original=original, run_model=False)["verified"]
+
+
+def test_a_card_that_was_edited_is_told_as_such(folder: Path) -> None:
+    (folder / CARD).write_text((folder / CARD).read_text() + "\nMore of mine.\n")
+    assert not verify(folder, run_model=False)["verified"]
+    forge(folder, {"output": report_of(folder)["output"] | {"card_edited": True}}, views=False)
+    found = verify(folder, run_model=False)
+    assert found["verified"] and "was edited" in found["notes"][0]
+
+
+def test_tensors_that_the_class_does_not_read_fail(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("t5"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["T5EncoderModel"]}))
+    out = tmp_path / "out"
+    convert(source, out, run_model=False)
+    assert verify(out, run_model=False)["verified"]
+    weights = load_file(out / "model.safetensors") | {
+        name: tensor.half() for name, tensor in load_file(source / "model.safetensors").items() if "decoder" in name
+    }
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    forge(out)
+    [problem] = verify(out, run_model=False)["problems"]
+    assert problem["check"] == "files" and "is no tensor of T5EncoderModel, of which alone" in problem["reason"]
+
+
+def test_certify_names_the_class_of_which_alone_it_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny.save(tiny.small("t5"), tmp_path / "source")
+    assert convert(source, tmp_path / "whole", run_model=False).report.get("model_class") is None
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    shutil.copytree(tmp_path / "whole", tmp_path / "part")
+    (tmp_path / "part" / "fp16_report.json").unlink()
+    (tmp_path / "part" / "config.json").write_text(json.dumps(config | {"architectures": ["T5EncoderModel"]}))
+    assert cli.main(["certify", str(tmp_path / "part"), "--json", str(tmp_path / "said.json")]) == 0
+    printed, said = capsys.readouterr(), json.loads((tmp_path / "said.json").read_text())
+    assert "run as T5EncoderModel alone" in printed.out and "which T5EncoderModel does not read" in printed.err
+    assert said["model_class"] == "T5EncoderModel" and any("decoder" in name for name in said["source"]["dropped"])
+    assert cli.main(["certify", str(tmp_path / "whole")]) == 0
+    assert "alone" not in capsys.readouterr().out
+
+
+def test_verify_names_the_length(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(source, tmp_path / "out", run_model=False, max_length=4)
+    assert "for every input of up to 4 positions" in (tmp_path / "out" / CARD).read_text()
+    assert cli.main(["verify", str(tmp_path / "out"), "--no-audit"]) == 0
+    assert "proven for every input of up to 4 positions" in capsys.readouterr().out
+    convert(source, tmp_path / "file.safetensors", run_model=False, max_length=1, layout="single")
+    assert cli.main(["verify", str(tmp_path / "file.safetensors"), "--no-audit"]) == 0
+    assert "proven for every input of up to 1 position" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def packed(source: Path) -> Path:
+    file = source.parent / "packed.safetensors"
+    assert convert(source, file, layout="single", run_model=False).safe
+    return file
+
+
+def repacked(file: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
+    """Write a packed file with a change of its header, as parsed, and of its summary."""
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    summary = json.loads(header["__metadata__"]["bf16_to_fp16"])
+    change(header, summary)
+    header["__metadata__"]["bf16_to_fp16"] = json.dumps(summary)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    out.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return out
+
+
+def test_flipped_bits_and_swapped_tensors_of_a_packed_file_are_found(packed: Path, tmp_path: Path) -> None:
+    def swap(header: dict[str, Any], _: dict[str, Any]) -> None:
+        names = [name for name in header if name.endswith(("SelfAttention.k.weight", "SelfAttention.v.weight"))]
+        one, other = (header[name]["data_offsets"] for name in names[:2])
+        header[names[0]]["data_offsets"], header[names[1]]["data_offsets"] = other, one
+
+    assert verify(packed)["verified"]
+    flipped = Path(shutil.copy(packed, tmp_path / "flipped.safetensors"))
+    flip(flipped, -2)
+    for bad in (flipped, repacked(packed, tmp_path / "swapped.safetensors", swap)):
+        found = verify(bad, run_model=False)
+        assert any("were changed or damaged" in problem["reason"] for problem in found["problems"])
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        (lambda h, s: h["__metadata__"].pop("bf16_to_fp16.tensors_sha256"), "files"),
+        (lambda h, s: s["tiers"]["torch"].update(runtimes=["an abacus"]), "tiers"),
+    ],
+)
+def test_what_a_packed_file_says_of_itself_is_held_against_it(
+    packed: Path, tmp_path: Path, change: Callable[[dict[str, Any], dict[str, Any]], object], check: str
+) -> None:
+    found = verify(repacked(packed, tmp_path / "bad.safetensors", change), run_model=False)
+    assert check in {problem["check"] for problem in found["problems"]}
+
+
+def test_a_packed_file_with_another_eps_than_its_plan_is_refused(packed: Path, tmp_path: Path) -> None:
+    bad = repacked(packed, tmp_path / "bad.safetensors", lambda _, summary: summary.update(eps=1e-3))
+    with pytest.raises(UserError, match="its metadata are damaged"):
+        verify(bad, run_model=False)
