@@ -14,7 +14,7 @@ import torch
 import transformers
 from support import exhaustive, tiny
 from support.contract import certified, outputs
-from support.steps import batch, same, trained, weights
+from support.steps import same, trained, weights
 
 from bf16_to_fp16 import UserError, certify, convert, make_fp16_safe, rescale
 from bf16_to_fp16.bounds.certificate import bound
@@ -86,17 +86,6 @@ def test_what_was_trained_is_undone_to_exactly_the_trained_function(kind: str) -
     assert all(torch.equal(a, b) for a, b in zip(moved, outputs(model), strict=True))
 
 
-def test_fp16_overflows_before_and_not_after(tmp_path: Path) -> None:
-    """What it is for: a pass in fp16, with the loss and its backward pass, gives nothing but finite numbers."""
-    model = load(DEMO, torch.float32)
-    assert not outputs(copy.deepcopy(model).half())[0].isfinite().all()
-    assert make_fp16_safe(model).certified
-    half = copy.deepcopy(model).half()
-    loss = half(**batch()).loss
-    loss.backward()
-    assert loss.isfinite() and all(bool(p.grad.isfinite().all()) for p in half.parameters() if p.grad is not None)
-
-
 def test_the_certificate_is_that_of_the_weights_as_saved(tmp_path: Path) -> None:
     """What is claimed in memory, ``certify`` finds out from the folder that stock code saves."""
     model = load(DEMO, torch.float32)
@@ -158,18 +147,6 @@ def test_a_model_that_was_made_safe_is_left_alone_and_so_is_one_that_needs_nothi
     again.undo(model)
     with pytest.raises(UserError, match="undone already"):
         first.undo(model)
-
-
-def test_a_converted_checkpoint_needs_nothing(tmp_path: Path) -> None:
-    out: Any = convert(DEMO, tmp_path / "out", target="train", run_model=False).out
-    model = load(out, torch.float32)
-    before = weights(model)
-    safe = make_fp16_safe(model)
-    assert safe.certified and safe.converted == "out" and str(safe).startswith("loaded from the converted folder out")
-    assert same(before, weights(model))
-    # Its plan is that of the folder, which undo takes back.
-    original, undone = load(DEMO, torch.float32), weights(safe.undo(model))
-    assert all(torch.equal(undone[name].half(), w.half()) for name, w in weights(original).items() if "shared" in name)
 
 
 def test_tied_heads_stay_tied_and_heads_of_their_own_apart() -> None:

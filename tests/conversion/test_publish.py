@@ -19,7 +19,7 @@ from huggingface_hub import ModelCard, constants, snapshot_download
 from support import tiny
 from support.folders import rewritten
 from support.forging import flip
-from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo, card_errors
+from support.hub_server import OTHER, READER, WRITER, Fault, HubServer, Repo
 from support.pipelines import contents
 
 from bf16_to_fp16 import UserError, cli, convert, publish, verify
@@ -283,13 +283,6 @@ def test_publish_from_python_raises_one_line_without_the_token(hub: HubServer, f
     assert "no permission to write to them/model" in str(caught.value) and "\n" not in str(caught.value)
     told = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=False).format())
     assert WRITER not in told and caught.value.__cause__ is None
-
-
-def test_a_card_is_valid_and_a_bad_one_is_not(converted: Path) -> None:
-    card = (converted / "README.md").read_text()
-    assert card_errors(card) == []
-    assert ModelCard(card).data.get("tags")[-2:] == ["fp16", "bf16-to-fp16"]
-    assert card_errors(card.replace("license: mit", "license: mine"))
 
 
 def linked(file: Path) -> None:

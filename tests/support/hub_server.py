@@ -279,8 +279,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.reply(200, {"url": f"{self.server.endpoint}/{name}", "name": name})
 
     def validate(self) -> None:
-        asked = self.json()
-        errors = card_errors(asked["content"])
+        """Refuse a model card whose front matter is no YAML or has another licence than the Hub knows."""
+        try:
+            known = ModelCard(self.json()["content"]).data.get("license", "mit") in LICENCES
+            errors = [] if known else [f'"license" must be one of {LICENCES}']
+        except (ValueError, yaml.YAMLError) as error:
+            errors = [str(error)]
         self.reply(400 if errors else 200, {"errors": [{"message": e} for e in errors], "warnings": []})
 
     def info(self, repo: str, revision: str) -> None:
@@ -408,16 +412,3 @@ def is_large(path: str) -> bool:
 
 def git_oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def card_errors(content: str) -> list[str]:
-    """Return what the Hub would refuse a model card for: the rules of its metadata that a converted card touches."""
-    try:
-        data = ModelCard(content).data.to_dict()
-    except (ValueError, yaml.YAMLError) as error:  # no YAML, no map, or other evaluation results than the Hub takes
-        return [str(error)]
-
-    licence, identifier = data.get("license", "mit"), str(data.get("base_model", "a/b"))
-    errors = {f'"license" must be one of {LICENCES}': licence in LICENCES}
-    errors['"base_model" must be an id'] = re.fullmatch(r"[\w.-]+/[\w.-]+", identifier) is not None
-    return [error for error, right in errors.items() if not right]
