@@ -26,9 +26,8 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 
 each_kind = pytest.mark.parametrize("kind", tiny.KINDS)
 each_part = pytest.mark.parametrize("kind", exhaustive.beyond(tiny.SEARCHED, tiny.KINDS))
-one_of_each = pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))
+one_of_each = pytest.mark.parametrize("kind", exhaustive.beyond(tiny.CORE, tiny.KINDS))
 each_family = pytest.mark.parametrize("entry", tiny.ENTRIES, ids=lambda entry: next(iter(entry.kinds)))
-UNDONE = [entry for entry in tiny.ENTRIES if entry.kinds.keys() & {"t5", "switch", "pegasus", "gemma3", "glm4"}]
 
 
 def test_every_family_and_every_tiny_model_is_under_contract() -> None:
@@ -55,7 +54,7 @@ def test_all_couplings_at_once_are_exact_and_undone_to_the_bit(kind: str) -> Non
     contract.check_couplings(model, seed=1)
 
 
-@each_kind
+@each_part
 def test_every_output_has_the_factor_that_is_told_of_it(kind: str) -> None:
     """Of a plan that moves every channel of every signal, and of one that has an edit of the logits besides."""
     model = tiny.small(kind)
@@ -145,18 +144,15 @@ Examples = Callable[..., None]
 def on_examples(pytestconfig: pytest.Config) -> Examples:
     """Return what runs a check on so many drawn architectures of a family, half of them but in ``make test-all``."""
     parts = 1 if pytestconfig.getoption("--exhaustive") else 2
-    return lambda entry, count, check, **options: run_on_examples(entry, count // parts, check, **options)
-
-
-def run_on_examples(entry: tiny.Entry, count: int, check: Callable[[contract.Drawn], None], **options: Any) -> None:
     slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
 
-    @settings(max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=slow)
-    @given(drawn=contract.architectures(entry, **options))
-    def run(drawn: contract.Drawn) -> None:
-        check(drawn)
+    def run(entry: tiny.Entry, count: int, check: Callable[[contract.Drawn], None], **options: Any) -> None:
+        few = settings(
+            max_examples=count // parts, deadline=None, derandomize=True, database=None, suppress_health_check=slow
+        )
+        few(given(drawn=contract.architectures(entry, **options))(check))()
 
-    run()
+    return run
 
 
 @each_family
@@ -166,15 +162,10 @@ def test_all_couplings_are_exact_whatever_the_architecture(entry: tiny.Entry, on
         contract.check_classified(model)
         contract.check_couplings(model, drawn.seed)
 
-    on_examples(entry, 12, check)
+    on_examples(entry, 8, check)
 
 
 @each_family
 def test_no_bound_is_passed(entry: tiny.Entry, on_examples: Examples) -> None:
     factors = (2.0**-10, 1.0, 8.0)
     on_examples(entry, 6, lambda drawn: contract.check_bounds(drawn.build(), drawn.seed), factors=factors)
-
-
-@pytest.mark.parametrize("entry", exhaustive.beyond(UNDONE, tiny.ENTRIES), ids=lambda entry: next(iter(entry.kinds)))
-def test_undo_gives_back_what_was_carried_over(entry: tiny.Entry, on_examples: Examples) -> None:
-    on_examples(entry, 4, lambda drawn: contract.check_round_trip(drawn.build(), drawn.dtype), factors=(1.0, 900.0))

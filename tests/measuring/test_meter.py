@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from support import tiny
+from support import exhaustive, tiny
 from support.observed import model_of, padded, sites_of
 from torch import Tensor, nn
 
@@ -99,7 +99,7 @@ def test_scores_are_those_of_an_undisturbed_forward() -> None:
     assert scores.biased == max(sites[f"{path}:{name}"].amax for name in ("mul", "add"))
 
 
-@pytest.mark.parametrize("kind", tiny.FIRST)
+@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.CORE, tiny.FIRST))
 def test_every_linear_embedding_norm_and_attention_has_a_range(kind: str) -> None:
     model = model_of(kind)
     ranges = observe_ranges(model, batches(model.config, None, None)[:1])

@@ -290,7 +290,7 @@ def test_listed_edits_name_the_site_that_must_fall_the_least_exponent_and_what_e
     assert listed_edits(layout, without_edits(layout, plan)) == {}
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))
+@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.CORE, tiny.KINDS))
 def test_every_signal_with_a_price_has_a_site_of_the_certificate(kind: str) -> None:
     layout, certificate = certified(tiny.small(kind, factor=1.0))
     assert sites_of(layout).keys() == priced(layout).keys()

@@ -488,6 +488,10 @@ SEARCHED = [kind for entry in ENTRIES for kind in entry.kinds if kind not in ent
 FIRST = [kinds[0] for entry in ENTRIES if (kinds := [kind for kind in entry.kinds if kind in SEARCHED])]
 """One of them for each family."""
 
+CORE = ["t5", "longt5", "switch", "pegasus", "mbart", "gemma3", "gemma4", "gemma2", "qwen3", "glm4", "granite", "phi3"]
+CORE += ["qwen3_vl", "mistral3", "olmo2", "qwen3_moe", "t5gemma"]
+"""Of those the ones whose parts differ: on them is run what asks a family's data for nothing more."""
+
 FEW_LAYERS = {"num_layers": 2, "encoder_layers": 2, "num_hidden_layers": 2, "num_decoder_layers": 1}
 FEW_LAYERS |= {"decoder_layers": 1, "num_sparse_decoder_layers": 1}
 """A stack whose first layer differs from the others, as T5's does, or every other one has two; a third repeats them."""
