@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import tiny
+from support import judge, tiny
 from support.forging import copied
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from bf16_to_fp16 import cli, convert, undo, verify
 from bf16_to_fp16.checkpoint.folder import sha256_of
@@ -115,23 +114,10 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     said = {entry["site"]: entry["exponent"] for entry in demo.report["inexact"]}
     assert said == {gate: min(gates), scores: queries[0]}
     # As stock code alone sees it.
-    exact, half, bf16 = (
-        stock_log_probabilities(folder, dtype)
-        for folder, dtype in ((demo.source, torch.float32), (demo.out, torch.float16), (demo.source, torch.bfloat16))
-    )
-    kl_fp16, kl_bf16 = (float((exact.exp() * (exact - other)).sum(-1).mean()) for other in (half, bf16))
-    assert 0 < kl_fp16 < 3 * kl_bf16
-
-
-@torch.no_grad()
-def stock_log_probabilities(folder: Path, dtype: torch.dtype) -> torch.Tensor:
-    """Return what stock code gives for a few texts, with every parameter in ``dtype`` and scores in it as well."""
     texts = (DEMO.parent / "held_out.txt").read_text(encoding="utf-8").splitlines()[:6]
-    tokens = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").to(dtype)
-    given = model.prepare_decoder_input_ids_from_labels(tokens["input_ids"])
-    found: torch.Tensor = model(**tokens, decoder_input_ids=given).logits.double().log_softmax(-1)
-    return found
+    judged = judge.judge(demo.source, demo.out, texts, 0)
+    assert judged.finite and judged.kl_fp16_text < 3 * judged.kl_bf16_text
+    assert judged.kl_fp16_random < 3 * judged.kl_bf16_random
 
 
 def test_each_edit_is_on_the_screen_with_its_price_and_the_verdict_says_how_far_they_took_the_function(

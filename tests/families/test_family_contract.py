@@ -28,6 +28,7 @@ each_kind = pytest.mark.parametrize("kind", tiny.KINDS)
 each_part = pytest.mark.parametrize("kind", exhaustive.beyond(tiny.SEARCHED, tiny.KINDS))
 one_of_each = pytest.mark.parametrize("kind", exhaustive.beyond(tiny.CORE, tiny.KINDS))
 each_family = pytest.mark.parametrize("entry", tiny.ENTRIES, ids=lambda entry: next(iter(entry.kinds)))
+UNDONE = [entry for entry in tiny.ENTRIES if entry.kinds.keys() & {"t5", "switch", "pegasus", "gemma3", "glm4"}]
 
 
 def test_every_family_and_every_tiny_model_is_under_contract() -> None:
@@ -169,3 +170,8 @@ def test_all_couplings_are_exact_whatever_the_architecture(entry: tiny.Entry, on
 def test_no_bound_is_passed(entry: tiny.Entry, on_examples: Examples) -> None:
     factors = (2.0**-10, 1.0, 8.0)
     on_examples(entry, 6, lambda drawn: contract.check_bounds(drawn.build(), drawn.seed), factors=factors)
+
+
+@pytest.mark.parametrize("entry", exhaustive.beyond(UNDONE, tiny.ENTRIES), ids=lambda entry: next(iter(entry.kinds)))
+def test_undo_gives_back_what_was_carried_over(entry: tiny.Entry, on_examples: Examples) -> None:
+    on_examples(entry, 4, lambda drawn: contract.check_round_trip(drawn.build(), drawn.dtype), factors=(1.0, 900.0))

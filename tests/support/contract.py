@@ -5,16 +5,21 @@ it. ``test_family_contract.py`` runs them on every family that has an entry in `
 """
 
 import copy
+import json
 import math
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from support import tiny
 from support.adversary import adverse_inputs, observe
 
+from bf16_to_fp16 import convert, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.findings import Certificate
@@ -186,3 +191,22 @@ def check_bounds(model: Any, seed: int, batch: int = 8) -> None:
     inputs = adverse_inputs(copy.deepcopy(half).float(), layout, batch, seed)
     assert not broken(certificate, observe(half, layout, inputs), FREE)
     assert not broken(certificate, observe(half.float(), layout, inputs, attention="sdpa"), FREE)
+
+
+def check_round_trip(model: Any, dtype: torch.dtype) -> None:
+    """``undo`` gives back every bit of what was carried over exactly, in the source's dtypes and under its config."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = tiny.save(model, Path(folder) / "source", dtype)
+        result = convert(source, Path(folder) / "out", target="half", run_model=False)
+        undo(Path(folder) / "out", Path(folder) / "back")
+        before, after = (load_file(Path(folder) / f / "model.safetensors") for f in ("source", "back"))
+        config, again = ((Path(folder) / f / "config.json").read_text() for f in ("source", "back"))
+    assert json.loads(again) == json.loads(config)
+    counts = result.report["weights"]
+    wrong = total = 0
+    for name, tensor in after.items():
+        assert tensor.dtype == before[name].dtype == dtype
+        wrong += int((tensor != before[name]).sum())
+        total += tensor.numel()
+    assert wrong <= round((1 - counts["lossless_fraction"]) * total)
+    assert dtype == torch.float32 or counts["lossless_fraction"] > 0.9
