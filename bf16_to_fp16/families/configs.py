@@ -10,6 +10,7 @@ from ..errors import UserError
 from .types import Family, OfLayers, Quotient, SameAs, Sum
 
 _NOWHERE = object()
+SHARED_HEADS = "num_key_value_heads"  # where it is null, stock classes take one for each head of queries
 
 BOTH_WAYS = (True, "all")  # values of ``use_bidirectional_attention`` with which text is seen from both sides
 
@@ -59,6 +60,9 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
     value = looked_up(config, key)
     if value is None and (other := family.aliases.get(key)):
         value = looked_up(config, other)
+    first, shared, end = key.partition(SHARED_HEADS)
+    if value is None and shared and looked_up(config, key, _NOWHERE) is None:
+        return config_value(family, config, f"{first}num_attention_heads{end}")
     optional = key in family.nullable
     if value is None and not (optional and looked_up(config, key, _NOWHERE) is None):
         value = family.defaults.get(key, OF_LABELS.get(key))

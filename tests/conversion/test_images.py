@@ -209,6 +209,8 @@ def test_no_other_id_of_the_probes_row_is_an_images(tmp_path: Path) -> None:
     for config.image_token_index in range(384):
         (batch,) = images(config)
         assert (batch.input_ids == config.image_token_index).equal(batch.image["token_type_ids"] == 1)
+    (batch,) = images(tiny.config("gemma4-images"))
+    assert (batch.input_ids == 96).equal(batch.image["mm_token_type_ids"] == 1)
 
 
 @pytest.mark.parametrize(

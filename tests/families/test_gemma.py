@@ -78,7 +78,7 @@ def test_what_is_written_of_a_gain_is_rounded_once_and_its_dead_channels_are_see
     "own",
     [
         {"layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2},
-        {"layer_types": ..., "num_hidden_layers": 7},
+        {"layer_types": ..., "num_hidden_layers": 7, "global_head_dim": ...},
         {"attention_k_eq_v": False, "num_global_key_value_heads": 1},
         {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
         {"attention_k_eq_v": True, "num_global_key_value_heads": None},

@@ -230,3 +230,10 @@ def test_what_both_versions_read_is_written_and_what_they_do_not_is_said(
     added = {key: value for key, value in written.items() if key not in config}
     assert added == told if isinstance(told, dict) else set(added) == told
     assert [("rotary" in note) for note in differences(layout, written)] == [True] * differs
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "ernie4_5", "phi3"])
+def test_null_for_heads_of_keys_is_one_for_each_head_of_queries_as_in_stock_code(name: str) -> None:
+    written = {"model_type": name, "num_attention_heads": 4, "num_key_value_heads": None}
+    stock = CONFIG_MAPPING[name](**written)
+    assert config_value(family_of(written), written, "num_key_value_heads") == stock.num_key_value_heads == 4

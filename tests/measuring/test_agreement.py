@@ -107,6 +107,8 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("pegasus", {"scale_embedding": 1}, "scale_embedding"),
     ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "_heterogeneity_spec"),
     ("t5", {"fusion_config": {"x": True}}, "fusion"),
+    ("gemma4-images", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False"),
+    ("gemma4", {"layer_types": ["full_attention"]}, "'layer_types' has too few kinds"),
     ("gemma4", {"use_bidirectional_attention": "vision", "sliding_window": 0}, "'sliding_window' is 0"),
     ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
     ("t5", {"return_dict": False}, UNRUN),

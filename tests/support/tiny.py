@@ -91,7 +91,8 @@ def gemma4(kind: str = "Gemma4ForCausalLM", **changes: Any) -> Any:
 
 def gemma4_images(**changes: Any) -> Any:
     """Return a Gemma 4 with a vision tower; changes: to the config of its text model."""
-    text = gemma4(**changes).config
+    own: dict[str, Any] = {"final_logit_softcapping": 30.0, "use_bidirectional_attention": "vision"}
+    text = gemma4(**own | changes).config
     config = transformers.Gemma4Config(
         text_config=text.to_dict(),
         vision_config=PATCHES_OF_GEMMA4,
