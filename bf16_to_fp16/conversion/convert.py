@@ -146,7 +146,7 @@ def convert_by(
         if provenance is not None:
             with progress.step("Comparing fp16 with the original"):
                 kept = fidelity_to_original(provenance.original, measured.half, opened.inputs)
-            report = provenance.judge(reports.descended(report, provenance.lineage, kept))
+            report = provenance.judge(reports.descended(report, decided.layout, provenance.lineage, kept))
         elif not report.safe:
             report = report.model_copy(
                 update={"next": next_of(options, report, shown_in_a_command(source), place.out.name)}

@@ -30,6 +30,7 @@ from .card import front_matter
 from .judgement import conclude, judged, uncertified_sites, unmet
 from .regimes import largest_seen, tiers_of
 from .steps import Decided, Measured, Rewritten
+from .uses import whole_plan
 
 
 def build(
@@ -111,7 +112,7 @@ def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
     )
 
 
-def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:
+def descended(report: schema.Report, layout: Layout, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:
     given = {name: getattr(lineage.source, name) for name in lineage.source.model_fields_set}
     assert report.plan is not None  # of a conversion
     after = {"after": mark_of(report.plan)} if report.plan.moves or lineage.finetune.start is not None else {}
@@ -123,7 +124,8 @@ def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | N
         name: entry.model_copy(update={"factor_log2": joined(entry.factor_log2, run.start_outputs.get(name, 0))})
         for name, entry in report.outputs.items()
     }
-    return report.model_copy(update={"source": source, "finetune": run, "outputs": outputs})
+    whole = moved_by(layout, whole_plan(report.plan, run))
+    return report.model_copy(update={"source": source, "finetune": run, "outputs": outputs, "moved": whole})
 
 
 def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> schema.Report:

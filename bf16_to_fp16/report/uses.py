@@ -4,7 +4,7 @@ rate; adapters, quantisers and readers of states meet the same factor. benchmark
 from __future__ import annotations
 
 from ..families.known import named
-from ..rescaling.plan import Plan
+from ..rescaling.plan import Plan, composed
 from ..wording import listed
 from . import facts, schema
 
@@ -25,9 +25,13 @@ def training(report: schema.Report) -> str:
     return f"{how} ({PAGE})" if how else ""
 
 
+def whole_plan(plan: Plan, run: schema.FinetuneEntry | None) -> Plan:
+    """Return the plan from the original's weights: that of a finetune's start, and then the conversion's."""
+    return plan if run is None or run.start is None else composed(run.start, plan)
+
+
 def harm(report: schema.Report) -> str:
-    plan = report.plan
-    if plan is None or not plan.moves or not report.safe:
+    if report.plan is None or not report.safe or not (plan := whole_plan(report.plan, report.finetune)).moves:
         return ""
     loading = ", nor if you load it in bf16" if gains_round(plan) else ""
     return (
@@ -44,9 +48,9 @@ def gains_round(plan: Plan) -> bool:
 
 
 def uses(report: schema.Report) -> list[tuple[str, str]]:
-    plan = report.plan
-    if plan is None or not report.safe:
+    if report.plan is None or not report.safe:
         return []
+    plan = whole_plan(report.plan, report.finetune)
     if not plan.moves:
         return [
             ("train", "`dtype=torch.float32` and `fp16=True`; no weight was moved, so your learning rate holds"),
@@ -63,7 +67,8 @@ def uses(report: schema.Report) -> list[tuple[str, str]]:
     if moved := report.moved.linears | report.moved.others:
         besides = "" if plan.moves_streams_alone else "; this does not correct single channels"
         rows.append(("AdamW without `follow`", f"multiply the rate by {powers(moved)}{besides}"))
-    rows.append(("the untrained source again", "`bf16-to-fp16 undo DIR OUT`"))
+    what = "the untrained source again" if report.finetune is None else "these weights at the original's scale"
+    rows.append((what, "`bf16-to-fp16 undo DIR OUT`"))
     rows.append(
         (
             "a LoRA or soft prompt of the source",

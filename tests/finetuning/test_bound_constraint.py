@@ -380,7 +380,10 @@ def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path, monk
     log = (tmp_path / "out.run" / "log.jsonl").read_text().splitlines()
     bits = [row["bound_bits"] for row in map(json.loads, log) if "bound_bits" in row]
     assert bits[-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
-    assert "trained the bounds of what no rescaling moves" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "trained the bounds of what no rescaling moves" in card
+    # The start moved weights, and the last conversion none.
+    assert not report["plan"]["exponents"] and "make_fp16_safe" in card and report["moved"]["linears"]
     assert main(["certify", str(tmp_path / "out")]) == 0
 
 

@@ -83,6 +83,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         open_checkpoint(source), recipe, recipe, Run(folder, Outcome(10, 100, (), ()), {}, 1, ["cpu"], None)
     )
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
+    layout = resolve(open_checkpoint(source))
     least: dict[str, Any] = {"nonfinite": 0, "saturated": 0, "amax": 1e-5, "headroom_bits": 32.6}
     sunk = SiteEntry(name="a", limit=65504.0, benign=None, dtype="float16", fp32=1e5, **least)
     lost = GradientSiteEntry(name="a:grad", amax=2.0, flushed=0.5)
@@ -112,8 +113,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "convert with edits": Report.model_validate(gated),
         "convert a pipeline": PipelineReport.model_validate(whole.report),
         "convert its encoder": Report.model_validate(whole.encoders["text_encoder"].report),
-        "finetune": descended(report, lineage, Fidelity(kl_fp16=1.0)),
-        "finetune that goes on": with_next(descended(report, lineage, Fidelity(kl_fp16=1.0)), [], "go on: ..."),
+        "finetune": descended(report, layout, lineage, Fidelity(kl_fp16=1.0)),
+        "finetune that goes on": with_next(descended(report, layout, lineage, Fidelity(kl_fp16=1.0)), [], "go on: ..."),
         "lineage": lineage,
         "what was replaced": Source(replaced=replaced_by(resolve(theirs), plan, theirs)),
         "audit": Report.model_validate(attacked),
