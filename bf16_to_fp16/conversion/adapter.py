@@ -23,6 +23,7 @@ from ..families.resolve import head_scale, resolve
 from ..json_text import write_json
 from ..report.schema import REPORT, Source, read_report
 from ..report.stored import read_origin, read_plan
+from ..report.uses import whole_plan
 from ..rescaling.adapters import Scaled, scaled_adapter
 from ..rescaling.edits import edits_of
 from ..rescaling.plan import Plan, inverse
@@ -70,16 +71,16 @@ def convert_adapter(
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)
-    checkpoint, plan, origin = open_checkpoint(base), read_plan(base), read_origin(base)
-    layout = resolve(checkpoint)
+    checkpoint, origin = open_checkpoint(base), read_origin(base)
+    run = read_report(base / REPORT, {}, "", also=("finetune",)).finetune
+    layout, plan = resolve(checkpoint), whole_plan(read_plan(base), run)
     check_tying(adapter, config, plan)
     gain = head_gain(layout, plan, checkpoint.config, origin)
     applied, gain = (inverse(plan), 1 / gain) if back else (plan, gain)
     on = (origin.path or str(base)) if back else str(base)
     place = {"base_model_name_or_path": on, "revision": origin.revision if back else None}
     rescaled = rescale_adapter(adapter, out, layout, applied, gain, config | place, back=back, force=force)
-    finetuned = read_report(base / REPORT, {}, "", also=("finetune",)).finetune is not None
-    return ConvertedAdapter(out, on, rescaled, finetuned, edited=bool(edits_of(layout, plan).exponents))
+    return ConvertedAdapter(out, on, rescaled, run is not None, edited=bool(edits_of(layout, plan).exponents))
 
 
 def rescale_adapter(

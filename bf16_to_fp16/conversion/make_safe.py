@@ -31,11 +31,12 @@ from ..measuring.meter import observe_ranges
 from ..measuring.probe import batches, chosen_ids
 from ..measuring.stock import set_attention
 from ..numerics import FP16_MAX
+from ..progress import Progress
 from ..quiet import quiet
 from ..ranges import ModuleRange
 from ..report.signals import signals_of
 from ..report.stored import originals as stored_originals
-from ..report.stored import read_origin, read_plan
+from ..report.stored import read_origin, read_plan, read_start
 from ..rescaling.apply import apply, scale
 from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.centred import centred, centred_tensors, tables_of
@@ -48,6 +49,7 @@ from ..targets import MARGIN_BITS, TARGETS
 from .adapter import head_gain
 from .made_safe import EMBEDDINGS, MARK, MadeSafe, check_plain, on_the_cpu, set_eps_of_configs
 from .options import check_margin
+from .undo import with_start
 
 FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 
@@ -134,7 +136,8 @@ def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) ->
     folder = converted_folder(model)
     if folder is None:
         return {"plan": moved, "originals": originals, "eps": layout.eps, "original": str(model.name_or_path)}
-    first, origin = read_plan(folder), read_origin(folder)
+    first = with_start(layout, read_plan(folder), read_start(folder), Progress(quiet=True))
+    origin = read_origin(folder)
     return {
         "plan": composed(first, moved),
         "originals": originals | {n: t.float() for n, t in stored_originals(layout, first, origin).items()},

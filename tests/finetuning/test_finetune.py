@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.learner import changed, recipe_tree, rows_of, saved, tiny_model, without_edits
 from support.program import refused
@@ -16,7 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
+from bf16_to_fp16.conversion.adapter import convert_adapter
 from bf16_to_fp16.conversion.convert import convert
+from bf16_to_fp16.conversion.make_safe import make_fp16_safe
 from bf16_to_fp16.conversion.undo import undo
 from bf16_to_fp16.conversion.verify import verify
 from bf16_to_fp16.errors import UserError
@@ -136,6 +139,19 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     assert torch.allclose(one, other, atol=1e-4)
     again = load(undo(tmp_path / "out", tmp_path / "again", plan=tmp_path / "out"), torch.float32)
     assert torch.equal(again.shared.weight, back.shared.weight)
+    # An adapter of the original goes to the scale of both, and what is made safe goes back from both.
+    at, lora = "encoder.block.0.layer.0.SelfAttention.o", tmp_path / "lora"
+    kept_weight, weight = (each.get_submodule(at).weight.detach().clone() for each in (back, trained))
+    factors = {"A": torch.ones(1, weight.shape[1]), "B": torch.ones(len(weight), 1)}
+    lora.mkdir()
+    named = {f"base_model.model.{at}.lora_{side}.weight": x for side, x in factors.items()}
+    save_file(named, lora / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": str(tmp_path / "model")}
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    convert_adapter(lora, tmp_path / "taken", tmp_path / "out")
+    side_a, side_b = (load_file(tmp_path / "taken" / "adapter_model.safetensors")[name] for name in named)
+    torch.testing.assert_close((side_b @ side_a) * kept_weight, weight, rtol=1e-6, atol=0.0)
+    assert torch.equal(make_fp16_safe(trained).undo(trained).shared.weight, back.shared.weight)
 
 
 def test_a_finetune_of_a_converted_folder_comes_back_to_it_and_then_to_its_source(source: Path, tmp_path: Path) -> None:
