@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import zlib
 from collections.abc import Mapping
 from hashlib import sha256
@@ -13,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import tiny, tools
+from support.forging import flip
 from support.program import refused
 
 from bf16_to_fp16 import audit, certify, convert, undo, verify
@@ -221,11 +223,26 @@ def test_a_file_that_is_not_what_it_says_is_found_out(files: Any, sources: Any, 
     assert large["checks"]["certificate"] == large["checks"]["tiers"] == "failed"
     honest = verify(rewritten(file, tmp_path / "c.safetensors", {}, verdict="unsafe"), run_model=False)
     assert not honest["verified"] and [p["check"] for p in honest["problems"]] == ["report"]
-    for wrong in ({"max_length": "long"}, {"target": "quarter"}, {"tiers": 3}):
+    for wrong in ({"max_length": "long"}, {"target": "quarter"}, {"tiers": 3}, {"eps": 1e-3}):
         with pytest.raises(UserError, match="its metadata are damaged"):
             verify(rewritten(file, tmp_path / "d.safetensors", {}, **wrong), run_model=False)
     with pytest.raises(UserError, match="convert --layout did not write it"):
         verify(sources["t5"], run_model=False)
+
+
+def test_other_tensors_than_those_that_were_hashed_are_found(files: Any, tmp_path: Path) -> None:
+    file, bad = files["single"][1], tmp_path / "bad.safetensors"
+    flip(Path(shutil.copy(file, bad)), -2)
+    flipped = verify(bad, run_model=False)
+    tensors, metadata = load_file(file), metadata_of(file)
+    one, other = (f"encoder.block.0.layer.0.SelfAttention.{name}.weight" for name in "kv")
+    save_file(tensors | {one: tensors[other], other: tensors[one]}, bad, metadata)
+    swapped = verify(bad, run_model=False)
+    for found in (flipped, swapped):
+        assert any("were changed or damaged" in problem["reason"] for problem in found["problems"])
+    del metadata[TENSORS]
+    save_file(tensors, bad, metadata)
+    assert verify(bad, run_model=False)["checks"]["files"] == "failed"
 
 
 def test_a_file_with_tensors_that_convert_does_not_write_is_found_out(files: Any, sources: Any, tmp_path: Path) -> None:
@@ -264,9 +281,3 @@ def test_a_file_with_another_config_inside_is_found_out(tmp_path: Path) -> None:
     save_file(load_file(file), tmp_path / "x.safetensors", metadata=metadata)
     found = verify(tmp_path / "x.safetensors", original=tmp_path / "source", run_model=False)
     assert [p["name"] for p in found["problems"]] == ["config.json, relative_attention_max_distance"]
-
-
-def test_the_command_verifies_a_file(files: Any, sources: Any, capsys: Any) -> None:
-    _, file, _ = files["wan"]
-    assert main(["verify", str(file), "--no-audit", "--original", str(sources["umt5"])]) == 0
-    assert "replay" in capsys.readouterr().out
