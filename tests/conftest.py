@@ -43,7 +43,7 @@ SLOW = (
     *("convert", "adamw", "kept", "sentence_encoders", "convert_verdicts", "pipelines", "lanes", "config_edits"),
     *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "before_norms", "gradients", "audit_any"),
     *("images", "adapter", "agreement", "padding", "regimes", "linears", "attack", "sources", "outputs"),
-    *("journeys", "own_eps", "centred_keys", "launching", "bad_input", "forgeries", "follow"),
+    *("journeys", "own_eps", "centred_keys", "launching", "bad_input", "follow"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 
@@ -82,7 +82,8 @@ def handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def brief_runs() -> Iterator[tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]]:
-    """Let pages have no pictures, and the probe few batches."""
+    """Let pages have no pictures, the probe few batches, and no config be compared with stock code twice."""
+    brief.agree_once(pytest.MonkeyPatch())
     with pytest.MonkeyPatch.context() as drawing, pytest.MonkeyPatch.context() as probing:
         brief.draw_nothing(drawing)
         brief.probe_briefly(probing)

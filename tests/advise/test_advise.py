@@ -147,7 +147,7 @@ def test_what_stock_code_draws_follows_its_own_rule(tmp_path: Path, kind: str, s
 
 def test_what_is_more_than_four_times_as_large_or_small_is_flagged_and_nothing_else(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = tiny.t5(d_model=96)
+    model = tiny.t5(d_model=96, num_layers=3, num_decoder_layers=2)
     block = model.encoder.block[1].layer
     with torch.no_grad():
         block[0].SelfAttention.o.weight.mul_(5)
@@ -174,7 +174,7 @@ def test_position_biases_heads_norms_and_other_deviations_have_their_own_rules(t
     biases = [row for name, row in rows.items() if "relative_attention_bias" in name]
     assert len(biases) == 2 and all(0.85 < row["times"] < 1.15 for row in biases)
     norms = [row for name, row in rows.items() if name.endswith("layer_norm.weight")]
-    assert len(norms) > 10 and {row["times"] for row in norms} == {1.0}
+    assert len(norms) > 8 and {row["times"] for row in norms} == {1.0}
     head = next(r for r in advise_init(tiny.save(tiny.gated(), tmp_path / "v1.1"))["tensors"] if "lm_head" in r["name"])
     assert head["own_rule"] == 1.0 and 0.9 < head["times"] < 1.1
     pegasus = advise_init(tiny.save(tiny.pegasus(d_model=96, init_std=0.07), tmp_path / "pegasus"))["tensors"]

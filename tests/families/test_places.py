@@ -33,6 +33,6 @@ def test_a_layout_says_for_what_each_norm_and_output_is() -> None:
     }
     assert place("lm_head") == Place("decoder") and place(f"{at}:add") == Place("decoder", 0)
     crossing = places(layout_of(tiny.build("t5")))
-    assert crossing("decoder.block.1.layer.1.EncDecAttention:scores") == Place("decoder", 1, "cross-attention")
+    assert crossing("decoder.block.0.layer.1.EncDecAttention:scores") == Place("decoder", 0, "cross-attention")
     assert crossing("encoder.block.0.layer.0.layer_norm") == Place("encoder", 0, "attention")
     assert crossing("lm_head") == Place()

@@ -199,7 +199,7 @@ def test_most_steps_measure_the_bounds_near_the_lid_alone_and_each_eighth_and_th
 def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
     """Pegasus's eps is not in its config, so that no exponent brings its stream down for nothing."""
     assert not any(site.endswith(":add#2") for site in begun(tiny.build("pegasus", 0, factor=1.0)).excess())
-    model = tiny.build("pegasus", 0, factor=100.0)
+    model = tiny.build("pegasus", 0, factor=100.0, encoder_layers=3, decoder_layers=2)
     constraint = begun(model)
     assert "residual" in [site.kind for site in constraint.certificate().sites if not site.holds]
     again = BoundConstraint(layout_of(model), model)

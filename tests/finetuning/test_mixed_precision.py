@@ -91,11 +91,11 @@ def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
 
 def test_the_first_loss_scale_is_found_without_losing_a_step(make: Make, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"penalty": {"form": "smooth-max", "headroom_bits": 14.0}, "schedule": {"steps": 3}}
-    for name, scale in (("high", 2.0**28), ("right", 1024.0)):
+    for name, scale in (("high", 2.0**20), ("right", 1024.0)):
         assert scaled(make(name, **settings), scale).train().skipped == ()
     high, right = steps_of(tmp_path / "high"), steps_of(tmp_path / "right")
     scales = {row["loss_scale"] for row in high}
-    assert len(scales) == 1 and 2.0**10 <= min(scales) < 2.0**28
+    assert len(scales) == 1 and 2.0**10 <= min(scales) < 2.0**20
     for row, wanted in zip(high, right, strict=True):
         for key in ("loss", "penalty", "tokens"):
             assert row[key] == pytest.approx(wanted[key], rel=2e-3), (row["step"], key)

@@ -17,7 +17,7 @@ EDITS |= dict.fromkeys(("umt5", "mbart", "bigbird_pegasus"), 100)
 @pytest.mark.parametrize(
     ("kind", "number", "seed"),
     [
-        *((kind, 22, exhaustive.TODAY) for kind in EDITS),
+        *((kind, 12, exhaustive.TODAY) for kind in EDITS),
         *(pytest.param(kind, number, 0, marks=pytest.mark.exhaustive) for kind, number in EDITS.items()),
     ],
 )

@@ -16,7 +16,7 @@ from bf16_to_fp16.measuring.gradients import FIRST_EXPONENT, measure_gradients, 
 from bf16_to_fp16.measuring.probe import batches
 
 HEAD, VALUES = "lm_head", "decoder.block.0.layer.0.SelfAttention.v"
-LAST_ADD = "decoder.block.1.layer.2:add:grad"
+LAST_ADD = "decoder.block.0.layer.2:add:grad"
 
 
 def model_of(**factors: float) -> tuple[Any, list[Any]]:

@@ -156,7 +156,7 @@ def test_train_mode_adds_dropout_and_the_backward(tmp_path: Path) -> None:
     assert not training.broken
     cubed = [s for s in training.sites if s.name.endswith(":cubed")]
     assert all(s.limit == GELU_CUBE_BACKWARD_LIMIT for s in cubed)
-    assert len(cubed) == 5
+    assert len(cubed) == 3
 
 
 def test_an_overflow_of_the_gradients_alone_is_unsafe_in_training_alone(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_what_breaks_under_one_attention_survives_the_other(attention: tuple[str
     )
     assert not sdpa.broken and eager.broken
     shared = {s.name for s in sdpa.sites} & {s.name for s in eager.sites if s.nonfinite}
-    assert "encoder.block.2.layer.0.SelfAttention.o" in shared and "encoder.final_layer_norm:mul" in shared
+    assert "encoder.block.1.layer.0.SelfAttention.o" in shared and "encoder.final_layer_norm:mul" in shared
     for name in shared:
         assert site(both, name).nonfinite == site(eager, name).nonfinite
         assert site(both, name).headroom_bits == site(eager, name).headroom_bits
@@ -316,7 +316,7 @@ def test_progress_rises_to_its_total(tmp_path: Path) -> None:
     audit_folder(saved("t5", tmp_path), regimes=("half",), advance=lambda done, total: steps.append((done, total)))
     total = steps[0][1]
     assert steps == sorted(steps) and steps[-1] == (total, total)
-    assert total == 3 + 1 + 2 + 1 + 1 + 3  # blocks, final norms, head, embeddings
+    assert total == 2 + 1 + 1 + 1 + 1 + 3  # blocks, final norms, head, embeddings
 
 
 def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(audited: Audits) -> None:

@@ -72,7 +72,7 @@ def test_names_and_largest_values_are_the_audit_s(kind: str, autocast: torch.dty
     assert all(name.endswith(":cubed") or (name.endswith(":masked") and amax == 0) for name, amax in extra.items())
     seen = {name: amax for name, amax in seen.items() if name in audited}
     assert seen == audited
-    assert len(seen) > 100
+    assert len(seen) > 80
 
 
 @pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus"])
@@ -234,7 +234,7 @@ def test_a_glance_decides_what_is_handed_over_and_only_is_asked_once_a_name() ->
         run_batch(model, batch)
         run_batch(model, batch)
     assert len(asked) == len(set(asked))
-    assert len(glanced) == 2 * 7  # 3 encoder layers, twice 2 in the decoder
+    assert len(glanced) == 2 * 4  # 2 encoder layers, twice 1 in the decoder
     assert handed == [name for name in glanced if name.startswith("decoder")]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import tiny
+from support import exhaustive, tiny
 from support.contract import outputs
 from support.folders import rewritten
 
@@ -202,7 +202,10 @@ def test_a_folder_that_was_saved_again_is_known_by_its_config(
         make_fp16_safe(load(again, torch.float32))
 
 
-@pytest.mark.parametrize("kind", ["gated", "t5", "gemma3", "qwen3", "pegasus", "edited"])
+@pytest.mark.parametrize(
+    "kind",
+    exhaustive.beyond(["t5", "gemma3", "pegasus", "edited"], ["gated", "t5", "gemma3", "qwen3", "pegasus", "edited"]),
+)
 def test_what_was_trained_on_a_folder_comes_back_to_the_originals_scale(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +273,7 @@ def test_a_converted_folder_is_followed_and_undone_to_the_originals_scale(conver
     followed = load(converted, torch.float32)
     safe = make_fp16_safe(followed)
     assert safe.converted == converted.name and safe.plan.residual_exponent <= -4
+    assert str(safe).startswith(f"loaded from the converted folder {converted.name}")
     original = load(converted, torch.float32)
     undone = make_fp16_safe(original)
     undone.undo(original)

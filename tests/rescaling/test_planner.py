@@ -41,7 +41,7 @@ def observed(model: Any, *, untie: bool = False) -> tuple[Layout, TensorReader, 
     return layout, source_weights(source, layout), dict(observe_ranges(model, shown_to(model)))
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))
+@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.CORE, tiny.KINDS))
 def test_every_signal_and_weight_is_under_its_limit_with_the_margin(kind: str) -> None:
     layout, weights, ranges = observed(model := tiny.build(kind, **tiny.few_layers(kind)))
     planned = make_plan(layout, weights, ranges, margin_bits=1.25)
@@ -84,7 +84,7 @@ def test_a_tenth_of_a_percent_of_inexact_weights_costs_a_rounding_at_every_norm(
     layout = resolve(source := ModelTensors(tiny.build("gated")))
     search = PlanSearch(layout, source_weights(source, layout), {})
     elements = sum(math.prod(tensor.shape) for tensor in layout.tensors.values())
-    assert search.lossy_price * elements / 1000 == pytest.approx(ROUNDING * len(layout.norms)) and len(layout.norms) > 9
+    assert search.lossy_price * elements / 1000 == pytest.approx(ROUNDING * len(layout.norms)) and len(layout.norms) > 8
 
 
 def test_the_loss_table_counts_what_fp16_loses() -> None:

@@ -1,17 +1,21 @@
-"""What runs of tests do less of than those of users: pictures, batches of the probe, batches of evaluations.
+"""What runs of tests do less of than those of users: pictures and tables of sites on pages, batches of the probe and of
+evaluations, building the stock model of a config and tensors that another run has found to agree.
 
 Few tests look at what is left out, and the programs that they start from ``warm``'s interpreter leave it out as well,
 but where the environment says ``WHOLE_RUNS``.
 """
 
+import json
 from functools import cached_property
 from typing import Any
 
 import pytest
 
+from bf16_to_fp16.checkpoint.reader import Checkpoint
+from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.finetuning.evaluation import Evaluator
-from bf16_to_fp16.measuring import batch, probe, soft_side
-from bf16_to_fp16.report import figures
+from bf16_to_fp16.measuring import agreement, batch, probe, soft_side
+from bf16_to_fp16.report import figures, page
 
 PICTURES = ("before_and_after", "bound_and_observed")
 WHOLE_PROBE = probe._probe
@@ -24,9 +28,24 @@ FEW = 2
 
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Let pages have no pictures, whose drawing takes as long as a tiny model's plan."""
+    """Let pages have no pictures, whose drawing takes as long as a tiny model's plan, and no row for each site."""
     for name in PICTURES:
         patch.setattr(figures, name, lambda _: [])
+    patch.setattr(page, "site_rows", lambda _: [])
+
+
+def agree_once(patch: pytest.MonkeyPatch) -> None:
+    """Let the stock model of the same config and tensors be built, and looked into, once in a process: that takes a
+    sixth of a tiny model's conversion."""
+    check, agreed = agreement.check_agreement, set[str]()
+
+    def once(checkpoint: Checkpoint, layout: Layout) -> None:
+        tensors = sorted((name, info.shape, info.dtype) for name, info in checkpoint.tensors.items())
+        if (key := json.dumps([checkpoint.config, tensors])) not in agreed:
+            check(checkpoint, layout)
+            agreed.add(key)
+
+    patch.setattr(agreement, "check_agreement", once)
 
 
 def probe_briefly(patch: pytest.MonkeyPatch) -> None:
@@ -61,5 +80,5 @@ def evaluate_briefly(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_runs() -> None:
-    for each in (draw_nothing, probe_briefly, evaluate_briefly):
+    for each in (draw_nothing, probe_briefly, evaluate_briefly, agree_once):
         each(pytest.MonkeyPatch())

@@ -24,7 +24,7 @@ from bf16_to_fp16.rescaling.weights import ModelTensors
 
 transformers.logging.set_verbosity_error()
 
-T5_SHAPE = {"d_model": 24, "d_kv": 5, "d_ff": 37, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 3}
+T5_SHAPE = {"d_model": 24, "d_kv": 5, "d_ff": 37, "num_layers": 2, "num_decoder_layers": 1, "num_heads": 3}
 T5_SHAPE |= {"vocab_size": 97, "relative_attention_num_buckets": 9, "relative_attention_max_distance": 20}
 T5_SHAPE |= {"decoder_start_token_id": 0}
 LONGT5_SHAPE: dict[str, Any] = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
@@ -35,12 +35,12 @@ SWITCH_SHAPE = {"num_layers": 3, "num_sparse_encoder_layers": 1, "num_decoder_la
 SWITCH_SHAPE |= {"num_sparse_decoder_layers": 2, "num_experts": 2, "router_bias": True, "expert_capacity": 5}
 UNTIED_SWITCH: dict[str, Any] = {"tie_word_embeddings": False, "dense_act_fn": "gelu", "router_bias": False}
 UNTIED_SWITCH |= {"num_layers": 2}
-PEGASUS_SHAPE: dict[str, Any] = {"d_model": 24, "vocab_size": 97, "encoder_layers": 3, "decoder_layers": 2}
+PEGASUS_SHAPE: dict[str, Any] = {"d_model": 24, "vocab_size": 97, "encoder_layers": 2, "decoder_layers": 1}
 PEGASUS_SHAPE |= {"encoder_attention_heads": 3, "decoder_attention_heads": 2, "encoder_ffn_dim": 37}
 PEGASUS_SHAPE |= {"decoder_ffn_dim": 29, "max_position_embeddings": 64, "activation_function": "relu"}
 PEGASUS_SHAPE |= {"scale_embedding": True, "decoder_start_token_id": 0}
 
-GEMMA3_SHAPE: dict[str, Any] = {"hidden_size": 24, "vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4}
+GEMMA3_SHAPE: dict[str, Any] = {"hidden_size": 24, "vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4}
 GEMMA3_SHAPE |= {"num_key_value_heads": 2, "head_dim": 10, "intermediate_size": 37, "query_pre_attn_scalar": 7}
 GEMMA3_SHAPE |= {"sliding_window": 6, "sliding_window_pattern": 2, "initializer_range": 0.2}
 
