@@ -25,6 +25,7 @@ OF_SCORES, OF_BIASED_SCORES = 2.0, 14.0  # for each attention score, without and
 OF_LOGITS = 20.0
 OF_INPUTS = 12.0  # of a layer that is recomputed, for each element of its input
 
+MOST_OVER = 1.37  # of the activations of traced steps
 CONTEXT = float(1 << 30)  # bytes that CUDA, NCCL and torch's libraries take
 PROBE = (16, 64, 16)  # rows of the built-in probe that go beside a batch, their ids and their decoder's
 

@@ -36,11 +36,13 @@ from ..report.build import other_sha256
 from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.plan import Plan
 from ..results import AttackEntry
+from ..system import available_memory
 from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
 from .log import LOG, lines, start_tracker
+from .memory import MOST_OVER, Needs
 from .processes import begun_by, make_accelerator, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .start import START_FOLDER, START_RECORD, check_start, options_of, write_start, written_trained
@@ -150,6 +152,16 @@ def train(
         torch.nn.functional.linear = linear  # DeepSpeed's ZeRO-3 leaves its own there, which rounds otherwise
 
 
+def check_memory(recipe: Recipe, student: Any, accelerator: Any) -> None:
+    """Raise UserError where a batch on the CPU is sure not to fit; the machine would die of it, as no card does."""
+    needed = Needs(recipe, student.config, type(student), accelerator.num_processes).activations / MOST_OVER
+    if accelerator.device.type == "cpu" and needed > (free := available_memory()):
+        raise UserError(
+            f"data.batch_size {recipe.data.batch_size}: a pass takes {needed / 1e9:.3g} GB or more, and"
+            f" {free / 1e9:.3g} GB are free; give a smaller one and more data.gradient_accumulation"
+        )
+
+
 def _train(
     recipe: Recipe,
     checkpoint: Checkpoint,
@@ -174,6 +186,7 @@ def _train(
         write_start(checkpoint, recipe, start, progress)
     accelerator.wait_for_everyone()
     student = load(start, torch.float32, attention="eager")  # whose scores the penalty sees
+    check_memory(recipe, student, accelerator)
     # Where stock code ties nothing the embedding is stored under several names; it is trained as the one that it was.
     student.set_input_embeddings(student.get_input_embeddings())
     fits = True

@@ -219,6 +219,10 @@ def test_a_run_whose_device_is_full_ends_in_one_line_and_goes_on_from_its_last_s
 ) -> None:
     settings = ("rescale=false", "schedule.steps=4", "penalty.form=none")
     recipe = read_recipe(written(source, tmp_path, checkpointing={"every": 1}), settings)
+    large = parse_recipe(changed(recipe.describe(), {"data": {"batch_size": 10**9}}))
+    with pytest.raises(UserError, match=r"batch_size 1000000000: a pass takes .* GB or more, and .* GB are free; give"):
+        train(large, open_checkpoint(source), progress=False)
+    assert RunFolder(tmp_path / "out.run").steps() == []
     with FullOnce(), pytest.raises(UserError, match=r"cpu is out of memory; give a smaller data\.batch_size"):
         train(recipe, open_checkpoint(source), progress=False)
     before = rows_of(tmp_path / "out.run", "precision")
