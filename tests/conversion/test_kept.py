@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import tiny
+from support import exhaustive, tiny
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
@@ -53,7 +53,7 @@ def feed_forwards(spectra: Spectra) -> set[frozenset[str]]:
     return {names for names, _ in spectra.kept if len(names) > 1}
 
 
-@pytest.mark.parametrize("kind", EDITS)
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gated", "pegasus"], EDITS))
 def test_bounds_and_plans_are_those_that_nothing_was_kept_for(kind: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny.save(tiny.small(kind, factor=8.0), tmp_path / "source"))
     source = Opened(checkpoint, resolve(checkpoint), [])
