@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 SCHEMA = 1  # version of the report's keys
@@ -28,16 +28,6 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def project_url() -> str | None:
-    """Return the first http(s) address under ``[project.urls]`` of the installed metadata, or None."""
-    try:
-        named = metadata("bf16_to_fp16").get_all("Project-URL") or []
-    except PackageNotFoundError:
-        return None
-    addresses = (entry.partition(",")[2].strip() for entry in named)
-    return next((address for address in addresses if address.startswith(("https://", "http://"))), None)
 
 
 def how_to_install(extra: str) -> str:

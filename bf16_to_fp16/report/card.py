@@ -12,7 +12,6 @@ from huggingface_hub import ModelCardData, metadata_load
 
 from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import TOKENIZER_FILES
-from ..environment import project_url
 from ..families.known import architectures, class_named, loading_class, named
 from . import coverage, facts, remedies, uses
 from .schema import Report
@@ -89,7 +88,6 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
             report=report,
             results=results_text(report),
             changes=changes_text(report),
-            address=project_url(),
             licensed=licensed,
             languages=languages,
             recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True)
