@@ -13,7 +13,7 @@ import torch
 from support import forked, parsed, tiny
 
 from bf16_to_fp16 import UserError, convert, system
-from bf16_to_fp16.checkpoint import disk, places, reader
+from bf16_to_fp16.checkpoint import disk, reader, sources
 from bf16_to_fp16.checkpoint import folder as folders
 from bf16_to_fp16.checkpoint.staging import check_out
 from bf16_to_fp16.finetuning import run as finetuning
@@ -26,9 +26,9 @@ from bf16_to_fp16.finetuning.recipe import Recipe
 def test_a_name_that_leaves_the_folder_on_windows_is_refused_there(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "Path", PureWindowsPath)
+    monkeypatch.setattr(sources, "Path", PureWindowsPath)
     with pytest.raises(UserError, match="leaves the folder"):
-        places.contained(tmp_path, name)
+        sources.contained(tmp_path, name)
     (tmp_path / "modules.json").write_text(json.dumps([{"path": name, "type": "x.Normalize"}]))
     with pytest.raises(UserError, match="leaves the folder"):
         folders.side_modules(tmp_path)

@@ -61,7 +61,7 @@ def advise_init(
     text = str(source)
     if text.isdecimal() and not Path(text).exists():
         return {"mode": "init", "source": None, "tensors": [], "far": [], "rules": rules_for(int(text))}
-    from .weights import floating_names, open_weights  # not for a width, which needs no torch
+    from .weight_statistics import floating_names, open_weights  # not for a width, which needs no torch
 
     checkpoint = open_weights(source, subfolder)
     if not checkpoint.config:
@@ -82,7 +82,7 @@ def advise_init(
 
 
 def beside_rule(checkpoint: Checkpoint, family: Family, name: str) -> dict[str, Any]:
-    from .weights import tensor_pieces
+    from .weight_statistics import tensor_pieces
 
     square, elements, broken = 0.0, 0, 0
     for part in tensor_pieces(checkpoint, name):

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UserError, shortened
 from ..json_text import loads
 from .files import read_json
-from .places import RESTORE, check_not_gguf, contained, leaves, shown
+from .sources import RESTORE, check_not_gguf, contained, leaves, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import UserError, shortened
 from . import disk
-from .places import RESTORE, shown
+from .sources import RESTORE, shown
 
 LONGEST_HEADER = 8_000_000  # bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..errors import UserError
 from .contents import side_modules
 from .disk import FULL_OR_FAILING
-from .places import contained
+from .sources import contained
 
 OTHER_WEIGHTS = (  # endings of weight files and indexes, which are never copied
     *(".safetensors", ".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt"),

@@ -13,7 +13,7 @@ import torch
 from ..errors import UserError
 from .files import read_exactly, reading, size_of, zip_records
 from .headers import TensorInfo
-from .places import RESTORE, shown
+from .sources import RESTORE, shown
 
 SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,

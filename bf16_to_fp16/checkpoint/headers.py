@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..errors import UserError, shortened
 from .files import LONGEST_HEADER, parse_json, read_bytes, reading, size_of
-from .places import RESTORE, shown
+from .sources import RESTORE, shown
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "BOOL": 1}
 ITEM_SIZES |= {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 8)}

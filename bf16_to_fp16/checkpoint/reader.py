@@ -15,8 +15,8 @@ from . import files, formats, headers
 from .contents import check_lone, read_config, weight_files
 from .fetching import download
 from .naming import names_in_files
-from .places import RESTORE, local_source, own_name, shown, subfolder_of
 from .single_file import open_single_file
+from .sources import RESTORE, local_source, own_name, shown, subfolder_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 from ..environment import SCHEMA
 from ..errors import UserError
 from .files import nested_value, read_json
-from .places import contained
+from .sources import contained
 
 REPORT = "fp16_report.json"
 CONVERTED_KEY = "bf16_to_fp16"  # a key of config.json, which unlike the report survives ``save_pretrained``

@@ -15,7 +15,7 @@ from . import files, formats, headers
 from .disk import FREE_SPACE_REMEDY, writing
 from .naming import NAMINGS, SPIECE, SPIECE_FILE, STOCK, Naming
 from .packed import undo_data_of
-from .places import RESTORE
+from .sources import RESTORE
 
 ASIDE = (  # endings of tensors' names that are not weights, as ComfyUI's files have them
     *(".scale_weight", ".weight_scale", ".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", "logit_scale"),

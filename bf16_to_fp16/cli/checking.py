@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.contents import check_lone
-from ..checkpoint.places import CONVERTED, local_source
+from ..checkpoint.sources import CONVERTED, local_source
 from ..conversion.options import check_data
 from ..targets import RECORDS, TARGETS
 from . import shared

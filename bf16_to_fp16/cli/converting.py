@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from ..checkpoint.adapters import config_for
+from ..checkpoint.adapter_config import config_for
 from ..checkpoint.contents import is_converted
 from ..checkpoint.folder import converted_already
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packing import check_out_file
-from ..checkpoint.pipeline import Pipeline, is_pipeline, open_pipeline
-from ..checkpoint.places import subfolder_of, written_folder
+from ..checkpoint.pipeline_files import Pipeline, is_pipeline, open_pipeline
 from ..checkpoint.recorded import recorded_plan
+from ..checkpoint.sources import subfolder_of, written_folder
 from ..checkpoint.staging import check_out
 from ..conversion.options import FLAGS, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..checkpoint.hub import check_name
-from ..checkpoint.pipeline import is_pipeline
-from ..checkpoint.places import written_folder
+from ..checkpoint.pipeline_files import is_pipeline
 from ..checkpoint.recorded import recorded
+from ..checkpoint.sources import written_folder
 from ..errors import UserError
 from ..report.screen import console
 from ..report.tables import Column, Table, numbers

@@ -18,8 +18,8 @@ from ..checkpoint.files import zip_records
 from ..checkpoint.folder import check_tokenizer, tokenizer_beside
 from ..checkpoint.headers import read_header
 from ..checkpoint.packed import packed_data
-from ..checkpoint.places import CHECKPOINT, local_folder, local_source, subfolder_of
 from ..checkpoint.recorded import recorded
+from ..checkpoint.sources import CHECKPOINT, local_folder, local_source, subfolder_of
 from ..conversion.options import FLAGS, Options
 from ..errors import UserError, shortened
 from ..quiet import quiet_downloads

@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..checkpoint.adapters import CONFIG, NOTE, TENSORS, config_for
+from ..checkpoint.adapter_config import CONFIG, NOTE, TENSORS, config_for
 from ..checkpoint.folder import carry_over, records
-from ..checkpoint.places import written_folder
 from ..checkpoint.reader import open_checkpoint
+from ..checkpoint.sources import written_folder
 from ..checkpoint.staging import check_out, staged
 from ..errors import UserError, first_line
 from ..families.layout import Layout

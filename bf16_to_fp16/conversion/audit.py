@@ -14,8 +14,8 @@ from ..bounds.activations import check_bounded
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.tiers import bounded
 from ..checkpoint.contents import is_converted
-from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.sources import shown_in_a_command
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -31,7 +31,7 @@ from ..measuring.regimes import ATTENTIONS, REGIMES, audit_folder, check_names
 from ..measuring.stock import attentions_of
 from ..progress import Progress, progress_of
 from ..quiet import quiet
-from ..report.regimes import largest_seen, tiers_of, with_model_class
+from ..report.observed_tiers import largest_seen, tiers_of, with_model_class
 from ..report.remedies import NO_FAMILY, next_command, over_limits, overflowing, unsafe_sites
 from ..report.schema import Environment, Inputs, Report, Source
 from ..results import dump

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.tiers import bounded
 from ..checkpoint.contents import is_converted
-from ..checkpoint.places import shown_in_a_command
+from ..checkpoint.sources import shown_in_a_command
 from ..devices import Device
 from ..environment import SCHEMA
 from ..families.known import padding_entry
 from ..progress import Progress, progress_of
 from ..quiet import quiet
+from ..report.judged_tiers import judged_tiers
 from ..report.remedies import next_command, over_limits
 from ..report.schema import Environment, Report, Source, recorded_target
-from ..report.tiers import judged_tiers
 from ..results import dump
 from ..targets import WHERE
 from .opening import classified, opened_with_notes

@@ -19,8 +19,8 @@ from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
 from ..checkpoint.naming import SPIECE_FILE
 from ..checkpoint.packed import summary_of
 from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place, tokenizer_inside
-from ..checkpoint.places import own_name, shown_in_a_command
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.sources import own_name, shown_in_a_command
 from ..checkpoint.staging import scratch, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..environment import SCHEMA

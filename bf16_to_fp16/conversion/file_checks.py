@@ -13,8 +13,8 @@ from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.naming import SPIECE, SPIECE_FILE, STOCK
 from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import tensors_sha256
-from ..checkpoint.places import contained
 from ..checkpoint.reader import VIEWS, Checkpoint
+from ..checkpoint.sources import contained
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
 from ..report.schema import CARD, PAGE, REPORT, Report

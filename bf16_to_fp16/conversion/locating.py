@@ -8,8 +8,8 @@ from pathlib import Path
 from ..checkpoint.disk import check_free_space
 from ..checkpoint.fetching import fetched
 from ..checkpoint.hub import reading_from
-from ..checkpoint.places import CONVERTED, local_folder, subfolder_of
 from ..checkpoint.recorded import NEEDED, REPORT, check_below, recorded
+from ..checkpoint.sources import CONVERTED, local_folder, subfolder_of
 from ..errors import UserError
 from ..progress import Progress
 from ..report.schema import Report, typed

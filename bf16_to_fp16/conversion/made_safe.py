@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.adapters import adapter_config
+from ..checkpoint.adapter_config import adapter_config
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.staging import check_out
 from ..errors import UserError

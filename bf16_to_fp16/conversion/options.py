@@ -14,7 +14,7 @@ import click
 
 from ..bounds.arithmetic import Arithmetic
 from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
-from ..checkpoint.places import shown_in_a_command
+from ..checkpoint.sources import shown_in_a_command
 from ..checkpoint.staging import check_out
 from ..errors import UserError, shortened
 from ..numerics import MAX_LENGTH

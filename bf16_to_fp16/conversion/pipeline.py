@@ -18,8 +18,8 @@ from ..checkpoint.files import read_json
 from ..checkpoint.folder import records
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
-from ..checkpoint.pipeline import MODEL_INDEX, PIPELINE, Pipeline, bring, config_of, is_pipeline, open_pipeline
-from ..checkpoint.places import contained, own_name
+from ..checkpoint.pipeline_files import MODEL_INDEX, PIPELINE, Pipeline, bring, config_of, is_pipeline, open_pipeline
+from ..checkpoint.sources import contained, own_name
 from ..checkpoint.staging import staged
 from ..environment import SCHEMA
 from ..errors import UserError

@@ -12,7 +12,7 @@ from typing import Any
 from ..checkpoint.contents import WEIGHTS
 from ..checkpoint.folder import is_weights
 from ..checkpoint.hub import check_name, explained, status_of, token_of, with_retries
-from ..checkpoint.places import written_folder
+from ..checkpoint.sources import written_folder
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError

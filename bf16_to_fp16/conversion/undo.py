@@ -15,10 +15,10 @@ from ..checkpoint.folder import carry_over, copy
 from ..checkpoint.layouts import LAYOUTS
 from ..checkpoint.packed import recorded_sha256
 from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256, tokenizer_inside
-from ..checkpoint.places import written_folder
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.shards import Write
+from ..checkpoint.sources import written_folder
 from ..checkpoint.staging import check_out, scratch, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError

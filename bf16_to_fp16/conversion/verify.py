@@ -14,9 +14,9 @@ from ..bounds.arithmetic import SPLITS, Arithmetic
 from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
 from ..checkpoint.packed import summary_of
-from ..checkpoint.places import local_source, own_name
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
+from ..checkpoint.sources import local_source, own_name
 from ..devices import Device
 from ..environment import SCHEMA, installed
 from ..errors import UserError
@@ -39,7 +39,7 @@ from ..report import answers, schema
 from ..report.build import moved_by
 from ..report.facts import missed
 from ..report.judgement import cost_of, harmed, is_exact, too_inexact
-from ..report.regimes import tiers_of
+from ..report.observed_tiers import tiers_of
 from ..report.remedies import CONVERT_AGAIN, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
 from ..report.steps import Decided
 from ..report.stored import originals, read_packed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..checkpoint.places import shown
+from ..checkpoint.sources import shown
 from ..errors import UserError
 from .types import Family, OfLayers, Quotient, SameAs, Sum
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..checkpoint.places import shown
+from ..checkpoint.sources import shown
 from ..errors import UserError
 from .configs import axis_size, config_value, full_config, looked_up, whole_number
 from .known import class_of, placed_family

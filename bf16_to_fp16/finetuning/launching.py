@@ -25,7 +25,7 @@ from ..cards import cards
 from ..checkpoint.contents import read_config
 from ..checkpoint.fetching import fetched
 from ..checkpoint.files import read_json
-from ..checkpoint.places import local_source, subfolder_of
+from ..checkpoint.sources import local_source, subfolder_of
 from ..checkpoint.staging import replacing
 from ..environment import how_to_install
 from ..errors import INTERRUPTED, UserError

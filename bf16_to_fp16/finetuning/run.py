@@ -17,9 +17,9 @@ import torch
 from ..cards import computes_in_bf16
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import tokenizer_beside
-from ..checkpoint.places import shown_in_a_command
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
+from ..checkpoint.sources import shown_in_a_command
 from ..checkpoint.staging import check_out, overlap, put_in_place, scratch
 from ..conversion.convert import Conversion, convert_by
 from ..conversion.opening import say_where_saved_again

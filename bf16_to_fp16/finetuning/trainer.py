@@ -28,7 +28,7 @@ from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
 from .evaluation import MOST_EXAMPLES, Evaluator, nearest
 from .log import LOG, RunLog
-from .losses import Losses
+from .loss_terms import Losses
 from .mixed_precision import MixedPrecision, recomputation
 from .optimizers import make_optimizer, set_rate
 from .penalty import ActivationPenalty

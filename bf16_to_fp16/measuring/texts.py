@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.places import local_path
+from ..checkpoint.sources import local_path
 from ..errors import UserError, first_line
 from ..json_text import loads
 

@@ -28,7 +28,7 @@ from ..results import Fidelity
 from . import remedies, schema
 from .card import front_matter
 from .judgement import conclude, judged, uncertified_sites, unmet
-from .regimes import largest_seen, tiers_of
+from .observed_tiers import largest_seen, tiers_of
 from .steps import Decided, Measured, Rewritten
 from .uses import whole_plan
 

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ..bounds.kinds import Remedy, traits
-from ..checkpoint.places import SHIPPED
+from ..checkpoint.sources import SHIPPED
 from ..families.known import named
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..results import AttackEntry, BoundEntry, CertificateEntry, ExceptionEntry, RegimeEntry

@@ -18,7 +18,7 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..results import AttackEntry, Fidelity, InexactEntry, OutputEntry
 from . import schema
-from .signals import signals_of
+from .signal_entries import signals_of
 
 
 @dataclass(frozen=True)

@@ -185,7 +185,7 @@ def test_position_biases_heads_norms_and_other_deviations_have_their_own_rules(t
 def test_an_infinite_weight_is_flagged_and_left_out_of_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bf16_to_fp16.advise.weights.PIECE", 100)  # a real piece holds the whole tensor
+    monkeypatch.setattr("bf16_to_fp16.advise.weight_statistics.PIECE", 100)  # a real piece holds the whole tensor
     model = tiny.t5()
     name = "encoder.block.0.layer.0.SelfAttention.q.weight"
     w = model.get_parameter(name).data

@@ -26,7 +26,7 @@ from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import NORM_FLOOR
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.ranges import NormRange
-from bf16_to_fp16.report.regimes import tiers_of
+from bf16_to_fp16.report.observed_tiers import tiers_of
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN, sinks, swells
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"

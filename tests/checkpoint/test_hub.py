@@ -22,8 +22,8 @@ from support.program import refused
 from bf16_to_fp16 import UserError, cli, convert, verify
 from bf16_to_fp16.checkpoint import fetching
 from bf16_to_fp16.checkpoint import hub as hub_module
-from bf16_to_fp16.checkpoint.places import local_source
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.sources import local_source
 from bf16_to_fp16.conversion import locating
 
 Usage = namedtuple("Usage", "total used free")

@@ -20,7 +20,7 @@ from support.program import refused
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from bf16_to_fp16 import UserError, convert, convert_pipeline
-from bf16_to_fp16.checkpoint.pipeline import files_loaded, variant_of
+from bf16_to_fp16.checkpoint.pipeline_files import files_loaded, variant_of
 from bf16_to_fp16.cli import main
 
 IDS = torch.tensor([[5, 9, 2, 77, 1]])

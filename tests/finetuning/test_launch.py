@@ -31,7 +31,7 @@ from support.program import refused
 
 from bf16_to_fp16 import verify
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.finetuning.losses import Losses
+from bf16_to_fp16.finetuning.loss_terms import Losses
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe, shipped_names
 from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped
 from bf16_to_fp16.finetuning.states import RunFolder
@@ -245,7 +245,7 @@ def autocast_if_enabled(engine):
 runtime.autocast_if_enabled = autocast_if_enabled
 """
 INFINITE = """
-from bf16_to_fp16.finetuning.losses import Losses
+from bf16_to_fp16.finetuning.loss_terms import Losses
 
 reach = Losses.beyond_the_data
 

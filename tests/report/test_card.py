@@ -1,6 +1,5 @@
 """The model card: front matter that invents nothing, a bad verdict in the first line, usage that runs."""
 
-import email.message
 import re
 import tempfile
 from pathlib import Path
@@ -13,7 +12,6 @@ from huggingface_hub import ModelCard
 from support import fakes, tiny
 from support.pages import certificate, certified
 
-from bf16_to_fp16 import environment
 from bf16_to_fp16.checkpoint.reader import Checkpoint
 from bf16_to_fp16.report import card as cards
 from bf16_to_fp16.report import page
@@ -54,25 +52,6 @@ def card(folder: Path, report: dict[str, Any], **options: Any) -> ModelCard:
     source = Path(tempfile.mkdtemp(dir=folder))
     write_card(folder / "README.md", checkpoint(source, **options), report)
     return ModelCard.load(folder / "README.md")
-
-
-@pytest.mark.parametrize(
-    ("urls", "address"),
-    [
-        ([], None),
-        (["Documentation, https://docs.example.org", "Source, https://example.org/code"], "https://docs.example.org"),
-        (["Odd, ftp://example.org", "Homepage, http://example.org"], "http://example.org"),
-    ],
-)
-def test_a_card_links_to_the_address_in_the_packages_metadata(
-    urls: list[str], address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    described = email.message.Message()
-    for url in urls:
-        described["Project-URL"] = url
-    monkeypatch.setattr(environment, "metadata", lambda name: described)
-    found = re.findall(r"Made with \[bf16_to_fp16\]\((.*?)\)", str(card(tmp_path, fakes.conversion())))
-    assert found == ([] if address is None else [address])
 
 
 def test_front_matter_is_inherited_from_the_card_of_the_source_or_of_its_pipeline(tmp_path: Path) -> None:

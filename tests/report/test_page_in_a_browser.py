@@ -20,7 +20,7 @@ from support import fakes, tiny
 from support.contract import layout_of
 from support.pages import certified, finetuned, hostile, render
 
-from bf16_to_fp16.report.regimes import tiers_of
+from bf16_to_fp16.report.observed_tiers import tiers_of
 from bf16_to_fp16.results import dump
 
 pytestmark = pytest.mark.usefixtures("pictures")

@@ -17,7 +17,7 @@ from ..progress import Advance
 from .fetching import SMALL_FILES, fetched, hub_files
 from .files import read_json
 from .folder import copy, is_weights
-from .places import RESTORE, contained, local_source
+from .sources import RESTORE, contained, local_source
 
 MODEL_INDEX = "model_index.json"
 PIPELINE = "fp16_pipeline.json"  # in a converted pipeline: the converted sub-folders and their sources

@@ -13,7 +13,7 @@ from ..numerics import OVERFLOWED
 from ..ranges import Squares
 from ..results import AttackEntry
 from . import schema
-from .tiers import judged_tiers
+from .judged_tiers import judged_tiers
 
 
 def largest_seen(results: Mapping[str, RegimeResult], attack: AttackEntry | None) -> dict[str, float]:
