@@ -37,3 +37,9 @@ def test_feed_forwards_out_of_autocast_compute_in_fp32_and_a_copy_of_a_wrapped_m
             model(**batch.inputs())
         infinite[name] = any(found)
     assert infinite == {"clamped": False, "free": True}
+
+
+def test_every_line_of_the_held_out_text_is_a_row() -> None:
+    lines = (DEMO / "held_out.txt").read_text(encoding="utf-8").splitlines()
+    rows = [row for batch in demo_corpus(T5, load_config(T5)).held_out(None) for _, row in batch.examples]
+    assert sorted(rows) == list(range(len(lines))) and len(rows) > 100
