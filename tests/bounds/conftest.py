@@ -12,7 +12,7 @@ DEEP = (
 )
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def deep_models() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for shape, layers in DEEP:
