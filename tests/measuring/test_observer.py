@@ -52,7 +52,7 @@ def test_every_floating_output_of_the_forward_is_seen(kind: str, attention: str,
             run_batch(model, padded(model))
         with SiteObserver(model, fast_products=False) as observer:
             run_batch(model, padded(model))
-    assert observer.outputs == counter.count > 100
+    assert observer.outputs == counter.count > 60
 
 
 @pytest.mark.parametrize("kind", ["gated", "pegasus"])
@@ -271,7 +271,7 @@ def test_eager_and_sdpa_share_the_names_of_what_both_run(kind: str) -> None:
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     contexts = {name for name in names["eager"] if name.endswith(":context")}
     assert linear | contexts <= names["eager"] & names["sdpa"]
-    assert len(contexts) == 7  # 3 encoder layers, twice 2 in the decoder
+    assert len(contexts) == 4  # 2 encoder layers, twice 1 in the decoder
     only = {name.rpartition(":")[2].partition("#")[0] for name in names["eager"] - names["sdpa"]}
     assert "scores" in only
     constants = {"constant zeros", "constant where", "constant scalar_tensor"}
