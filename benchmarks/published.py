@@ -1,7 +1,7 @@
 """Published checkpoints, end to end, from Python packages that carry their weights.
 
     make published
-    python benchmarks/published.py NAME --train    the source and the converted folder, finetuned: an hour for SmolLM2
+    python benchmarks/published.py --train    the source and the converted folder, finetuned; --only NAME takes one
 
 The packages have 4-bit weights (GGUF), which are taken to bf16, with the published tokenizer. Gemma 3 overflows fp16
 as it is; its terms of use (https://ai.google.dev/gemma/terms) hold for who runs this. SmolLM2's stream comes within a
@@ -228,10 +228,10 @@ def compare_training(source: Path, work: Path) -> None:
 @quiet()
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=PUBLISHED, default=list(PUBLISHED), metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=PUBLISHED, default=list(PUBLISHED), metavar="NAME")
     parser.add_argument("--train", action="store_true", help="compare finetunes instead")
     asked = parser.parse_args()
-    for name in asked.names:
+    for name in asked.only:
         with tempfile.TemporaryDirectory() as work:
             (compare_training if asked.train else compare)(fetched(name), Path(work))
 

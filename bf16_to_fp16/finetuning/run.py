@@ -154,8 +154,10 @@ def train(
 
 def check_memory(recipe: Recipe, student: Any, accelerator: Any) -> None:
     """Raise UserError where a batch on the CPU is sure not to fit; the machine would die of it, as no card does."""
+    if accelerator.device.type != "cpu":
+        return
     needed = Needs(recipe, student.config, type(student), accelerator.num_processes).activations / MOST_OVER
-    if accelerator.device.type == "cpu" and needed > (free := available_memory()):
+    if needed > (free := available_memory()):
         raise UserError(
             f"data.batch_size {recipe.data.batch_size}: a pass takes {needed / 1e9:.3g} GB or more, and"
             f" {free / 1e9:.3g} GB are free; give a smaller one and more data.gradient_accumulation"
