@@ -61,9 +61,18 @@ def full_precision() -> Iterator[None]:
 def growth(terms: int) -> float:
     """Return how many times the sum of its terms' magnitudes a sum made in fp16, or any part of it, may reach. It holds
     for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. The terms may be
-    rounded products, and one more is added to them. ``docs/certificate.md`` has the proof: adding two fp16 numbers is
-    off by at most a unit of the result, and by at most the smaller of the two, since the larger alone would be
-    nearer."""
+    rounded products (one more factor 1 + u), and one more is added to them.
+
+    Proof. Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most
+    (1 + u)·(a + b), and at most a + 2b and 2a + b: a is an fp16 number, and the result is no further from a + b than a
+    is. Additions of subnormals are exact. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
+
+    G(n) ≤ F(n) = 2·(1 + u)^(n/1024) by induction; F(1) ≥ 1. Let two parts of n₁ and n₂ terms have the ratios g₁ and
+    g₂. The ratio of the whole is at most g₁, g₂ or its value where two of the limits above meet: with w = u/(1 − u)
+    that is g₁·(1 + 2w)/(1 + w·g₁/g₂), or the same with 1 and 2 exchanged. It grows with g₁ and g₂, so put g₁ = F(n₁) ≥
+    2 and g₂ = (1 + u)^(n₂ − 1). Then it is at most F(n₁)·(1 + 2w)/(1 + 2wq) with q = 1/g₂. The logarithm of that factor
+    is at most 2w·(1 − q), and 1 − q at most 1 and at most (n₂ − 1)·ln(1 + u). With 2w = 2/2047 this is at most
+    (n₂/1024)·ln(1 + u) for every n₂: by the second up to 2048, by the first from 2051 on, by q > 0.36 between."""
     return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
 
 
