@@ -3,8 +3,8 @@
     python benchmarks/convert.py [SHAPE ...]
 
 makes a bf16 checkpoint of each shape in a temporary folder, in shards of at most 5 GB, and then, in turns, copies it
-(``cp -r``) and rewrites it with a residual exponent of -4 (``write_fp16`` without and with SHA-256 of what is read and
-written); last it loads and saves it with stock code in fp16. Every way runs in a process of its own and ends with fsync
+(``cp -r``) and rewrites it with a residual exponent of -4 (``write_fp16``, with SHA-256 of what is read and written);
+last it loads and saves it with stock code in fp16. Every way runs in a process of its own and ends with fsync
 of its files. Times are medians over the rounds, of a source in the page cache and without imports; memory is the peak
 resident size less that of a process with the same imports. Several threads work: times need two idle cores.
 
@@ -13,7 +13,7 @@ resident size less that of a process with the same imports. Several threads work
 converts a shape with outlier neurons once with all defaults, audit included, and prints each phase in seconds, in
 processor seconds and in U: one stock fp32 forward of 4 × 128 encoder and 4 × 32 decoder tokens. ``--device`` is
 ``convert``'s; ``--layers`` takes so many in each stack, and from two such numbers the whole can be continued (U stays
-the whole shape's). With ``--certified`` nothing is run, and what was written is certified once more.
+the whole shape's).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from optimizer import status
 from results import print_header, print_row
 from transformers import T5ForConditionalGeneration
 
-from bf16_to_fp16 import certify, convert
+from bf16_to_fp16 import convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.shards import Write
 from bf16_to_fp16.checkpoint.writer import write_fp16
@@ -65,12 +64,12 @@ def checkpoint(shape: synthetic.Shape, *, outliers: bool = False) -> Iterator[tu
 # ---- rewriting -------------------------------------------------------------------------------------------------------
 
 
-def rewrite(source: Path, out: Path, hashes: bool = False) -> None:
+def rewrite(source: Path, out: Path) -> None:
     checkpoint, scaled = open_checkpoint(source), (".o.weight", ".wo.weight", "shared.weight")
     exponents = {name: -4 if name.endswith(scaled) else 0 for name in checkpoint.tensors}
     writes = [Write(n, tensor.shape, n, exponent=exponents[n]) for n, tensor in checkpoint.tensors.items()]
     out.mkdir()
-    write_fp16(checkpoint, writes, out, hashes=hashes)
+    write_fp16(checkpoint, writes, out)
 
 
 def load_and_save(source: Path, out: Path) -> None:
@@ -87,7 +86,6 @@ STOCK = "stock load and save"
 WAYS: dict[str, Callable[[Path, Path], None]] = {
     "cp -r": copy,
     "write_fp16": rewrite,
-    "write_fp16, hashes": partial(rewrite, hashes=True),
     STOCK: load_and_save,
 }
 
@@ -184,8 +182,8 @@ def unit(name: str) -> tuple[float, float]:
     return seconds, used
 
 
-def whole(name: str, layers: int | None, certified: bool, device: str) -> None:
-    """Convert a shape with its audit, or without one and certify it, and print the phases."""
+def whole(name: str, layers: int | None, device: str) -> None:
+    """Convert a shape and print the phases."""
     seconds, used = unit(name)
     shape = synthetic.SHAPES[name] if layers is None else synthetic.SHAPES[name].with_layers(layers)
     with checkpoint(shape, outliers=True) as (source, out, size):
@@ -197,14 +195,11 @@ def whole(name: str, layers: int | None, certified: bool, device: str) -> None:
         Path("/proc/self/clear_refs").write_text("5")
         phases = Phases(used)
         start = phases.last
-        convert(str(source), out, run_model=not certified, progress=phases, device=device)
+        convert(str(source), out, progress=phases, device=device)
         phases.lap("between")
         taken, phases.last = since(start)[0], start
         phases.lap("all")
         print(f"{taken / seconds:.0f} U by the clock")
-        if certified:
-            phases.last = clocks()
-            certify(out, progress=phases, device=device)
 
 
 def main() -> None:
@@ -212,12 +207,11 @@ def main() -> None:
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help="for example t5-v1_1-base, the default")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--whole", metavar="SHAPE", choices=synthetic.SHAPES)
-    parser.add_argument("--certified", action="store_true", help="with --whole")
     parser.add_argument("--layers", type=int, help="with --whole")
     parser.add_argument("--device", default="cpu", help="with --whole")
     asked = parser.parse_args()
     if asked.whole:
-        return whole(asked.whole, asked.layers, asked.certified, asked.device)
+        return whole(asked.whole, asked.layers, asked.device)
     print(f"medians of {asked.rounds} rounds, stock of 1; load {os.getloadavg()[0]:.1f}")
     print_header("shape", "GB", "way", "seconds", "least", "processor s", "/ cp", "MB over imports")
     for name in asked.shapes or ["t5-v1_1-base"]:

@@ -42,7 +42,6 @@ def candidates() -> dict[str, tuple[torch.dtype, Make]]:
     """Return the dtype of the parameters and the constructor for every row of the table."""
     rows: dict[str, tuple[torch.dtype, Make]] = {
         "torch fused, bf16, again": (BF16, partial(torch.optim.AdamW, fused=True)),
-        "torch foreach, bf16": (BF16, partial(torch.optim.AdamW, foreach=True)),
         "torch fused, fp32": (torch.float32, partial(torch.optim.AdamW, fused=True)),
     }
     kinds = product((("bf16", BF16), ("fp16", torch.float16)), ("float32", "bfloat16"), ("compiled", "eager"))

@@ -7,10 +7,9 @@ Each way is run on the built-in probe and the shipped held-out text: values that
 model, KL to the source's fp32 logits, share of tokens with the same best id, bytes of the parameters; and on held-out
 examples: the loss, the bytes that a training step keeps for its backward pass, and the time of a forward pass, by the
 CPU's own kernels, in times of that in fp32. "Halving" is what published scripts do: ``wo`` and ``wi`` (Pegasus: ``fc1``
-and ``fc2``) of every layer are halved until the logits of everything that is run here are finite in fp16. "Clamps" are
-stock code's own: after each part of a block (Pegasus: after each encoder layer) infinities in an fp16 residual become
-64504; without them is what they do. "Feed-forward out of autocast" is transformers' pull request 10956: ``T5LayerFF``
-computes in fp32 where everything else is under autocast.
+and ``fc2``) of every layer are halved until the logits of everything that is run here are finite in fp16.
+"Feed-forward out of autocast" is transformers' pull request 10956: ``T5LayerFF`` computes in fp32 where everything else
+is under autocast.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ import math
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ import torch
 from models import DEMO, DEMOS, HARD, demo_corpus
 from optimizer import seconds
 from results import print_header, print_row
-from torch.overrides import TorchFunctionMode
 from transformers.models.t5.modeling_t5 import T5LayerFF
 
 from bf16_to_fp16 import convert
@@ -63,21 +60,17 @@ def halved(folder: Path, inputs: Sequence[Batch]) -> tuple[Any, int]:
     return model, times
 
 
-def wrapped(model: Any, context: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """Return the model with its forward in a context: of a class of its own, so that a copy has it too."""
+def under_autocast(model: Any) -> Any:
+    """Return the model with its forward under autocast: of a class of its own, so that a copy has it too."""
     plain = type(model)
 
     @wraps(plain.forward)
     def forward(self: Any, *given: Any, **named: Any) -> Any:
-        with context():
+        with torch.autocast("cpu", torch.float16):
             return plain.forward(self, *given, **named)
 
     model.__class__ = type(plain.__name__, (plain,), {"forward": forward})
     return model
-
-
-def under_autocast(model: Any) -> Any:
-    return wrapped(model, lambda: torch.autocast("cpu", torch.float16))
 
 
 class FeedForwardInFp32(T5LayerFF):
@@ -94,17 +87,6 @@ def without_feed_forwards(model: Any) -> Any:
         if type(module) is T5LayerFF:
             module.__class__ = FeedForwardInFp32
     return model
-
-
-class NoClamps(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.clamp and args[0].dtype == torch.float16:
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def without_clamps(model: Any) -> Any:
-    return wrapped(model, NoClamps)
 
 
 def kept(model: Any, batch: TrainingBatch) -> int:
@@ -156,8 +138,7 @@ def compare(name: str) -> None:
     show("source in fp32", load(folder, torch.float32), "")
     show("source in bf16", load(folder, torch.bfloat16), "")
     show("stock fp16: `wo` in fp32, blocks clamp", load(folder, torch.float16), "stock")
-    show("`.half()`, with stock code's clamps", load(folder, torch.float16, half=True), "half")
-    show("`.half()`, without them", without_clamps(load(folder, torch.float16, half=True)), "half")
+    show("`.half()`", load(folder, torch.float16, half=True), "half")
     show("fp16 autocast (AMP)", load(folder, torch.float32), "amp")
     if name != "Pegasus":
         show("AMP, feed-forwards out of autocast", without_feed_forwards(load(folder, torch.float32)), "amp")
@@ -209,13 +190,12 @@ def draw(picture: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--picture", type=Path, help="draw before and after into this SVG instead")
-    parser.add_argument("--models", nargs="+", choices=FOLDERS, default=list(FOLDERS))
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.picture is not None:
         draw(given.picture)
     else:
-        for name in given.models:
+        for name in FOLDERS:
             compare(name)
 
 

@@ -189,9 +189,8 @@ def trained(folder: Path, kind: str, rate: float, *, half: bool, follows: bool) 
     optimizer: Any = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=rate)
     if safe is not None:
         optimizer = safe.follow(optimizer, model)
-    scaler = torch.amp.GradScaler(
-        "cpu", init_scale=2.0**8, enabled=half
-    )  # from torch's 2^16 the first steps are skipped
+    # From torch's 2^16 the first steps are skipped.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, enabled=half)
     text = "\n".join(line for line, _ in texts(str(DEMO / "python-topics.txt.gz")))
     with FastProducts():
         for ids in text_rows(tokenizer, text, STEPS):
@@ -201,10 +200,9 @@ def trained(folder: Path, kind: str, rate: float, *, half: bool, follows: bool) 
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
+    judged = text_rows(tokenizer, held_out(), JUDGED)
     with torch.no_grad():
-        losses = [
-            float(model.eval()(input_ids=ids, labels=ids).loss) for ids in text_rows(tokenizer, held_out(), JUDGED)
-        ]
+        losses = [float(model.eval()(input_ids=ids, labels=ids).loss) for ids in judged]
     return sum(losses) / len(losses)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -39,7 +38,6 @@ from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
 TARGETS = {"default": "auto", "train": "train", "norm-safe": "norm-safe"}
-HELD = 0.1  # nats by which the held-out loss may differ from the source's at the same rate
 
 Make = Callable[..., torch.optim.Optimizer]
 # As T5 is finetuned with: a given rate, in units of each tensor's RMS.
@@ -53,14 +51,11 @@ OPTIMIZERS: dict[str, tuple[Make, tuple[float, ...]]] = {
 
 @dataclass(frozen=True)
 class Weights:
-    """A folder to train: ``plan`` is None for the source; ``moved`` and ``rest`` are the median RMS of the matrices
-    that the plan multiplied by 2^±1 or more on average, and of the others."""
+    """A folder to train; ``plan`` is None for the source."""
 
     name: str
     folder: Path
     plan: Plan | None = None
-    moved: float = 0.0
-    rest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -85,14 +80,7 @@ def converted(source: Path, work: Path, name: str, target: str) -> Weights | Non
     result = convert(source, out, target=target)
     if not result.safe:
         return None
-    model = load(out, torch.float32)
-    sizes: dict[bool, list[float]] = {True: [], False: []}
-    for weight, exponents in exponents_by_parameter(model, resolve(ModelTensors(model)), result.plan).items():
-        if weight.dim() == 2:
-            mean = exponents.full(weight.shape).expand(weight.shape).float().mean()
-            sizes[bool(mean.abs() >= 1)].append(float(weight.detach().square().mean().sqrt()))
-    medians = (statistics.median(sizes[key] or [math.inf]) for key in (True, False))
-    return Weights(f"{name}, 2^{result.plan.residual_exponent}", out, result.plan, *medians)
+    return Weights(f"{name}, 2^{result.plan.residual_exponent}", out, result.plan)
 
 
 @torch.no_grad()
@@ -121,8 +109,6 @@ def trained(case: Checkpoint, weights: Weights, make: Make, rate: float, *, foll
 
 
 def compare_rates(cases: Sequence[Checkpoint]) -> None:
-    """Print a table for each optimizer, and for AdamW which relative steps gave the source's loss."""
-    rows = []
     for optimizer, (make, rates) in OPTIMIZERS.items():
         print()
         print_header(optimizer, "weights", *(f"{rate:g}" for rate in rates), f"{rates[-2]:g}, follow")
@@ -132,18 +118,6 @@ def compare_rates(cases: Sequence[Checkpoint]) -> None:
                 if weights.plan is not None:
                     followed = f"{trained(case, weights, make, rates[-2], follows=True):.2f}"
                 print_row(case.name, weights.name, *(f"{end:.2f}" for end in ends), followed)
-                if weights.plan is None:
-                    sources = ends
-                elif optimizer == "AdamW":
-                    steps: dict[bool, list[str]] = {True: [], False: []}
-                    for rate, here, there in zip(rates, sources, ends, strict=True):
-                        steps[abs(here - there) <= HELD].append(f"{rate / weights.moved:.1e}")
-                    cells = [" ".join(steps[held]) or "none" for held in (True, False)]
-                    rows.append((case.name, weights.name, f"{weights.moved:.2g}", f"{weights.rest:.2g}", *cells))
-    print()
-    print_header("AdamW", "weights", "RMS of what moved", "of the rest", f"rate / RMS, within {HELD}", "further")
-    for row in rows:
-        print_row(*row)
 
 
 def train_adapter(case: Checkpoint, out: Path) -> None:

@@ -34,7 +34,7 @@ SECTIONS: dict[str, list[str]] = {
     "Rewriting weights": ["writing"],
     "A whole conversion": ["whole", "whole-phases"],
     "Edits": ["saturated", "edits-random", "rare"],
-    "The certificate": ["tightness", "certify-share"],
+    "The certificate": ["tightness"],
     "The demonstration": ["demo"],
     "What people use today": ["peers"],
     "Other runtimes": ["runtimes"],
@@ -64,9 +64,8 @@ def paragraphs(record: Record) -> list[str]:
     title = f"**{record['title']}.** " if "title" in record else ""
     where = f" ({record['where']})" if "where" in record else ""
     tables = [markdown(table) for table in record.get("tables", ())]
-    images = [f"![{what}]({name})" for what, name in record.get("images", ())]
     reading = [record["reading"]] if "reading" in record else []
-    return [f"{title}`{record['command']}`{where}. {record['what']}", *tables, *images, *reading]
+    return [f"{title}`{record['command']}`{where}. {record['what']}", *tables, *reading]
 
 
 def markdown(table: Table) -> str:

@@ -7,7 +7,7 @@ runtime. A runtime that is asked for fp16 may compute in fp32 all the same, so e
 products ran: "no evidence" where that was not fp16. Every runtime sees one batch of fixed shape: int64 ids and the
 encoder's mask. The decoder's rows are padded at their end only, where its causal mask keeps them from mattering.
 
-``openvino``, ``onnxruntime`` and ``mlx-lm`` read the folder by their own converters or torch's ONNX export.
+``mlx-lm`` reads the folder by its own converter, ``onnxruntime`` by torch's ONNX export.
 ``onnx-reference`` computes the ONNX file in numpy, every operation in fp16, norms and softmaxes included.
 """
 
@@ -17,10 +17,9 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,7 +37,6 @@ from bf16_to_fp16.measuring.batch import Batch, values_of
 from bf16_to_fp16.measuring.stock import load, load_config
 
 FP16 = "float16"
-
 
 Products = Mapping[str, int | None]
 """How many matrix products a runtime computed in each format; None where one format serves all."""
@@ -81,29 +79,10 @@ def tracing() -> Iterator[None]:
         yield
 
 
-def rows_in(batch: Batch) -> Iterator[tuple[Tensor, Tensor]]:
-    decoder, decoder_mask = batch.decoder_input_ids, batch.decoder_attention_mask
-    if decoder is None or decoder_mask is None:
-        decoder, decoder_mask = batch.input_ids, batch.attention_mask
-    for ids, mask, other, other_mask in zip(batch.input_ids, batch.attention_mask, decoder, decoder_mask, strict=True):
-        yield ids[mask.bool()], other[other_mask.bool()]
-
-
-def one_batch(config: Any, inputs: Sequence[Batch], *, length: int = 64, decoder_length: int = 32) -> Batch:
-    """Return rows of every batch but a generation's as one batch, for what is built for one shape. Rows are taken from
-    each batch in turn, as many as their logits allow, cut to ``length`` and ``decoder_length`` positions and filled up
-    with padding; the decoder's begin with the start token."""
-    each = [list(rows_in(batch)) for batch in inputs if not (batch.generate or batch.image)]
-    turns = [row for rows in zip_longest(*each) for row in rows if row is not None]
-    positions = length if interface.is_causal(config) else decoder_length
-    count = max(4, min(16, probe._PROBE_LOGITS // (probe.vocabulary_of(config) * positions)))
-    encoder, decoder = zip(*turns[:count], strict=True)
-    ids, mask = probe.stack([row[:length] for row in encoder], interface.pad_id(config))
-    if not interface.takes_decoder_ids(config):
-        return probe._readable(config, probe.bearable_as_one(config, Batch("rows of every kind", ids, mask)))
-    decoder_ids, decoder_mask = probe.stack([row[:decoder_length] for row in decoder], interface.pad_id(config))
-    decoder_ids[:, 0] = interface.decoder_start(config)
-    return Batch("rows of every kind", ids, mask, decoder_ids, decoder_mask)
+def one_batch(config: Any, folder: Path) -> Batch:
+    """Return the audit's batch of padded rows, for what is built for one shape."""
+    inputs = probe.audit_batches(config, folder, None)
+    return next(batch for batch in inputs if not batch.generate and not batch.attention_mask.all())
 
 
 # --- MLX: its masks know no padding, so every row runs alone ----------------------------------------------------------
@@ -225,42 +204,12 @@ def products_of_profile(events: Iterable[Mapping[str, Any]]) -> Products:
     return products
 
 
-# --- OpenVINO: the compiled graph has the precision of every node -----------------------------------------------------
-
-OPENVINO_TYPES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
-PRODUCTS = ("FullyConnected", "MatMul", "ScaledDotProductAttention", "gemm", "fully_connected")
-
-
-def openvino(folder: Path, layout: Layout, batch: Batch) -> Outcome:
-    import openvino as library
-
-    # What openvino.convert_model does, without the message that it sends to its makers.
-    from openvino.frontend import FrontEndManager
-    from openvino.frontend.pytorch.ts_decoder import TorchScriptPythonDecoder
-
-    # Its converter wants weights in fp32.
-    function, inputs = as_function(folder, torch.float32), tuple(inputs_of(batch).values())
-    frontend, core = FrontEndManager().load_by_framework("pytorch"), library.Core()
-    capable = (d for d in core.available_devices if "FP16" in core.get_property(d, "OPTIMIZATION_CAPABILITIES"))
-    device = next(capable, "CPU")
-    with tracing():
-        decoder = TorchScriptPythonDecoder(function, example_input=inputs)  # which must outlive the conversion
-        model = frontend.convert(frontend.load(decoder))
-    compiled = core.compile_model(model, device, {"INFERENCE_PRECISION_HINT": library.Type.f16})
-    output = compiled(list(arrays_of(batch).values()))[0]
-    nodes = (node.get_rt_info() for node in compiled.get_runtime_model().get_ops())
-    layers = [(str(info["layerType"].value), str(info["runtimePrecision"].value).lower()) for info in nodes]
-    products = Counter(OPENVINO_TYPES[kind] for name, kind in layers if name in PRODUCTS and kind in OPENVINO_TYPES)
-    return torch.from_numpy(output).float(), products
-
-
 # --- all of them ------------------------------------------------------------------------------------------------------
 
 RUNTIMES: dict[str, tuple[str, Callable[[Path, Layout, Batch], Outcome]]] = {
     "mlx-lm": ("mlx_lm", mlx_lm),
     "onnx-reference": ("onnx", onnx_reference),
     "onnxruntime": ("onnxruntime", onnxruntime),
-    "openvino": ("openvino", openvino),
 }
 """Each runtime with the package that it needs."""
 
@@ -276,7 +225,7 @@ def measure(out: Path, source: Path, name: str) -> dict[str, Any]:
     """Run a checkpoint and its source in a runtime, and return the products, the three comparisons and a verdict."""
     found: dict[str, Any] = {"runtime": name}
     config = load_config(source)
-    batch = one_batch(config, probe.audit_batches(config, source, None))
+    batch = one_batch(config, source)
     mask = batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask
 
     @torch.no_grad()

@@ -1,6 +1,5 @@
 """The benchmarks' own logic: what decides which figure is printed, and what is done to data and models."""
 
-import copy
 import sys
 
 import torch
@@ -26,17 +25,6 @@ def test_feed_forwards_out_of_autocast_compute_in_fp32_and_a_copy_of_a_wrapped_m
     with torch.no_grad():
         model(**batch.inputs())
     assert seen == {"wo": {torch.float32}, "other": {torch.float16}}
-    clamped = load(T5, torch.float16, half=True)
-    free = copy.deepcopy(peers.without_clamps(copy.deepcopy(clamped)))
-    infinite = {}
-    for name, model in (("clamped", clamped), ("free", free)):
-        found: list[bool] = []
-        for block in model.encoder.block:
-            block.register_forward_hook(lambda m, i, out, found=found: found.append(bool(out[0].isinf().any())))
-        with torch.no_grad():
-            model(**batch.inputs())
-        infinite[name] = any(found)
-    assert infinite == {"clamped": False, "free": True}
 
 
 def test_every_line_of_the_held_out_text_is_a_row() -> None:

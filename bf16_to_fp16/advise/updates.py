@@ -35,6 +35,8 @@ from .weight_statistics import floating_names, open_weights, tensor_pieces
 # The dtype of a format, its significant bits, and the exponent of its smallest normal number.
 FORMATS = {"bf16": (torch.bfloat16, BF16_SIGNIFICANT_BITS, -126), "fp16": (torch.float16, FP16_SIGNIFICANT_BITS, -14)}
 
+OPTIMIZERS = ("adamw", "adam", "adafactor", "lion")
+
 # Least root mean square that Adafactor takes a tensor to have (Shazeer and Stern, arXiv:1804.04235).
 SMALLEST_SCALE = 1e-3
 LOWEST = -200  # exponent of the first bin of a histogram
@@ -80,10 +82,14 @@ def advise_updates(
 
     The result has ``layers`` (name, elements, ``stalled`` ones and their fraction, ``overflow`` for those that the
     format does not hold, ``rate_for_half``, at which half of them move), the same for all as ``total``, and ``advice``.
-    Raises UserError for a rate that is not positive and finite, and for a source that cannot be read.
+    Raises UserError for a rate that is not positive and finite, an unknown optimizer or dtype, and a source that cannot
+    be read.
     """
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
+    for name, given, known in (("optimizer", optimizer, OPTIMIZERS), ("dtype", dtype, FORMATS)):
+        if given not in known:
+            raise UserError(f"{name} {given!r} is unknown; choose {', '.join(known)}")
     checkpoint = open_weights(source, subfolder)
     total = Layer()
     layers: defaultdict[str, Layer] = defaultdict(Layer)

@@ -304,3 +304,9 @@ def test_bad_input_is_one_line(
     log_of(tmp_path / "short.csv", [2.0] * 10)
     log_of(tmp_path / "long.csv", spiked())
     assert message in refused(capsys, "advise", *(a.format(t5=T5, tmp=tmp_path, ids=ids) for a in arguments))
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "optimizer"])
+def test_an_unknown_format_or_optimizer_is_refused(wrong: str) -> None:
+    with pytest.raises(UserError, match=f"{wrong} 'x' is unknown; choose"):
+        advise_updates(T5, **{wrong: "x"})  # type: ignore[arg-type]

@@ -426,6 +426,7 @@ FORGED: dict[str, list[tuple[str, object, str, str]]] = {
         ("source.config_changes.dtype.before", "float32", "replay", "source.config_changes"),
     ],
     "left out": [("fidelity", None, "fidelity", "fidelity"), ("signals.0.module", "x", "fidelity", "signals.")],
+    "emptied": [("signals", [], "fidelity", "signals.")],
     "another source": [("source.sha256.other", "0" * 64, "replay", "other")],
 }
 
