@@ -122,20 +122,36 @@ def whole_probe_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "audit_batches", brief.AUDITED)
 
 
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Return the folder that all workers of a run share, and the process in which the run began."""
+    owner = os.environ.setdefault("TESTS_BEGAN_IN", str(os.getpid()))
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base), int(owner)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Let workers be forks of the process of which programs are: by itself each would import for ten seconds."""
+    shared, owner = shared_folder(config._tmp_path_factory)  # type: ignore[attr-defined]
+    os.environ[warm.WORKER] = "1"
+    for spec in specs:
+        spec.python = str(warm.interpreter(shared / "warm", owner))
+
+
 @pytest.fixture(scope="session")
 def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an interpreter that has its imports already; all workers of a run share its server."""
-    worker = "PYTEST_XDIST_WORKER" in os.environ
-    base = tmp_path_factory.getbasetemp()
-    return warm.interpreter((base.parent if worker else base) / "warm", os.getppid() if worker else os.getpid())
+    shared, owner = shared_folder(tmp_path_factory)
+    return warm.interpreter(shared / "warm", owner)
 
 
 @pytest.fixture(scope="session")
-def compat_python() -> Path:
-    """Return the second environment's interpreter, making the environment where it is missing."""
+def compat_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the same of the second environment, making this where it is missing."""
     script = Path(__file__).parent / "compat" / "make_env.py"
     made = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
-    return Path(made.stdout.strip())
+    shared, owner = shared_folder(tmp_path_factory)
+    return warm.interpreter(shared / "compat", owner, Path(made.stdout.strip()))
 
 
 @pytest.fixture(scope="module")

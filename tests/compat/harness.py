@@ -1,14 +1,10 @@
 """Compares two folders by what stock code computes from them, in a chosen environment.
 
 Each comparison runs one of the scripts beside this file in a process of the environment's interpreter, isolated from
-this one, and forked from one that has its imports already (``serve.py``). Errors are relative to the largest magnitude
-of the reference.
+this one. Errors are relative to the largest magnitude of the reference.
 """
 
-import atexit
-import functools
 import json
-import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -30,33 +26,14 @@ class Outcome:
     version: str
 
 
-@functools.cache
-def server(python: str) -> subprocess.Popen[str]:
-    """Return the process of another environment that runs its scripts; it ends with this one."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command, pipe = [python, "-I", str(HERE / "serve.py")], subprocess.PIPE
-    found = subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True)
-    atexit.register(found.kill)
-    return found
-
-
-def run_script(python: str | Path, script: str, *arguments: str | Path) -> str:
-    """Run a script of this folder in another environment and return its standard output.
+def run_script(python: str | Path, script: str, *arguments: str | Path) -> None:
+    """Run a script of this folder in another environment.
 
     Raises RuntimeError with the end of its standard error where it fails.
     """
-    process = server(str(python))
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps([script, [str(a) for a in arguments]]) + "\n")
-    process.stdin.flush()
-    answer = process.stdout.readline()
-    if not answer:
-        raise RuntimeError(f"{python} does not run {HERE / 'serve.py'}")
-    status, out, error = json.loads(answer)
-    if status != 0:
-        raise RuntimeError(f"{script} failed in {python}:\n{error[-3000:]}")
-    printed: str = out
-    return printed
+    done = subprocess.run([python, "-I", HERE / script, *arguments], stderr=subprocess.PIPE, text=True, timeout=300)
+    if done.returncode != 0:
+        raise RuntimeError(f"{script} failed in {python}:\n{done.stderr[-3000:]}")
 
 
 def read_config(folder: Path) -> dict[str, object]:

@@ -1,4 +1,5 @@
-"""Programs that begin at once: forks of a process that has imported torch, transformers and this package.
+"""Programs that begin at once: forks of a process that has imported torch, transformers and, of this environment, the
+package. The workers of pytest-xdist are such forks as well.
 
 ``interpreter`` is a file that is called as Python is (``-m MODULE``, ``-c CODE`` or a script, and arguments) and lends
 its arguments, environment, working folder and standard streams to such a fork. Whoever starts, kills or awaits it sees
@@ -26,14 +27,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
 import huggingface_hub
 import numpy
-import psutil
 import torch
-from support import brief
 
 INTERPRETER = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -53,6 +53,10 @@ if ended < 0:
 sys.exit(ended)
 """
 
+WORKER = "WORKER_OF_TESTS"
+"""The variable by which a worker of pytest is told from a program that it runs."""
+
+COMPARED = ("T5", "MT5", "UMT5", "Pegasus", "MBart")
 IMPORTED = (
     *("accelerate.commands.accelerate_cli", "torch.distributed.run", "transformers.trainer_seq2seq"),
     "deepspeed.runtime.zero.muon.original_muon",  # which its engine imports late, and a compiler with it
@@ -60,18 +64,22 @@ IMPORTED = (
 """What programs here import besides this package and its families' modules."""
 
 
-def interpreter(shared: Path, owner: int) -> Path:
-    """Return the interpreter that all workers of a run share in the folder ``shared``, starting it for the first."""
+def interpreter(shared: Path, owner: int, python: str | Path = sys.executable) -> Path:
+    """Return the interpreter that all workers of a run share in the folder ``shared``, starting it for the first;
+    python: the one that imports, of an environment with this package or without it."""
     shared.mkdir(exist_ok=True)
     with open(shared / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         path = shared / "python"
         if not path.exists():
             with open(shared / "log", "w") as log:
-                command = [sys.executable, "-m", "support.warm", str(shared), str(owner)]
+                command = [str(python), "-m", "support.warm", str(shared), str(owner)]
                 root, tests = Path(__file__).parents[2], Path(__file__).parents[1]
-                environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{tests}", "CUDA_VISIBLE_DEVICES": ""}
-                server = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                paths = f"{root}{os.pathsep}{tests}" if python == sys.executable else str(tests)
+                environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+                server = subprocess.Popen(
+                    command, cwd=shared, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
             while not path.exists():
                 assert server.poll() is None, (shared / "log").read_text()
                 time.sleep(0.05)
@@ -82,6 +90,11 @@ def import_all() -> None:
     """Import what programs here use, all that this package is made of included."""
     import transformers
 
+    if find_spec("bf16_to_fp16") is None:
+        torch.set_num_threads(1)
+        for name in COMPARED:
+            getattr(transformers, f"{name}ForConditionalGeneration")
+        return
     import bf16_to_fp16
     from bf16_to_fp16.families.known import FAMILIES
 
@@ -148,14 +161,17 @@ def end(action: Callable[[], None]) -> NoReturn:
 def run(program: str, *arguments: str) -> None:
     """Do what Python does with a command line."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "WHOLE_RUNS" not in os.environ:
-        brief.all_runs()
     # What a process of its own begins with by chance.
     random.seed()
     numpy.random.seed()
     torch.manual_seed(random.getrandbits(32))
     importlib.reload(huggingface_hub.constants)  # the Hub and the caches that its own environment names
-    sys.executable = os.environ["PYTHON_EXEC"] = program  # torch's launcher starts its processes by the latter
+    if os.environ.pop(WORKER, None) is None:
+        if "WHOLE_RUNS" not in os.environ and find_spec("bf16_to_fp16"):
+            from support import brief
+
+            brief.all_runs()
+        sys.executable = os.environ["PYTHON_EXEC"] = program  # torch's launcher starts its processes by the latter
     kind, *words = (word for word in arguments if word not in ("-u", "-I"))
     if kind == "-m":
         sys.argv, sys.path[0] = words, os.getcwd()
@@ -194,6 +210,8 @@ def serve(listener: socket.socket, owner: int) -> None:
 
 
 def kill(number: int) -> None:
+    import psutil  # which the second environment has not
+
     process = psutil.Process(number)  # ours still, even where it has ended
     for each in (*process.children(recursive=True), process):
         with suppress(psutil.NoSuchProcess):
