@@ -42,9 +42,7 @@ def on_a(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("capability", "bf16"), [((6, 1), False), ((7, 0), False), ((7, 5), False), ((8, 0), True), ((12, 1), True)]
 )
-def test_cards_before_ampere_have_no_bf16(
-    capability: tuple[int, int], bf16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_bf16_before_ampere(capability: tuple[int, int], bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Card("a card", capability, 1 << 30).has_bf16 is bf16
     on_a(capability, monkeypatch)
     assert computes_in_bf16(CUDA) is bf16
@@ -62,9 +60,7 @@ RECIPE: dict[str, Any] = {"source": "s", "out": "o", "data": {"path": "t.txt"}}
 
 
 @pytest.mark.parametrize(("capability", "first"), [((7, 0), "fp32"), ((7, 5), "fp32"), ((8, 0), "bf16")])
-def test_the_phase_in_bf16_is_fp32_where_the_card_has_none(
-    capability: tuple[int, int], first: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_bf16_it_is_fp32(capability: tuple[int, int], first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a(capability, monkeypatch)
     assert processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA)) == (first, "fp16")
 
@@ -80,9 +76,7 @@ def test_the_phase_in_bf16_is_fp32_where_the_card_has_none(
         ),
     ],
 )
-def test_deepspeed_computes_in_the_recipes_precision_from_the_first_step(
-    config: dict[str, Any], wanted: str | None
-) -> None:
+def test_deepspeed_computes_in_the_recipes_precision(config: dict[str, Any], wanted: str | None) -> None:
     if wanted is None:
         assert processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA, **config)) == ("fp16", "fp16")
         return

@@ -24,9 +24,7 @@ NAMED = ("scale_decoder_outputs", "tie_word_embeddings")
 UNTIED = ["gated", "mt5", "umt5", "longt5", "longt5-local"]
 
 
-def test_an_untied_head_is_read_by_5_whatever_its_flag_says_and_tied_by_4_under_the_one_that_5_writes(
-    tmp_path: Path, warm_python: Path, compat_python: Path
-) -> None:
+def test_an_untied_head_is_kept_in_5_and_tied_in_4(tmp_path: Path, warm_python: Path, compat_python: Path) -> None:
     folders = []
     for name in UNTIED:
         torch.manual_seed(0)
@@ -98,9 +96,7 @@ def test_what_is_taken_is_the_same_model_in_both_versions_or_none_in_4(
         assert relative_error(np.array(logits), np.array(right)) < 1e-5, edit
 
 
-def test_a_tied_mt5_that_5_saves_without_a_flag_is_tied_in_4_once_converted(
-    tmp_path: Path, warm_python: Path, compat_python: Path
-) -> None:
+def test_a_tied_mt5_is_tied_in_4_once_converted(tmp_path: Path, warm_python: Path, compat_python: Path) -> None:
     """4.57 takes an MT5 to have a head of its own unless its config says otherwise, and fills it at random; a tied one
     it scales, and 5 does not."""
     torch.manual_seed(0)

@@ -174,9 +174,7 @@ runpy.run_module("bf16_to_fp16", run_name="__main__", alter_sys=True)
         ("module", "transformers.models.t5.modeling_t5", False),
     ],
 )
-def test_an_interrupt_while_importing_ends_quietly_with_status_130(
-    entry: str, module: str, swallowed: bool, tmp_path: Path
-) -> None:
+def test_an_interrupt_while_importing_is_status_130(entry: str, module: str, swallowed: bool, tmp_path: Path) -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["bf16-to-fp16"]
     code = INTERRUPTED_WHILE_IMPORTING.format(
         module=module, swallowed=swallowed, source=str(DATA / DEMOS[0]), script=declared if entry == "script" else ""
@@ -206,9 +204,7 @@ def test_an_error_that_no_interrupt_caused_keeps_its_traceback(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_threads_that_wait_leave_their_core_to_others_unless_told_otherwise(
-    given: str | None, used: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_wait_leave_their_core(given: str | None, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", given or "")
     if given is None:
         del os.environ["OMP_WAIT_POLICY"]
@@ -233,9 +229,7 @@ def test_a_bug_is_status_70_and_one_line_that_names_the_file_with_the_traceback(
 
 
 @pytest.mark.parametrize("arguments", [["families"], ["families", "--json", "-"], ["certify", str(DATA / DEMOS[0])]])
-def test_a_reader_that_has_gone_is_status_141_and_never_a_verdict(
-    arguments: list[str], tmp_path: Path, warm_python: Path
-) -> None:
+def test_a_reader_that_has_gone_is_status_141(arguments: list[str], tmp_path: Path, warm_python: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "wb") as out:

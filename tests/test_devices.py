@@ -69,9 +69,7 @@ def test_another_name_is_refused_with_those_that_there_are(name: str) -> None:
         (0, "mps", "device mps: this machine has no MPS device that torch can use; choose auto or cpu"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(
-    monkeypatch: pytest.MonkeyPatch, count: int, name: str, wanted: str
-) -> None:
+def test_a_missing_device_is_told(monkeypatch: pytest.MonkeyPatch, count: int, name: str, wanted: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)

@@ -125,9 +125,7 @@ def test_a_trainer_ends_where_it_would_from_the_original_and_at_its_scale(here: 
     assert distance(logits("mine-fp16", torch.float16), logits("converted-finetuned")) < 0.01
 
 
-def test_what_another_script_trained_on_a_folder_comes_back_to_the_originals_scale(
-    here: Path, program: Program
-) -> None:
+def test_what_another_script_trained_comes_back_to_the_scale(here: Path, program: Program) -> None:
     program("convert", "model", "converted")
     model = load(here / "converted", torch.float32)
     options: dict[str, Any] = {"max_steps": 4, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
@@ -140,9 +138,7 @@ def test_what_another_script_trained_on_a_folder_comes_back_to_the_originals_sca
     assert abs(float((sizes[0] / sizes[1]).log2())) < 0.1
 
 
-def test_a_recipe_is_launched_on_two_processes_verified_and_published(
-    here: Path, program: Program, hub: HubServer, warm_python: Path
-) -> None:
+def test_a_recipe_is_launched_and_published(here: Path, program: Program, hub: HubServer, warm_python: Path) -> None:
     write_recipe(here, "mine-fp16")
     done = in_a_process(warm_python, "launch", "mine-fp16.yaml", "--gpus", "2", "--run")
     _, said = done.communicate()
@@ -201,9 +197,7 @@ def test_an_adapter_trained_on_a_model_made_safe_is_the_originals(here: Path) ->
         assert torch.equal(theirs(**batch).logits, tuned.eval()(**batch).logits)
 
 
-def test_a_converted_folder_is_converted_again_from_its_source(
-    here: Path, program: Program, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_is_converted_again(here: Path, program: Program, capsys: pytest.CaptureFixture[str]) -> None:
     program("convert", "model", "converted")
     assert "undo" in refused(capsys, "convert", "converted", "again")
     program("undo", "converted", "source-again")

@@ -5,9 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, "benchmarks")
-
 import results
 
 ROOT = Path(__file__).parents[1]
@@ -37,9 +34,7 @@ def test_what_the_readme_plans_for_are_measured_runs() -> None:
     }
 
 
-def test_a_command_that_runs_again_replaces_its_tables_and_leaves_the_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_run_again_replaces_its_tables_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "RECORDS", tmp_path)
     script = tmp_path / "bench.py"
     script.write_text('print("noise")\nprint("| a | b |\\n|---|--:|\\n| 1 | x, y |\\n| 2 | z |\\nend")\n')

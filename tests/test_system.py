@@ -1,16 +1,24 @@
-"""What differs between operating systems: names, the memory at hand, several GPUs, encodings."""
+"""What differs between operating systems; progress on a terminal alone; and silence when called from Python."""
 
 import ast
+import io
 import json
+import logging
 import os
+import re
 import resource
+import subprocess
+import sys
+import warnings
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from support import forked, parsed, tiny
+from transformers.utils import logging as stock
 
 from bf16_to_fp16 import UserError, convert, system
 from bf16_to_fp16.checkpoint import disk, reader, sources
@@ -18,14 +26,14 @@ from bf16_to_fp16.checkpoint import folder as folders
 from bf16_to_fp16.checkpoint.staging import check_out
 from bf16_to_fp16.finetuning import run as finetuning
 from bf16_to_fp16.finetuning.recipe import Recipe
+from bf16_to_fp16.progress import Progress, VisibleConsole, progress_of
+from bf16_to_fp16.quiet import quiet
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["C:x", "C:", "/x", "C:/x", "..\\x", "a\\..\\..\\x"])
-def test_a_name_that_leaves_the_folder_on_windows_is_refused_there(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_leaves_on_windows_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "Path", PureWindowsPath)
     with pytest.raises(UserError, match="leaves the folder"):
         sources.contained(tmp_path, name)
@@ -75,9 +83,7 @@ def test_files_are_opened_and_flushed_as_windows_needs_it(tmp_path: Path, monkey
 # --- memory and processes --------------------------------------------------------------------------------------------
 
 
-def test_the_memory_at_hand_is_what_is_free_or_what_a_limit_leaves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_memory_at_hand_is_what_a_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "CGROUP", tmp_path)
     free = psutil.virtual_memory().available
     assert 0.8 * free < system.available_memory() < 1.2 * free
@@ -124,3 +130,102 @@ def test_text_is_written_with_its_encoding_and_its_ends_of_lines() -> None:
         if {"encoding", "newline"} - {word.arg for word in node.keywords}
     ]
     assert not wrong
+
+
+def on(terminal: bool) -> tuple[Progress, io.StringIO]:
+    screen, file = Progress(), io.StringIO()
+    screen.console = VisibleConsole(file=file, force_terminal=terminal, width=100)
+    return screen, file
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_step_shows_how_far_it_is_on_a_terminal_and_is_one_line_elsewhere(terminal: bool) -> None:
+    screen, file = on(terminal)
+    with screen.step("Observing") as advance:
+        for done in range(1, 61):
+            advance(done, 60)
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", file.getvalue())
+    assert ("60/60" in text and "0:00:00" in text) if terminal else text == "Observing\n"
+
+
+def test_a_step_without_a_known_total_counts_nothing() -> None:
+    screen, file = on(terminal=True)
+    with screen.step("Fetching"):
+        pass
+    assert "Fetching" in file.getvalue() and "/?" not in file.getvalue()
+
+
+def test_a_library_call_shows_its_progress_where_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
+    given = Progress(quiet=True)
+    assert progress_of(given) is given
+    for asked, said in ((None, ""), (False, ""), (True, "Observing\n")):
+        with progress_of(asked).step("Observing"):
+            pass
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err) == ("", said)
+
+
+def test_what_is_to_be_said_once_is_not_said_again() -> None:
+    screen, file = on(terminal=False)
+    for text in ("Device: cpu", "Device: cpu", "Device: cuda"):
+        screen.say(text, once=True)
+    assert file.getvalue() == "Device: cpu\nDevice: cuda\n"
+
+
+CALLS = """
+import sys
+from bf16_to_fp16 import audit, certify, cli, convert, verify
+source, out = sys.argv[1:]
+convert(source, out, run_model=False)
+audit(out, regimes=("half",))
+verify(out, run_model=False)
+print("the command:", file=sys.stderr)
+cli.main(["certify", source])
+"""
+
+
+def test_the_python_interface_prints_nothing_and_a_command_its_own_steps_and_no_more(tmp_path: Path) -> None:
+    """In a process of its own, where the libraries are imported and warn for the first time."""
+    source = tiny.save(tiny.build("t5-encoder", num_layers=1), tmp_path / "source")
+    arguments = [sys.executable, "-c", CALLS, str(source), str(tmp_path / "out")]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and (tmp_path / "out").is_dir() and done.stdout.startswith("not certified")
+    assert done.stderr.splitlines() == [
+        "the command:",
+        "Bounding every site in PyTorch",
+        "Device: cpu",
+        "Bounding every site in stricter arithmetic",
+    ]
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_what_a_program_has_set_is_as_before(bars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger, torchao = logging.getLogger("DeepSpeed"), logging.getLogger("torchao")
+    monkeypatch.setattr(stock, "_tqdm_active", bars)
+    enable_progress_bars()
+    monkeypatch.setattr(torchao, "level", logging.INFO)
+    level = stock.get_verbosity()
+    stock.set_verbosity(logging.INFO)
+    filters, caught = list(logger.filters), list(warnings.filters)
+    try:
+        with pytest.raises(KeyError), quiet():
+            assert not stock.is_progress_bar_enabled() and are_progress_bars_disabled()
+            assert not logging.getLogger("transformers").isEnabledFor(logging.ERROR)
+            assert not torchao.isEnabledFor(logging.WARNING)
+            raise KeyError
+        assert stock.get_verbosity() == logging.INFO and torchao.level == logging.INFO
+        assert (stock.is_progress_bar_enabled(), are_progress_bars_disabled()) == (bars, False)
+        assert logger.filters == filters and list(warnings.filters) == caught
+    finally:
+        stock.set_verbosity(level)
+        enable_progress_bars()
+
+
+def test_a_call_inside_another_leaves_the_outer_one_silent() -> None:
+    logger = logging.getLogger("DeepSpeed")
+    before = list(logger.filters)
+    with quiet():
+        with quiet():
+            pass
+        assert len(logger.filters) == len(before) + 1
+    assert logger.filters == before

@@ -112,9 +112,7 @@ def test_another_folder_stays_refused_and_the_log_says_why(
     assert said is None or said in lines[0]
 
 
-def test_a_vllm_that_decides_otherwise_is_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_vllm_that_decides_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     config = ModuleType("vllm.config")
     config.model = module = ModuleType(NAME)  # type: ignore[attr-defined]
     for name, made in {"vllm": ModuleType("vllm"), "vllm.config": config, NAME: module}.items():

@@ -40,7 +40,7 @@ def make_optimizer(
         if not issubclass(named, torch.optim.Optimizer):
             raise UserError(f"optimizer.name: {given.name} is no torch.optim.Optimizer; name one")
         if issubclass(named, (torch.optim.SparseAdam, torch.optim.LBFGS)):
-            raise UserError(f"optimizer.name: {given.name} takes no step by dense gradients alone; name another")
+            raise UserError(f"optimizer.name: {given.name} takes no step by gradients alone; name another")
         own = {"seed": recipe.seed} if named is AdamW else {}
         try:
             arguments = own | given.arguments

@@ -162,9 +162,7 @@ def test_the_norm_safe_bound_covers_the_length_of_the_stream(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", exhaustive.beyond(["gated", "pegasus", "gemma3"], [*tiny.FIRST, "gated", "t5-classifier"])
 )
-def test_certify_fails_before_conversion_and_holds_after(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_certify_fails_before_and_holds_after(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The other kinds' plans scale the same parts; the contract has each kind's couplings, and the adversary its
     bounds. ``convert`` may call a proven folder unsafe, where an eps without a place in the config moves a state."""
     source = tiny.save(tiny.build(kind, 0, **tiny.few_layers(kind)), tmp_path / "source")

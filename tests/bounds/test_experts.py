@@ -117,9 +117,7 @@ SIGMOIDS = {"first_k_dense_replace": 0, "routed_scaling_factor": 2.5, "num_exper
     ],
 )
 @pytest.mark.parametrize("half", [False, True])
-def test_experts_that_agree_reach_the_sum_of_their_weights(
-    kind: str, changes: dict[str, Any], times: float, half: bool
-) -> None:
+def test_agreeing_experts_reach_the_summed_bound(kind: str, changes: dict[str, Any], times: float, half: bool) -> None:
     """Of one neuron each, all the same and all wanted alike, the shared one too: what comes of them is what one gives,
     times the largest sum of weights."""
     one_neuron = {"num_hidden_layers": 1, "intermediate_size": 1, "moe_intermediate_size": 1}

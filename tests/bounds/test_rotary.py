@@ -1,17 +1,34 @@
-"""Bounds of queries and keys that are turned by rotary positions without a norm before: sound for every angle, and
-reached by some."""
+"""Bounds of what attention computes: queries and keys turned by rotary positions, masks in fp16, sums over blocks of
+positions. They are sound for every input, and some reach them."""
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
+from support import masks, tiny
+from support.adversary import ENCODER, adverse_inputs, observe
+from support.contract import broken, certified, layout_of
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
-from bf16_to_fp16.bounds.attention import pair_order, rotated, rotated_score_bounds
+from bf16_to_fp16.bounds.attention import (
+    Capped,
+    Turned,
+    capped_span,
+    pair_order,
+    rotated,
+    rotated_score_bounds,
+    turned_score_bounds,
+)
 from bf16_to_fp16.bounds.factored import Factored
-from bf16_to_fp16.bounds.linear import LinearBound, bound_linear, rms_normalised
-from bf16_to_fp16.families.wiring import Rotary
+from bf16_to_fp16.bounds.findings import Certificate
+from bf16_to_fp16.bounds.linear import LinearBound, NormOutput, block_sums, bound_linear, rms_normalised
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.wiring import Attention, Rotary
+from bf16_to_fp16.measuring.observer import SiteObserver
+from bf16_to_fp16.numerics import FP16_MAX
 
 WIDTH, SIZE, HEADS, KV_HEADS = 24, 10, 4, 2
 
@@ -135,3 +152,172 @@ def test_what_queries_grow_by_multiplies_what_their_subnormals_are_off_by() -> N
     silent = bound_linear(rms_normalised(gain, arithmetic), torch.zeros(SIZE, WIDTH), None, arithmetic)
     plain, grown = (rotated(silent, 1, turning(False), arithmetic, factor).errors for factor in (1.0, 8.0))
     assert bool((plain > 0).all()) and bool((grown >= 8 * plain).all())
+
+
+SIZES = {"t5-encoder": 48000.0, "gated": 48000.0, "umt5": 48000.0, "pegasus": 60000.0}
+SHORT = Arithmetic(512)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_where_a_masked_position_would_win_its_own_bound_says_so_and_no_other(kind: str) -> None:
+    stock = masks.spanning(kind, SIZES[kind])
+    # Pegasus gives SDPA a mask of bools, which is infinite inside.
+    for attention in ("eager",) if kind == "pegasus" else ("eager", "sdpa"):
+        for dtype, right in ((torch.float32, True), (torch.bfloat16, True), (torch.float16, False)):
+            model = copy.deepcopy(stock).to(dtype)
+            model.set_attn_implementation(attention)
+            for alone, beside in masks.seen_alone_and_masked(model):
+                assert torch.allclose(alone, beside, atol=1e-4) is right
+    _, certificate = certified(stock.half(), SHORT)
+    over = {site.name: site.kind for site in certificate.sites if not site.holds}
+    assert set(over.values()) == {"masked scores"} and all(name.endswith(":masked") for name in over)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_half_of_that_span_is_certified_and_right(kind: str) -> None:
+    half = masks.spanning(kind, SIZES[kind] / 2).half()
+    assert certified(half, SHORT)[1].holds
+    for attention in ("eager", "sdpa"):
+        half.set_attn_implementation(attention)
+        assert all(torch.allclose(alone, beside, atol=1e-4) for alone, beside in masks.seen_alone_and_masked(half))
+
+
+def just_certified(kind: str, seed: int) -> tuple[Any, Certificate]:
+    """Return an fp16 model whose scores span as much as is certified, with noisy queries and keys and a position bias
+    of thousands."""
+    model = masks.spanning(kind, SIZES[kind] / 2)
+    torch.manual_seed(seed)
+    attentions = [w for w in certified(model, SHORT)[0].topology if isinstance(w, Attention) and not w.memory]
+    state = model.state_dict()
+    with torch.no_grad():
+        for w in attentions:
+            for path in (w.query, w.key):
+                state[f"{path}.weight"].add_(0.3 * torch.randn_like(state[f"{path}.weight"]))
+            if w.bias:
+                state[w.bias].normal_(0, 3000)
+        for _ in range(3):
+            spans = {site.name: site.largest for site in certified(copy.deepcopy(model).half(), SHORT)[1].sites}
+            for w in attentions:
+                free = 2 * float(state[w.bias].abs().max()) if w.bias else 0.0
+                state[f"{w.query}.weight"].mul_(min(2.0, (0.999 * FP16_MAX - free) / (spans[f"{w.at}:masked"] - free)))
+    model = model.half()
+    return model, certified(model, SHORT)[1]
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_no_masked_position_of_a_certified_model_has_weight(kind: str) -> None:
+    for seed in range(2):
+        model, certificate = just_certified(kind, seed)
+        assert certificate.holds
+        bounds = {site.name: site.bound for site in certificate.sites if site.kind == "masked scores"}
+        model.set_attn_implementation("eager")
+        observer = SiteObserver(model)
+        for _ in range(6):
+            ids, mask = torch.randint(0, 97, (8, 11)), torch.rand(8, 11) < 0.6
+            ids = ids.masked_fill(torch.rand(8, 11) < 0.3, masks.LOUD)
+            mask[:, 0] = True  # a row that sees nothing is not covered
+            with observer, torch.no_grad():
+                model.get_encoder()(input_ids=ids, attention_mask=mask.long())
+                if hasattr(model, "lm_head"):
+                    model(input_ids=ids, attention_mask=mask.long(), decoder_input_ids=ids.flip(0))
+        seen = {site.name: site for site in observer.sites() if site.name in bounds}
+        assert seen.keys() == bounds.keys()
+        assert all(site.saturated == 0 and site.amax <= bounds[name] for name, site in seen.items())
+        assert max(site.amax for site in seen.values()) > 0.6 * FP16_MAX
+
+
+def test_two_scores_of_one_query_may_lie_on_either_side_of_0_and_each_be_off() -> None:
+    one = Turned(torch.ones(1, 2), torch.zeros(1, 2), 1.0, torch.ones(1, 4))
+    assert 2 <= float(turned_score_bounds(one, one, 1, Arithmetic(exact=True), 1.0).span) < 2.001
+    span, large = torch.tensor([1.0]), torch.tensor([100.0])
+    assert float(capped_span(span, Capped(large, large, large, torch.tensor([0.5])))) == 2
+    assert float(capped_span(1000 * span, Capped(large, large, large, torch.tensor([0.5])))) == 200
+
+
+BLOCK = 5  # positions of a block, of which a row of the adversary's has one and all but one of another: 9
+
+
+def model_with_one_sum() -> tuple[Any, Layout, Attention]:
+    """Return an fp32 model whose encoder has one layer and makes one sum of the adversary's rows."""
+    assert ENCODER == 2 * BLOCK - 1
+    model = tiny.build("longt5", 1, factor=1.0, global_block_size=BLOCK, num_layers=1)
+    layout, _ = certified(model)
+    return model, layout, next(w for w in layout.topology if isinstance(w, Attention))
+
+
+def reached(model: Any, site: str, inputs: dict[str, torch.Tensor]) -> float:
+    """Return which share of its bound a site reaches, none of which is passed."""
+    layout, certificate = certified(model, Arithmetic(exact=True))
+    seen = observe(model, layout, inputs)
+    assert not broken(certificate, {name: amax * (1 - 1e-5) for name, amax in seen.items()}, ("residual", "embedding"))
+    return seen[site] / next(s.bound for s in certificate.sites if s.name == site)
+
+
+def test_a_sum_over_a_block_and_what_is_left_of_a_row_reaches_its_bound() -> None:
+    model, layout, w = model_with_one_sum()
+    inputs = adverse_inputs(model, layout, 4, 0)
+    gain = model.get_submodule(w.norm).weight
+    inputs[w.norm] = torch.zeros_like(inputs[w.norm])
+    inputs[w.norm][..., int(gain.abs().argmax())] = 300.0
+    assert reached(model, f"{w.at}:sum", inputs) > 0.999
+
+
+def test_keys_and_values_of_sums_reach_their_bounds() -> None:
+    model, layout, w = model_with_one_sum()
+    with torch.no_grad():
+        model.get_submodule(w.block_norm).weight.mul_(4)
+    for path in (w.key, w.value):
+        rows = model.get_submodule(path).weight * model.get_submodule(w.block_norm).weight
+        inputs = adverse_inputs(model, layout, 4, 0)
+        inputs[w.block_norm] = 300 * rows[rows.norm(dim=1).argmax()].detach().expand_as(inputs[w.block_norm]).clone()
+        assert reached(model, path, inputs) > 0.9
+
+
+def test_the_position_bias_of_sums_is_in_the_bound_of_the_scores() -> None:
+    model, layout, w = model_with_one_sum()
+    with torch.no_grad():
+        table = model.get_submodule(w.block_bias.removesuffix(".weight")).weight
+        table.fill_(3000.0)
+    layout, certificate = certified(model)
+    seen = observe(model, layout, adverse_inputs(model, layout, 4, 0))
+    site = f"{w.at}:add"
+    most = max(amax for name, amax in seen.items() if name.partition("#")[0] == site)
+    limit = certificate.at(site)
+    assert limit is not None and 2900 < most <= limit < 3200
+
+
+def test_the_roundings_of_a_sum_need_their_allowance() -> None:
+    # The sum lies between two fp16 numbers and rounds up.
+    value, terms = 1 + 5 * 2.0**-10, 9
+    source = NormOutput(torch.full((4,), value, dtype=torch.float64), None, 1.0, 0.0, torch.zeros(4).double())
+    rounded = float(torch.tensor(terms * value).half())
+    assert rounded > terms * value
+    bound, length = block_sums(source, terms, terms, Arithmetic(splits=0))
+    assert bool((bound >= rounded).all())
+    # One component alone may be as long as n.
+    assert rounded <= length < terms * value * 1.01
+    wide, _ = block_sums(source, terms, 32768, Arithmetic())
+    assert bool((wide > bound).all())
+
+
+def test_the_length_of_sums_is_no_longer_than_their_components_allow() -> None:
+    model, layout, w = model_with_one_sum()
+    half = copy.deepcopy(model).half()
+    layout, certificate = certified(half)
+    norm = certificate.ranges[w.block_norm].norm
+    assert norm is not None and norm.norm_max >= max(
+        float((BLOCK * 2 - 1) * math.sqrt(layout.tensors[f"{w.norm}.weight"].shape[0]) * x.abs())
+        for x in half.get_submodule(w.norm).weight.detach().float()
+    )
+
+
+@pytest.mark.parametrize("kind", ["longt5", "longt5-local"])
+@pytest.mark.parametrize("length", [3, 8, 13, 40])
+def test_a_row_of_scores_has_as_many_keys_as_the_bounds_count(kind: str, length: int) -> None:
+    model = tiny.build(kind, factor=1.0, num_layers=1, num_decoder_layers=1)
+    layout = layout_of(model)
+    w = next(w for w in layout.topology if isinstance(w, Attention))
+    ids = torch.ones(1, length, dtype=torch.int64)
+    with torch.no_grad():
+        found = model.encoder(input_ids=ids, output_attentions=True).attentions[0]
+    assert layout.sees(w, length) == found.shape[-1] == 9 + (length // 4 if kind == "longt5" else 0)

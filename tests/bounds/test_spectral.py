@@ -45,9 +45,7 @@ def whole(matrix: Tall) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("power", [0, -5])
-def test_a_carried_eigenvalue_is_above_that_of_weights_changed_in_the_worst_direction(
-    dtype: torch.dtype, power: int
-) -> None:
+def test_a_carried_eigenvalue_is_above_that_of_the_worst_change(dtype: torch.dtype, power: int) -> None:
     generator = torch.Generator().manual_seed(power)
     weights = {name: torch.randn(n, 12, generator=generator).to(dtype) for name, n in (("a", 30), ("b", 30), ("c", 9))}
     spectra = Spectra(weights.__getitem__)
@@ -138,9 +136,7 @@ def test_another_model_is_certified_as_if_nothing_had_been_kept(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("gated", torch.float32), ("t5", torch.float32), ("pegasus", torch.bfloat16)]
 )
-def test_no_adversarial_input_passes_a_certificate_that_was_carried_over(
-    kind: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_no_adversarial_input_passes_a_carried_certificate(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The source's eigenvalues, the written weights: above what those reach, and within the slack of a certificate
     from the written files alone."""
     source = open_checkpoint(tiny.save(tiny.build(kind, 3, factor=8.0), tmp_path / "source", dtype))

@@ -182,9 +182,7 @@ def test_auto_moves_no_further_than_pytorch_needs(demo: dict[str, Conversion]) -
     assert all(row["runtimes"] and bool(row["reason"]) is not row["holds"] for row in norm_safe["tiers"].values())
 
 
-def test_a_centred_norm_is_bounded_for_the_exponent_that_is_chosen_or_a_larger_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_centred_norm_is_bounded_for_its_exponent_and_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(tiny.save(tiny.build("pegasus", encoder_layers=1, decoder_layers=1), tmp_path))
     bounds, bounded = Search.bounds, list[int]()
 

@@ -76,9 +76,7 @@ def test_a_hub_id_is_converted_and_published(
     assert hub.count("^GET /cdn/") >= 2 and hub.leaks == []  # the token of what is private went nowhere else
 
 
-def test_a_download_that_broke_goes_on_where_it_stopped(
-    hub: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_download_goes_on_where_it_was(hub: HubServer, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what came whole is kept
     hub.faults.append(Fault("GET", "/cdn/", cut=4000, times=2))
     checkpoint = open_checkpoint("org/theirs", endpoint=hub.endpoint)
@@ -88,9 +86,7 @@ def test_a_download_that_broke_goes_on_where_it_stopped(
     assert hub.faults[0].times == 0 and hub.ranges == 2
 
 
-def test_a_passing_fault_is_waited_for_and_one_that_lasts_is_one_line(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_passing_fault_is_waited_for_a_lasting_one_told(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "WAITS", (0.0, 0.0, 0.0))
     hub.faults.append(Fault("GET", "/api/models/", 500, times=99))
     assert "answers 500; run the same command again later" in error_at("org/theirs", hub)
@@ -102,9 +98,7 @@ def test_a_passing_fault_is_waited_for_and_one_that_lasts_is_one_line(
     assert open_checkpoint("org/theirs", endpoint=hub.endpoint).revision and not any(f.times for f in hub.faults)
 
 
-def test_weights_are_of_the_commit_of_the_config_whatever_comes_meanwhile(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_are_of_the_commit_of_the_config(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs, modules = hub.repos["org/theirs"], fetching.module_folders
 
     def meanwhile(folder: Path) -> list[str]:
@@ -134,9 +128,7 @@ def test_a_config_that_cannot_be_used_is_refused_before_weights_are_fetched(
     assert hub.count("^GET /.*safetensors") == hub.count("^GET /cdn/") == 0 and hub.count("^GET /.*config.json")
 
 
-def test_what_is_in_the_way_of_the_output_is_told_before_the_hub_is_asked(
-    hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_at_out_is_told_first(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine").touch()
     assert "exists" in refused(capsys, "convert", "org/theirs", tmp_path) and hub.count("^GET /") == 0
 
@@ -235,9 +227,7 @@ def test_a_hub_that_answers_nonsense_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_wrong_on_this_machine_is_not_said_of_the_hub_nor_a_password_shown(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_local_fault_is_not_the_hubs_and_shows_no_password(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise NotADirectoryError(20, "Not a directory", "/cache/models")
 
@@ -257,9 +247,7 @@ def published(source: Path) -> dict[str, bytes]:
     return contents(source.parent / "out")
 
 
-def test_verify_fetches_what_the_report_lists_and_names_what_else_there_is(
-    hub: HubServer, published: dict[str, bytes]
-) -> None:
+def test_verify_fetches_what_is_listed_and_names_the_rest(hub: HubServer, published: dict[str, bytes]) -> None:
     hub.add("me/out", published | {"pytorch_model.bin": b"old"})
     [problem] = verify("me/out", endpoint=hub.endpoint, run_model=False)["problems"]
     assert (problem["check"], problem["name"]) == ("files", "pytorch_model.bin")

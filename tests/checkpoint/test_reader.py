@@ -95,7 +95,7 @@ def test_the_hash_is_that_of_the_file(folder: Path) -> None:
     assert open_checkpoint(folder).sha256(large) == hashlib.sha256(large.read_bytes()).hexdigest()
 
 
-def test_shards_are_read_through_their_index_unless_there_is_one_file_and_before_pickles_as_in_stock_code(
+def test_one_file_comes_before_shards_and_shards_before_pickles(
     sharded: Path,
 ) -> None:
     checkpoint = open_checkpoint(sharded)
@@ -108,9 +108,7 @@ def test_shards_are_read_through_their_index_unless_there_is_one_file_and_before
     assert list(open_checkpoint(sharded).tensors) == ["one"]
 
 
-def test_a_subfolder_is_a_checkpoint_of_its_own_and_a_path_that_is_no_folder_is_named(
-    tmp_path: Path, folder: Path
-) -> None:
+def test_a_subfolder_is_a_checkpoint_and_a_wrong_path_is_named(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "pipeline").mkdir()
     os.rename(folder / "config.json", tmp_path / "pipeline" / "config.json")
     os.rename(folder / "model.safetensors", tmp_path / "pipeline" / "model.safetensors")

@@ -203,18 +203,14 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_a_file_leaves_open_is_one_line_and_nothing_written(
-    name: str, t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_file_lacks_is_told(name: str, t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     change, said = BROKEN[name]
     source = tools.write(tmp_path / "t5.safetensors", change(load_file(t5)))
     assert said in refused(capsys, "convert", source, tmp_path / "out", "--no-audit")
     assert not (tmp_path / "out").exists()
 
 
-def test_gguf_and_files_that_are_no_weights_are_refused(
-    t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gguf_and_what_is_no_weights_is_refused(t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copy(t5, tmp_path / "t5.gguf")
     assert "GGUF" in refused(capsys, "certify", tmp_path / "t5.gguf")
     (tmp_path / "notes.txt").write_text("weights")

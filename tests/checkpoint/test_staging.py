@@ -12,9 +12,7 @@ from bf16_to_fp16.checkpoint.staging import check_file, check_out, staged
 
 
 @pytest.mark.parametrize("force", [False, True])
-def test_every_file_and_folder_is_on_the_disk_before_the_rename_and_its_parent_after(
-    force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_is_on_the_disk_before_the_rename(force: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync, replace = os.fsync, os.replace
     synced: list[int] = []
     before: list[int] = []
@@ -84,9 +82,7 @@ def dangling(root: Path) -> Path:
         (lambda root: Path("/dev/shm"), "is a mount point"),
     ],
 )
-def test_a_place_where_no_folder_can_be_made_is_refused(
-    place: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_impossible_place_is_refused(place: Any, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     out = place(tmp_path)

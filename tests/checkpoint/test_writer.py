@@ -116,9 +116,7 @@ def test_every_16_bit_value_under_every_exponent_is_rounded_correctly(tmp_path: 
 
 @pytest.mark.parametrize("exponent", [-400, -200, -127, -126, -101, -100, 0, 100, 101, 120, 127, 150, 165, 400])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_exponents_beyond_one_fp32_factor_lose_nothing_not_even_of_subnormal_values(
-    tmp_path: Path, exponent: int, dtype: torch.dtype
-) -> None:
+def test_exponents_beyond_one_fp32_factor_lose_nothing(tmp_path: Path, exponent: int, dtype: torch.dtype) -> None:
     torch.manual_seed(exponent)
     bits = torch.randint(-(1 << 31), (1 << 31) - 1, (4096,), dtype=torch.int64).to(torch.int32)
     bits[:512] &= 0x807FFFFF - (1 << 32)  # subnormal in fp32
@@ -148,9 +146,7 @@ def test_exponents_of_rows_and_columns_add_up_whatever_their_sizes(tmp_path: Pat
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_any_shape_cut_into_any_pieces_gives_the_values_and_counts_of_the_whole(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_any_pieces_give_the_values_of_the_whole(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(0, 9), max_size=2)))
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
     torch.manual_seed(data.draw(st.integers(0, 1 << 20)))
@@ -263,9 +259,7 @@ def test_wider_dtypes_come_first_so_that_every_tensor_is_aligned(tmp_path: Path)
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_failing_disk_and_an_interruption_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_failing_disk_and_an_interrupt_leave_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     checkpoint = mixed(tmp_path / "in")
     (tmp_path / "out").mkdir()
     real, calls = getattr(os, call), 0

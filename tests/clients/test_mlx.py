@@ -1,7 +1,6 @@
 """mlx-lm runs converted folders of decoder-only families in fp16, on the processor."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,11 @@ import mlx.core as mx
 import pytest
 from mlx import nn
 from mlx_lm.utils import load_model
+from runtimes import measure
 from support import tiny
 from support.folders import rewritten
 
 from bf16_to_fp16 import convert
-
-sys.path.insert(0, "benchmarks")
-
-from runtimes import measure
 
 KINDS: dict[str, dict[str, Any]] = {kind: {} for kind in ("llama", "mistral", "qwen3", "gemma", "gemma3")} | {
     "qwen2": {"hidden_size": 40, "use_sliding_window": False},  # mlx-lm has no head_dim here and no windows

@@ -2,7 +2,7 @@
 
 Every row goes through the command line, in this process: exit status 2, one ``error:`` line that names the file or
 tensor and a remedy, no traceback, nothing at OUT and nothing beside it. Of each reader a few rows are here; all
-that it refuses is in its own tests (test_reader, test_resolve, test_tokenizer, test_recipe, test_corpus).
+that it refuses is in its own tests (test_reader, test_resolve, test_choice, test_recipe, test_corpus).
 """
 
 import json
@@ -17,8 +17,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support import exhaustive, tiny
+from support import exhaustive, fuzzing, tiny
 from support.folders import rewritten
 from support.forked import in_a_fork
 from transformers import ByT5Tokenizer
@@ -228,9 +230,7 @@ def assert_one_line(status: int, said: str, names: str, remedy: str) -> None:
 
 @pytest.mark.usefixtures("whole_probe_once")
 @pytest.mark.parametrize("what", ROWS)
-def test_bad_input_is_one_line_that_names_it_and_the_remedy(
-    what: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(what: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     damage, names, remedy, options = ROWS[what]
     shutil.copytree(good, tmp_path / "source")
     at = Place(tmp_path)
@@ -323,3 +323,45 @@ def test_without_a_tokenizer_it_works_and_says_so(tmp_path: Path, capfd: pytest.
     one_file = ["convert", str(bare), str(tmp_path / "file.safetensors"), "--layout", "single", "--no-audit"]
     assert cli.main(one_file) == 0  # which never holds one
     assert "has no tokenizer" not in capfd.readouterr().err
+
+
+EXAMPLES = {"safetensors": 40, "pickle": 30, "index": 25, "config": 25, "side files": 6, "report": 20}
+EXAMPLES |= {"recipe": 80, "data": 60}
+"""By what a run of each costs: together some 20 seconds with ``make test-all``, a third of that with ``make test``."""
+
+MEMORY = 512 << 20  # bytes beyond what this process had
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> fuzzing.Originals:
+    return fuzzing.originals(tmp_path_factory.mktemp("good"))
+
+
+@pytest.mark.parametrize("what", EXAMPLES)
+def test_mutated_input_ends_in_a_line(what: str, originals: fuzzing.Originals, request: pytest.FixtureRequest) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seen: set[str] = set()
+
+    @settings(
+        max_examples=EXAMPLES[what] if request.config.getoption("--exhaustive") else EXAMPLES[what] // 3,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(data=st.data())
+    def mutate(data: st.DataObject) -> None:
+        seen.add(fuzzing.run(originals, data.draw(fuzzing.cases(originals)[what])))
+
+    mutate()
+    assert "refused" in seen
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < before + MEMORY
+
+
+def test_what_is_not_mutated_is_accepted(originals: fuzzing.Originals) -> None:
+    """The control: the same runs on sound input succeed, so that a refusal above is the mutation's."""
+    for folder, file in (("t5", fuzzing.WEIGHTS), ("sharded", fuzzing.INDEX), ("pickled", fuzzing.PICKLE)):
+        assert fuzzing.run(originals, (folder, file, (originals.folders[folder] / file).read_bytes())) == "accepted"
+    report = (originals.folders["converted"] / fuzzing.REPORT).read_bytes()
+    assert fuzzing.run(originals, ("converted", fuzzing.REPORT, report)) == "accepted"
+    assert fuzzing.run(originals, ("recipe", "yaml", fuzzing.as_yaml(dict(originals.recipe)))) == "accepted"

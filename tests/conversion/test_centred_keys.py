@@ -140,9 +140,7 @@ def test_a_changed_original_is_noticed_by_undo_and_verify(converted: Converted, 
     }
 
 
-def test_a_finetune_of_a_converted_folder_begins_with_the_same_function_centred_again(
-    converted: Converted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_finetune_begins_centred_again(converted: Converted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _, out, plan = converted
     checkpoint = open_checkpoint(out)
     recipe = parse_recipe({"source": str(out), "out": "out", "data": {"path": "texts.jsonl"}})
@@ -182,9 +180,7 @@ def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.bfloat16, torch.float32]))
-def test_a_table_of_position_biases_past_fp16s_range_is_centred(
-    tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_large_table_is_centred(tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
     """Its differences, of which alone a softmax knows, are kept to rounding, and the source's bits come back."""
     model = tiny.small("gated", factor=1.0, dtype=dtype)
     tables = [name for name in model.state_dict() if "relative_attention_bias" in name]

@@ -64,9 +64,7 @@ def gated(conversion_of: Callable[[str], Converted]) -> Converted:
     return conversion_of("gated")
 
 
-def test_half_is_broken_before_and_clean_and_close_after_and_nearly_every_weight_is_carried_over(
-    converted: Converted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_is_broken_before_and_clean_and_close_after(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
     source, result = converted
     monkeypatch.setattr(probe, "audit_batches", brief.AUDITED)  # of some models random ids alone overflow
     before = audit(source, regimes=("half",), attention=("eager",))
@@ -161,9 +159,7 @@ def test_the_config_is_edited_and_not_rewritten(converted: Converted) -> None:
 @pytest.mark.parametrize(  # a drift; eps in the config, gains that round
     "kind", exhaustive.beyond(["mbart"], ["gated", "mbart", "gemma3"])
 )
-def test_replaying_a_plan_gives_the_same_bytes(
-    kind: str, conversion_of: Callable[[str], Converted], tmp_path: Path
-) -> None:
+def test_a_replayed_plan_gives_same_bytes(kind: str, conversion_of: Callable[[str], Converted], tmp_path: Path) -> None:
     source, result = conversion_of(kind)
     convert(source, tmp_path / "again", plan=result.out, run_model=False)
     for name in ("model.safetensors", "config.json"):
@@ -248,9 +244,7 @@ def test_data_is_observed_audited_and_compared_on_besides_the_probe(tmp_path: Pa
         ("pegasus apart", -3, {}, {"tie_word_embeddings": False}),
     ],
 )
-def test_of_a_config_only_the_plans_keys_change(
-    kind: str, r: int, config: dict[str, Any], edits: dict[str, Any]
-) -> None:
+def test_only_the_plans_config_keys_change(kind: str, r: int, config: dict[str, Any], edits: dict[str, Any]) -> None:
     """Three dots stand for a key that is absent."""
     source = ModelTensors(tiny.small(kind.split()[0]))
     for key in ("dtype", "torch_dtype", "scale_decoder_outputs"):
@@ -339,9 +333,7 @@ def test_the_report_lists_the_inputs_from_which_the_audit_can_be_repeated(tmp_pa
     assert convert(source, tmp_path / "blind", run_model=False).report["inputs"] is None
 
 
-def test_steps_name_their_target_and_a_converted_source_is_called_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], first_batch: None
-) -> None:
+def test_steps_name_target_and_source(tmp_path: Path, capsys: pytest.CaptureFixture[str], first_batch: None) -> None:
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", "norm-safe"]) == 0
     said = capsys.readouterr().err.splitlines()

@@ -134,9 +134,7 @@ def test_a_drift_above_bf16s_error_is_not_called_safe_though_bounds_hold(tmp_pat
 
 
 @pytest.mark.usefixtures("first_batch")
-def test_what_cannot_be_proven_is_named_and_decides_the_exit_status_only_without_an_audit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_unproven_decides_only_without_an_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("gated", factor=1.0)
     with torch.no_grad():
         # Scores that no coupling moves: their bound passes 65504, what the probe reaches does not.
@@ -173,9 +171,7 @@ def test_the_other_targets_are_certified_too(kind: str, target: str, tmp_path: P
         assert certify(source, target=target)["verdict"] == "unsafe"
 
 
-def test_a_runtime_that_was_asked_for_and_not_reached_is_short_of_what_was_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_runtime_that_is_not_reached_is_short_of_the_goal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("t5-encoder")
     with torch.no_grad():
         model.shared.weight[5] *= 1e-3  # whose squares vanish where the others' fit
@@ -213,9 +209,7 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
 
 
 @pytest.mark.usefixtures("first_batch")
-def test_an_unsafe_conversion_with_logits_that_are_not_finite_says_what_broke(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unsafe_conversion_says_what_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("gated", factor=1.0)
     with torch.no_grad():
         model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)

@@ -188,9 +188,7 @@ def searched(source: Path) -> Search:
     return Search(Opened(checkpoint, resolve(checkpoint), inputs), options, progress, observed)
 
 
-def test_a_drift_that_was_predicted_too_dear_is_tried_and_certified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drift_predicted_too_dear_is_tried_and_certified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tiny.save(tiny.build("pegasus", encoder_layers=3, decoder_layers=2), tmp_path / "source")
     search, plans = searched(source), []
     for kl in (1.0, 0.0):

@@ -206,9 +206,7 @@ def test_where_all_choices_need_as_much_one_exponent_is_not_tried_twice(tied: bo
         (0.0012, 0.0012, False),
     ],
 )
-def test_a_tied_head_is_separated_where_one_exponent_costs_more_than_little_and_than_one_for_each(
-    together: float, each: float, apart: bool
-) -> None:
+def test_a_tied_head_is_separated_where_one_exponent_costs_more(together: float, each: float, apart: bool) -> None:
     trial = Given({(LOGITS, -4): together, (LOGITS, tuple(EACH)): each}, tied=True)
     edits = chosen(trial, LOGITS_NEEDED)
     assert edits is not None and edits.apart == apart

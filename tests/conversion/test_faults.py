@@ -59,9 +59,7 @@ def assert_a_second_run_succeeds(name: str, root: Path, wanted: dict[str, str]) 
 
 
 @pytest.mark.parametrize(("name", "kills"), exhaustive.beyond(FEW_KILLS.items(), [*FEW_KILLS.items(), *KILLS.items()]))
-def test_a_kill_at_any_moment_leaves_all_or_nothing_and_a_second_run_succeeds(
-    name: str, kills: int, inputs: Path, whole: Callable[[str], faults.Whole]
-) -> None:
+def test_a_kill_leaves_all_or_none(name: str, kills: int, inputs: Path, whole: Callable[[str], faults.Whole]) -> None:
     job, names, wanted = JOBS[name], whole(name).moments, whole(name).content
     # The last of each kind, the renames among them, and the others at random.
     last = sorted({kind: number for number, kind in enumerate(names, 1)}.values())[-kills:]
@@ -80,9 +78,7 @@ def test_a_kill_at_any_moment_leaves_all_or_nothing_and_a_second_run_succeeds(
     assert left > min(3, kills - len(last))  # kills that hit nothing would prove nothing
 
 
-def test_a_finetune_that_is_killed_goes_on_to_the_same_bits_and_leaves_no_strays(
-    inputs: Path, whole: Callable[[str], faults.Whole]
-) -> None:
+def test_a_killed_finetune_goes_on_to_the_same_bits(inputs: Path, whole: Callable[[str], faults.Whole]) -> None:
     job, names, chance = JOBS["finetune"], whole("finetune").moments, random.Random(5)
     root = faults.place(job, inputs)
     for at in sorted(chance.sample(range(1, len(names) // 2), 2)):
@@ -98,9 +94,7 @@ def test_a_finetune_that_is_killed_goes_on_to_the_same_bits_and_leaves_no_strays
 @pytest.mark.parametrize(
     ("name", "kind"), exhaustive.beyond([("convert", "EIO"), ("undo", "ENOSPC")], itertools.product(KILLS, faults.DISK))
 )
-def test_a_disk_that_fails_is_one_line_and_leaves_nothing(
-    name: str, kind: str, inputs: Path, whole: Callable[[str], faults.Whole]
-) -> None:
+def test_a_failing_disk_leaves_none(name: str, kind: str, inputs: Path, whole: Callable[[str], faults.Whole]) -> None:
     job, names, wanted = JOBS[name], whole(name).moments, whole(name).content
     # A disk that refuses even to remove can be left clean by nobody.
     possible = [at for at, event in enumerate(names, 1) if event not in ("os.rmdir", "os.remove")]
@@ -159,9 +153,7 @@ def test_termination_and_interruption_clean_up(
         assert not (root / "out").exists() and not faults.wrong_after(job, root, {}, strays=False), said
 
 
-def test_of_two_conversions_to_one_place_one_wins_and_one_tells(
-    inputs: Path, whole: Callable[[str], faults.Whole]
-) -> None:
+def test_of_two_conversions_to_one_place_one_wins(inputs: Path, whole: Callable[[str], faults.Whole]) -> None:
     job, wanted = JOBS["convert"], whole("convert").content
     root = faults.place(job, inputs)
     both = multiprocessing.get_context("fork").Barrier(2)

@@ -142,9 +142,7 @@ def test_the_usage_on_the_card_runs_on_text_and_on_an_image(
 
 
 @pytest.mark.exhaustive
-def test_older_transformers_loads_it_to_the_logits_of_the_source(
-    converted: tuple[Path, Path], warm_python: Path, compat_python: Path
-) -> None:
+def test_transformers_4_gives_the_logits(converted: tuple[Path, Path], warm_python: Path, compat_python: Path) -> None:
     for python in (warm_python, compat_python):
         source, out = compute_logits(converted, python)
         assert out.missing == out.unexpected == ()
@@ -221,9 +219,7 @@ def test_no_other_id_of_the_probes_row_is_an_images(tmp_path: Path) -> None:
         ("image_token_index", -1, "'image_token_index' is -1, not an id"),
     ],
 )
-def test_a_value_that_makes_images_nan_or_vanish_is_one_line(
-    key: str, value: object, line: str, tmp_path: Path
-) -> None:
+def test_a_value_that_breaks_images_is_one_line(key: str, value: object, line: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "source")
     edited(source, key, value)
     with pytest.raises(UserError, match=line):

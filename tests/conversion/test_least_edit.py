@@ -120,9 +120,7 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     assert judged.kl_fp16_random < 3 * judged.kl_bf16_random
 
 
-def test_each_edit_is_on_the_screen_with_its_price_and_the_verdict_says_how_far_they_took_the_function(
-    demo: Converted, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_edit_is_shown_with_its_price_and_distance(demo: Converted, capsys: pytest.CaptureFixture[str]) -> None:
     print_conversion(read(Report, demo.report), demo.out)
     shown = capsys.readouterr().out
     for entry in demo.report["inexact"]:
@@ -137,9 +135,7 @@ def test_each_edit_is_on_the_screen_with_its_price_and_the_verdict_says_how_far_
     assert "outputs keep every bit" not in page and "Safe in fp16" in page
 
 
-def test_without_edits_it_stays_unsafe_and_the_command_fails(
-    qwen: Converted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_edits_it_stays_unsafe(qwen: Converted, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "exact"
     assert cli.main(["convert", str(qwen.source), str(out), "--exact"]) == 1
     report = loads((out / REPORT).read_bytes())

@@ -144,9 +144,7 @@ def test_an_output_of_another_factor_is_unsafe(tmp_path: Path, monkeypatch: pyte
         ("hidden_states", False, True),  # of an exact plan it is a mistake of the program
     ],
 )
-def test_inner_states_that_an_edit_changes_are_told_and_the_verdict_is_about_what_is_given(
-    name: str, drifts: bool, unsafe: bool
-) -> None:
+def test_inner_states_that_an_edit_changes_are_told(name: str, drifts: bool, unsafe: bool) -> None:
     right, off = OutputEntry(factor_log2=-2, error=1e-6, error_bf16=1e-5), OutputEntry(factor_log2=-2, error=0.02)
     entries = {"logits": right, "hidden_states": right} | {name: off.model_copy(update={"error_bf16": 1e-5})}
     assert [each.signal for each in other_outputs(entries, drifts=drifts, ran=True)] == [name] * unsafe

@@ -88,9 +88,7 @@ def test_force_replaces_a_converted_folder_an_empty_one_and_a_packed_file(here: 
     assert not [path for path in here.iterdir() if path.name.startswith(".")]
 
 
-def test_swapped_arguments_cost_nothing_and_force_is_not_advised(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_swapped_arguments_cost_nothing_without_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(here)
     for options in ((), ("--force",)):
         said = refused(capsys, "convert", here / "converted", here / "source", "--no-audit", *options)
@@ -240,9 +238,7 @@ def test_a_report_replaces_an_earlier_one_but_not_its_links(here: Path, capsys: 
 
 
 @pytest.mark.parametrize("folder", ["out/run", "source/run", ".", "run"])
-def test_a_run_is_kept_neither_in_its_output_nor_in_its_source_nor_over_other_files(
-    folder: str, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_not_kept_over_other_files(folder: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where the end of the run would replace it, or fail, or its start would replace them."""
     thesis(here).rename(here / "start")
     (here / "run").mkdir()

@@ -99,9 +99,7 @@ def test_report_page_card_and_path_name_the_subfolder(out: Path) -> None:
     assert whole["left_out"] == [".git/"] and whole["command"] == "bf16-to-fp16 convert sd sd-fp16 --no-audit"
 
 
-def test_every_part_is_verified_by_its_name_and_the_whole_says_which(
-    out: Path, source: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_part_is_verified_by_its_name(out: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "verify", out)
     assert said.endswith(f"has no fp16_report.json of its own; give {out / 'text_encoder'} or {out / 'text_encoder_3'}")
     original = ("--original", str(source / "text_encoder_3"))

@@ -112,9 +112,7 @@ def upload(run: Run, folder: Path, *options: object, repo: str = "me/out") -> tu
     return run("publish", folder, repo, "-y", "--json", "-", *options)
 
 
-def test_what_is_downloaded_is_what_was_converted_byte_for_byte_and_a_second_run_has_nothing_to_do(
-    run: Run, hub: HubServer, folder: Path
-) -> None:
+def test_every_byte_is_published_and_a_second_run_has_nothing_to_do(run: Run, hub: HubServer, folder: Path) -> None:
     status, out, _ = upload(run, folder, "--commit-message", "My message")
     result = json.loads(out)
     assert status == 0 and hub.repos["me/out"].private and hub.repos["me/out"].messages == ["initial", "My message"]
@@ -131,9 +129,7 @@ def test_what_is_downloaded_is_what_was_converted_byte_for_byte_and_a_second_run
     assert len(hub.repos["me/out"].messages) == 2 and hub.count("^(PUT|POST) ") == 0
 
 
-def test_a_dry_run_shows_files_and_sizes_and_sends_nothing(
-    run: Run, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_sends_nothing(run: Run, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     status, out, _ = run("publish", folder, "me/out", "--dry-run")
     assert status == 0 and hub.seen == [] and "nothing was sent" in out
@@ -223,9 +219,7 @@ def test_other_content_is_left_alone_unless_it_is_to_be_replaced(send: Send, hub
     assert hub.repos["me/out"].messages.count(MESSAGE) == 1
 
 
-def test_weights_that_stay_are_said_and_those_that_would_be_loaded_instead_stand_in_the_way(
-    run: Run, hub: HubServer, folder: Path
-) -> None:
+def test_weights_that_stay_are_told_or_stand_in_the_way(run: Run, hub: HubServer, folder: Path) -> None:
     hub.add("me/out", {"pytorch_model.bin": b"old"})
     status, out, _ = run("publish", folder, "me/out", "-y", "--force")
     assert status == 0 and out.splitlines()[-1] == "these stay: pytorch_model.bin"
@@ -324,9 +318,7 @@ def overflowing(folder: Path) -> None:
         report["output"]["files"] = [new[entry["name"]] for entry in report["output"]["files"]]
 
 
-def test_the_audit_is_repeated_and_an_unsafe_checkpoint_says_so_or_stays(
-    run: Run, hub: HubServer, converted: Path, tmp_path: Path
-) -> None:
+def test_the_audit_is_repeated_and_unsafe_is_told(run: Run, hub: HubServer, converted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     convert(converted.parent / "summariser", folder)
     overflowing(folder)
@@ -358,9 +350,7 @@ def test_where_nothing_was_run_the_certificate_is_computed_again(hub: HubServer,
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_a_file_that_holds_the_token_does_not_leave(
-    given: bool, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_token_does_not_leave(given: bool, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if given:
         monkeypatch.delenv("HF_TOKEN")
     (folder / "README.md").write_text("---\nlicense: mit\n---\n" + "x" * 50_000 + WRITER)
@@ -386,9 +376,7 @@ def test_without_a_token_that_the_hub_knows_it_says_how_to_log_in(
     assert said in line and "hf auth login" in line and "hf_wrong" not in line and (hub.seen == []) is (token == "")
 
 
-def test_a_token_that_may_only_read_is_one_line_without_it(
-    run: Run, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reading_token_is_one_line(run: Run, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", READER)
     assert "no permission to write to me/new" in error_of(upload(run, folder, repo="me/new"))
     hub.add("me/out", {})
@@ -448,9 +436,7 @@ def test_a_lasting_fault_is_one_line_with_its_remedy(
     assert "me/out" not in hub.repos or hub.files("me/out") == {}  # all of it or nothing
 
 
-def test_an_upload_that_broke_goes_on_where_it_stopped(
-    send: Send, hub: HubServer, converted: Path, waits: list[float]
-) -> None:
+def test_a_broken_upload_goes_on_where_it_was(send: Send, hub: HubServer, converted: Path, waits: list[float]) -> None:
     name = "model-00002-of-00002.safetensors"
     report = json.loads((converted / "fp16_report.json").read_text())
     second = next(entry["sha256"] for entry in report["output"]["files"] if entry["name"] == name)

@@ -75,9 +75,7 @@ def test_a_name_of_300_letters_is_one_line(command: str, tmp_path: Path, capsys:
     assert "File name too long" in said and len(said) < 250
 
 
-def test_a_tokenizer_that_fails_at_the_first_text_is_one_line(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tokenizer_that_fails_is_one_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(source, tmp_path / "source")
     config = tmp_path / "source" / "tokenizer_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "model_max_length": [1]}))
@@ -224,9 +222,7 @@ def printed_on_a_terminal() -> None:
 @pytest.mark.parametrize(
     "printing", [printed_by_complaining, printed_as_progress, printed_as_a_table, printed_on_a_terminal]
 )
-def test_no_control_character_reaches_the_terminal(
-    printing: Callable[[], None], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_control_character_is_printed(printing: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> None:
     printing()
     said = capsys.readouterr().err
     assert r"\x1b[31mb\x9b2Jc\u202ed\u2066e" in said

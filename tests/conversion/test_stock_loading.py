@@ -101,9 +101,7 @@ def test_logits_are_the_versions_own_on_the_source(version: str, logits: Logits)
         assert relative_error(out.output, source.output) <= (DRIFT if name in DRIFTING else NEAR), name
 
 
-def test_untied_umt5_differs_between_versions_by_the_root_of_the_width_on_both_sides(
-    pairs: Pairs, logits: Logits
-) -> None:
+def test_untied_umt5_differs_by_the_root_of_the_width_in_both(pairs: Pairs, logits: Logits) -> None:
     for folder, five, four in zip(pairs["umt5"], logits("5")["umt5"], logits("4")["umt5"], strict=True):
         width = read_config(folder)["d_model"]
         assert isinstance(width, int)
@@ -162,9 +160,7 @@ def test_rotary_positions_saved_by_5_are_read_by_4(turned: Pairs, warm_python: P
         assert relative_error(before.output, source.output) > 0.1, name  # of the source itself 4.57 makes another model
 
 
-def test_what_transformers_4_computes_otherwise_is_said_in_report_and_card(
-    tmp_path: Path, warm_python: Path, compat_python: Path
-) -> None:
+def test_what_transformers_4_does_otherwise_is_told(tmp_path: Path, warm_python: Path, compat_python: Path) -> None:
     unscaled = tiny.save(tiny.small("longt5-tied", vocab_size=VOCABULARY), tmp_path / "longt5")
     edit_config(unscaled, scale_decoder_outputs=False)
     capped = tiny.save(tiny.small("gemma2", vocab_size=VOCABULARY), tmp_path / "gemma2")
@@ -193,9 +189,7 @@ def test_ctranslate2_scores_a_converted_t5_as_the_source(pairs: Pairs, compat_py
         assert relative_error(out, source) <= 1e-4, name
 
 
-def test_stock_fp16_loading_gives_finite_logits_in_both_versions(
-    pairs: Pairs, logits: Logits, warm_python: Path, compat_python: Path
-) -> None:
+def test_stock_fp16_is_finite_in_both(pairs: Pairs, logits: Logits, warm_python: Path, compat_python: Path) -> None:
     for python in (warm_python, compat_python):
         stock = compute_logits([out for _, out in pairs.values()], python, "float16")
         for name, fp16 in zip(pairs, stock, strict=True):

@@ -86,9 +86,7 @@ def test_no_stricter_arithmetic_takes_the_proof_where_nothing_overflows(tmp_path
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "gemma3-images", "gemma4-images"])
-def test_where_the_tower_alone_overflows_next_names_the_modules_to_keep_in_fp32(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_tower_that_overflows_alone_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.build(kind)
     with torch.no_grad():
         for name, weight in model.named_parameters():

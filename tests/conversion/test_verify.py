@@ -432,9 +432,7 @@ FORGED: dict[str, list[tuple[str, object, str, str]]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED.values(), ids=FORGED)
-def test_what_was_measured_on_the_original_is_measured_again(
-    folder: Path, source: Path, forged: list[tuple[str, object, str, str]]
-) -> None:
+def test_figures_are_measured_again(folder: Path, source: Path, forged: list[tuple[str, object, str, str]]) -> None:
     for place, value, *_ in forged:
         edit(folder / REPORT, place, value)
     forge(folder)

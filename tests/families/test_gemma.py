@@ -1,5 +1,5 @@
 """What Gemmas have and no other family: gains that are stored less 1, caps that a config may leave out, a gate under an
-old name, and configs that are refused."""
+old name, configs that are refused, and T5Gemma's config and embedding for each stack."""
 
 import json
 import math
@@ -13,17 +13,21 @@ import transformers
 from safetensors.torch import load_file
 from support import tiny
 from support.contract import certified, layout_of
+from support.folders import rewritten
 
-from bf16_to_fp16 import UserError, convert
-from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH
-from bf16_to_fp16.bounds.attention import MASK_ROUNDING
+from bf16_to_fp16 import UserError, convert, undo
+from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH, Arithmetic
+from bf16_to_fp16.bounds.attention import MASK_ROUNDING, ScoreBounds, score_bounds
+from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion.replay import different_config
+from bf16_to_fp16.families.configs import changes, looked_up, with_value, without_value
 from bf16_to_fp16.families.resolve import check_norms, resolve
 from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.report.uses import gains_round
-from bf16_to_fp16.rescaling.apply import scale
+from bf16_to_fp16.rescaling.apply import edited_config, scale
 from bf16_to_fp16.rescaling.rounding_loss import offset_loss_table
 from bf16_to_fp16.rescaling.weights import ModelTensors
 
@@ -84,9 +88,7 @@ def test_what_is_written_of_a_gain_is_rounded_once_and_its_dead_channels_are_see
         {"attention_k_eq_v": True, "num_global_key_value_heads": None},
     ],
 )
-def test_a_gemma_4_whose_config_leaves_layers_to_stock_code_is_taken_as_stock_code_makes_it(
-    own: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_gemma_4_config_without_layers_is_stock_codes(own: dict[str, Any], tmp_path: Path) -> None:
     config = tiny.gemma4().config.to_dict() | {"architectures": ["Gemma4ForCausalLM"], "global_head_dim": 8}
     written = {key: value for key, value in (config | own).items() if value is not ... and key != "per_layer_config"}
     model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**deepcopy(written)))
@@ -149,9 +151,7 @@ def test_a_cap_on_scores_bounds_what_follows_it_and_not_the_scores() -> None:
 
 
 @pytest.mark.parametrize("caps", [(5.0, None), (None, 30.0), (None, None)])
-def test_a_cap_that_a_config_sets_to_null_is_left_out_by_stock_code_too(
-    caps: tuple[float | None, float | None], tmp_path: Path
-) -> None:
+def test_a_cap_of_null_is_none_in_stock_code_too(caps: tuple[float | None, float | None], tmp_path: Path) -> None:
     own: dict[str, Any] = dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
     model = tiny.build("gemma2", num_hidden_layers=1, **own)
     source = tiny.save(model, tmp_path / "source")
@@ -183,3 +183,123 @@ def test_of_gemmas_gains_only_a_tied_heads_round(tmp_path: Path) -> None:
     assert len(norms) == 5 and all(torch.equal(after[name].bfloat16(), before[name]) for name in norms)
     moved = [t.name for t in layout_of(tiny.build("gemma")).tensors.values() if t.offset and any(t.axes)]
     assert moved == ["model.norm.weight"]
+
+
+def test_keys_with_dots_are_of_configs_inside_a_config() -> None:
+    config = {"a": 1, "encoder": {"b": 2, "deep": {"c": None}}}
+    assert looked_up(config, "a") == 1 and looked_up(config, "encoder.b") == 2
+    assert looked_up(config, "encoder.deep.c", 3) is None and looked_up(config, "encoder.d", 3) == 3
+    assert looked_up(config, "a.b", 3) == 3
+    changed = with_value(config, "encoder.deep.c", 5)
+    assert changed == {"a": 1, "encoder": {"b": 2, "deep": {"c": 5}}}
+    assert config["encoder"] == {"b": 2, "deep": {"c": None}}
+    assert with_value({}, "x.y", 1) == {"x": {"y": 1}}
+    assert without_value(changed, "encoder.deep.c") == {"a": 1, "encoder": {"b": 2, "deep": {}}}
+    assert without_value(changed, "a") == {"encoder": changed["encoder"]} and without_value(changed, "a.b") == changed
+    assert without_value(config, "encoder.d.c") == config
+    after = with_value(changed, "encoder.new", [7]) | {"a": {"b": 1}}
+    assert changes(config, after) == {
+        "a": {"before": 1, "after": {"b": 1}},
+        "encoder.deep.c": {"before": None, "after": 5},
+        "encoder.new": {"after": [7]},
+    }
+
+
+def test_both_stacks_norms_get_the_scaled_eps_and_undo_takes_it_back(tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5gemma"), tmp_path / "source")
+    result = convert(source, tmp_path / "out", run_model=False)
+    r = result.plan.residual_exponent
+    before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("source", "out"))
+    assert r < 0
+    for stack in ("encoder", "decoder"):
+        assert after[stack]["rms_norm_eps"] == before[stack]["rms_norm_eps"] * 4.0**r
+        base = before[stack]["rope_parameters"]["rope_theta"]
+        told = {"rms_norm_eps": after[stack]["rms_norm_eps"], "rope_theta": base}
+        assert after[stack] == before[stack] | told
+    told = result.report["source"]["config_changes"]
+    assert {f"{stack}.rms_norm_eps" for stack in ("encoder", "decoder")} <= set(told) and "encoder" not in told
+    wanted = edited_config(resolve(open_checkpoint(source)), result.plan)
+    assert not [*different_config(wanted, after)]
+    after["decoder"]["head_dim"] += 1
+    written = (tmp_path / "out" / "config.json").read_bytes()
+    (tmp_path / "out" / "config.json").write_text(json.dumps(after))
+    [(name, _)] = different_config(wanted, after)
+    assert name == "config.json, decoder.head_dim"
+    (tmp_path / "out" / "config.json").write_bytes(written)
+    undo(tmp_path / "out", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == before
+
+
+def test_the_decoders_config_caps_the_logits() -> None:
+    model = tiny.build("t5gemma")
+    model.config.encoder.final_logit_softcapping, model.config.decoder.final_logit_softcapping = 20.0, 10.0
+    layout = layout_of(model)
+    assert layout.head is not None and layout.cap(layout.head) == 10.0
+    model.lm_head.out_proj.weight.data *= 100
+    ids = torch.arange(8)[None]
+    assert 9.9 < float(model(input_ids=ids, decoder_input_ids=ids).logits.detach().amax()) <= 10.0
+
+
+def test_what_a_feed_forward_adds_is_dropped_in_the_layers_own_dropout() -> None:
+    model = tiny.build("t5gemma", dropout_rate=0.5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("post_self_attn_layernorm.weight", "post_cross_attn_layernorm.weight")):
+                parameter.fill_(-1.0)
+    _, certificate = certified(model, Arithmetic(train=True))
+    for stack in ("encoder", "decoder"):
+        at = f"model.{stack}.layers.0"
+        added, dropped = (certificate.at(f"{at}.{s}") for s in ("post_feedforward_layernorm:to#2", "dropout:mul"))
+        assert added is not None and dropped is not None and dropped >= 2 * added > 0
+
+
+@pytest.mark.parametrize(
+    ("stack", "key", "value"),
+    [
+        *(("encoder", "query_pre_attn_scalar", 64), ("encoder", "head_dim", "10"), ("encoder", "attention_bias", True)),
+        *(("decoder", "num_hidden_layers", 1), ("decoder", "rms_norm_eps", 1e-5), ("encoder", "vocab_size", 98)),
+        ("decoder", "attn_logit_softcapping", -1.0),
+    ],
+)
+def test_a_changed_key_inside_is_refused_or_read(stack: str, key: str, value: Any, tmp_path: Path) -> None:
+    source = tiny.save(tiny.build("t5gemma"), tmp_path / "source")
+    with rewritten(source / "config.json") as config:
+        config[stack][key] = value
+    if key == "query_pre_attn_scalar":
+        layout = agreed_layout(open_checkpoint(source))
+        scales = {w.at: layout.score_scale(w) for w in layout.topology if isinstance(w, Attention)}
+        assert scales["model.encoder.layers.0.self_attn"] == 64**-0.5
+        assert scales["model.decoder.layers.0.cross_attn"] == 7**-0.5
+        return
+    with pytest.raises(UserError):
+        layout = agreed_layout(open_checkpoint(source))
+        for w in layout.topology:
+            assert not isinstance(w, Attention) or layout.cap(w) is None or layout.cap(w) == 5.0
+
+
+def test_each_stack_begins_with_an_embedding_of_its_own() -> None:
+    layout = layout_of(tiny.build("t5gemma"))
+    tables = [layout.table(stack.ends) for stack in layout.stacks()]
+    assert tables == ["model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"]
+    assert [layout.tensors[name].shape for name in tables] == [(97, 24), (97, 12)] and not layout.shares_table
+    source = ModelTensors(tiny.build("t5gemma"))
+    del source.tensors["model.encoder.embed_tokens.weight"]
+    with pytest.raises(UserError, match=r"encoder\.embed_tokens\.weight is missing"):
+        resolve(source)
+
+
+def test_several_heads_of_queries_share_the_scores_bound_of_their_head_of_keys() -> None:
+    """As if each stood alone with its keys."""
+    generator = torch.Generator().manual_seed(0)
+    source = rms_normalised(torch.rand(6, generator=generator).double() + 0.5, Arithmetic())
+    queries, keys = torch.randn(12, 6, generator=generator), torch.randn(6, 6, generator=generator)
+
+    def bounds(q: torch.Tensor, k: torch.Tensor) -> ScoreBounds:
+        query, key = (bound_linear(source, rows, None, Arithmetic()) for rows in (q, k))
+        return score_bounds(query, key, len(q) // 3, Arithmetic(), 0.5)
+
+    whole = bounds(queries, keys)
+    for head in range(4):
+        alone = bounds(queries[3 * head : 3 * head + 3], keys[3 * (head // 2) : 3 * (head // 2) + 3])
+        for name in ("product", "partial", "span"):
+            assert float(getattr(whole, name)[head]) == pytest.approx(float(getattr(alone, name)[0]), rel=1e-12)

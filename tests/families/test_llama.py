@@ -1,10 +1,13 @@
-"""What Llama and its relatives have and no other family: exponents of rotary pairs, biases that a config asks for, and
-configs that leave sizes out or are refused."""
+"""What Llama and its relatives have and no other family: exponents of rotary pairs, biases that a config asks for,
+configs that leave sizes out or are refused, and Phi-3's joint matrices."""
 
 import copy
 import json
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +20,32 @@ from support.tiny import GROWING
 
 from bf16_to_fp16 import UserError, certify, convert
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
+from bf16_to_fp16.bounds.certificate import Certificate, bound
+from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.families.llama import rotary_factor
+from bf16_to_fp16.families import known
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.llama import (
+    LLAMA,
+    layers,
+    number,
+    rotary_factor,
+    shared_values,
+    wired_attention,
+    wired_feed_forward,
+)
 from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
+from bf16_to_fp16.families.parts import attention, feed_forward
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import Kind
+from bf16_to_fp16.families.types import Part
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.stock import load
-from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.rescaling.exponents import exponents_of
+from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.rescaling.planner import make_plan
+from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 
 def test_pairs_of_queries_too_large_for_fp16_are_balanced_with_their_keys(tmp_path: Path) -> None:
@@ -63,9 +83,7 @@ def test_ranges_of_queries_and_keys_are_what_their_turned_channels_reach() -> No
 
 
 @pytest.mark.parametrize(("kind", "large"), [("qwen3", "k"), ("qwen3", "q"), ("gemma3", "k")])
-def test_gains_of_keys_or_queries_past_fp16s_range_meet_those_of_the_others(
-    tmp_path: Path, kind: str, large: str
-) -> None:
+def test_gains_of_keys_past_fp16s_range_meet_those_of_queries(tmp_path: Path, kind: str, large: str) -> None:
     """To the bit; of Gemma's, which are stored less 1, but for the rounding that the plan predicts."""
     model = tiny.small(kind, 3, factor=1.0)
     offset = float(kind == "gemma3")
@@ -220,3 +238,121 @@ def test_a_text_model_of_another_type_inside_mistral_3_is_named() -> None:
     config["text_config"]["model_type"] = "llama"
     with pytest.raises(UserError, match=r"'text_config.model_type' is 'llama', .* known are mistral, ministral3"):
         MISTRAL3.encoder.block(config, 0)
+
+
+QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
+PARTS = {QKV: [f"self_attn.{name}_proj" for name in "qkv"], GATE_UP: ["mlp.gate_proj", "mlp.up_proj"]}
+
+
+def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    at, (kv_heads, group, size) = f"layers.{i}", shared_values(config)
+    both, qkv, count = f"{at}.{GATE_UP}", f"{at}.{QKV}", number(config, "intermediate_size")
+    rows = (kv_heads * group * size, kv_heads * size, kv_heads * size)
+    w = wired_attention(config, at, query=qkv, key=qkv, value=qkv, fused=rows)
+    gated = wired_feed_forward(at, config["hidden_act"], gate=both, linear=both, fused=(count, count))
+    return attention(w, share=shared_values(config)), feed_forward(gated)
+
+
+HEADS = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
+FUSED = replace(
+    LLAMA, sizes={**LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2), "qkv": ("qkv_rows",)}, encoder=layers(block)
+)
+
+
+class Fused(ModelTensors):
+    """A Llama's weights, those of linears that read one input in one matrix."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        sizes = (self.config[key] * self.config["head_dim"] for key in HEADS)  # type: ignore[operator]
+        self.config["qkv_rows"] = sum(sizes)
+        self._state = joined(self._state)
+        kept = next(iter(self.tensors.values()))
+        self.tensors = {name: replace(kept, shape=tuple(t.shape)) for name, t in self._state.items()}
+
+
+def joined(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights by name with those of ``PARTS`` under one another."""
+    made = dict(weights)
+    for name in [name for name in weights if name.endswith("self_attn.q_proj.weight")]:
+        layer = name.removesuffix("self_attn.q_proj.weight")
+        for whole, parts in PARTS.items():
+            made[f"{layer}{whole}.weight"] = torch.cat([made.pop(f"{layer}{part}.weight") for part in parts])
+    return made
+
+
+@pytest.fixture(params=[2, 4])
+def sources(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[tuple[ModelTensors, Layout], tuple[ModelTensors, Layout]]:
+    """A Llama's weights with its matrices apart and together, each with its layout; keys for two heads of queries or
+    for one."""
+    model = tiny.build("llama", 1, num_key_value_heads=request.param)
+    with torch.no_grad():
+        for layer in model.model.layers:  # what overflows unless its channel moves
+            m, mlp = layer.self_attn, layer.mlp
+            for up, down in (
+                (m.q_proj, m.k_proj),
+                (m.v_proj, m.o_proj.weight.mT),
+                (mlp.up_proj, mlp.down_proj.weight.mT),
+            ):
+                getattr(up, "weight", up)[3:9:2] *= 2.0**17
+                getattr(down, "weight", down)[3:9:2] *= 2.0**-17
+    apart, together = ModelTensors(model), Fused(model)
+    layout = resolve(apart)
+    monkeypatch.setattr(known, "FAMILIES", (FUSED,))
+    return (apart, layout), (together, resolve(together))
+
+
+def bounds_and_plan(source: ModelTensors, layout: Layout) -> tuple[Certificate, Plan]:
+    weights = source_weights(source, layout)
+    planned = bound(layout, weights, Arithmetic(planned=dict.fromkeys(layout.streams, -24)))
+    plan = make_plan(layout, weights, planned.ranges, margin_bits=1 / 32).plan
+    return bound(layout, weights, Arithmetic()), plan
+
+
+def test_bounds_and_plan_are_those_of_the_matrices_apart(sources: Any) -> None:
+    (one, plan), (other, same) = (bounds_and_plan(*source) for source in sources)
+    kinds = {signal.rpartition(".")[2] for signal in plan.exponents}
+    assert {"query_key", "value", "neuron"} <= kinds and plan.residual_exponent < 0
+    assert same == plan
+    apart, together = ({site.name: (site.bound, site.partial) for site in of.sites} for of in (one, other))
+    for name in [name for name in apart if name.endswith("q_proj")]:
+        layer = name.removesuffix("self_attn.q_proj")
+        for whole, parts in PARTS.items():
+            values = [apart.pop(f"{layer}{part}") for part in parts]
+            assert together.pop(f"{layer}{whole}") == tuple(map(max, zip(*values, strict=True)))
+    assert together == apart
+
+
+def test_the_rows_of_each_linear_get_its_exponents(sources: Any) -> None:
+    (source, layout), (_, fused) = sources
+    generator = torch.Generator().manual_seed(0)
+    exponents: dict[str, int | list[int]] = {
+        name: torch.randint(-3, 4, (signal.size,), generator=generator).tolist()
+        for name, signal in layout.signals.items()
+        if name.endswith(("query_key", "value", "neuron", "layernorm", "gate", "scores"))
+    }
+    plan = Plan(family="llama", residual_exponent=-2, exponents=exponents)
+    moved = {n: torch.ldexp(source.read(n), exponents_of(t, plan).full(t.shape)) for n, t in layout.tensors.items()}
+    wanted = joined(moved)
+    weights = joined({name: source.read(name) for name in layout.tensors})
+    for name, tensor in fused.tensors.items():
+        assert torch.equal(torch.ldexp(weights[name], exponents_of(tensor, plan).full(tensor.shape)), wanted[name])
+
+
+def test_the_differentiable_bounds_are_those_of_the_matrices_apart(sources: Any) -> None:
+    apart, together = (DifferentiableBounds(layout, source.read, stream=True) for source, layout in sources)
+    one, other = apart.measure(), together.measure()
+    owners = apart.owners(), together.owners()
+    for site, bounds in one.items():
+        if site in other:
+            torch.testing.assert_close(other[site], bounds, rtol=1e-6, atol=0)
+            own, same = (
+                torch.cat(
+                    [view(source.read(name)).flatten() for name, view in by_site[site] if name.endswith("weight")]
+                )
+                for by_site, (source, _) in zip(owners, sources, strict=True)
+            )
+            assert torch.equal(own, same), site
+    assert {name.rpartition(".")[2] for name in other.keys() - one.keys()} == {"gate_up_proj"}  # one site for both

@@ -314,9 +314,7 @@ def on_a_rank(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("count", beyond([2], [2, 4]))
-def test_processes_with_parts_of_the_weights_hold_the_bounds_of_the_whole(
-    count: int, tmp_path: Path, warm_python: Path
-) -> None:
+def test_processes_with_parts_hold_the_bounds_of_the_whole(count: int, tmp_path: Path, warm_python: Path) -> None:
     model = hard_model()
     alone = held_for_a_while(model, layout_of(model), lambda x: x)
     assert alone["over"] == 0

@@ -171,9 +171,7 @@ def test_grouping_makes_steps_of_like_lengths_in_a_mixed_order() -> None:
 
 
 @pytest.mark.parametrize(("world", "accumulation", "size"), [(1, 1, 3), (2, 1, 3), (3, 2, 2)])
-def test_every_example_is_seen_once_an_epoch_over_all_ranks(
-    opened: Open, world: int, accumulation: int, size: int
-) -> None:
+def test_every_example_is_seen_once_by_all_ranks(opened: Open, world: int, accumulation: int, size: int) -> None:
     corpus = opened(batch_size=size, gradient_accumulation=accumulation * world, held_out=0.0)
     step = world * accumulation * size
     steps = math.lcm(40, step) // step

@@ -94,9 +94,7 @@ def test_a_pegasus_whose_head_stands_apart_is_finetuned_with_one_embedding(tmp_p
     assert torch.equal(*weights) and not torch.equal(weights[0], model.model.shared.weight.float())
 
 
-def test_what_the_end_cannot_write_is_known_before_the_first_step(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_written_is_known_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise UserError("tensor lm_head.weight is missing")
 
@@ -214,9 +212,7 @@ class FullOnce(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_run_whose_device_is_full_ends_in_one_line_and_goes_on_from_its_last_state(
-    source: Path, tmp_path: Path
-) -> None:
+def test_a_full_device_is_one_line_and_the_run_goes_on_after(source: Path, tmp_path: Path) -> None:
     settings = ("rescale=false", "schedule.steps=4", "penalty.form=none")
     recipe = read_recipe(written(source, tmp_path, checkpointing={"every": 1}), settings)
     large = parse_recipe(changed(recipe.describe(), {"data": {"batch_size": 10**9}}))
@@ -257,9 +253,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
 
 
 @pytest.mark.parametrize("demo", exhaustive.beyond(["t5-gated-bytes"], ["t5-gated-bytes", "pegasus-bytes"]))
-def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not_at_all(
-    demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_converted_demos_train_in_fp16(demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 steps here; `python benchmarks/finetune.py` is the long version."""
     monkeypatch.setattr("bf16_to_fp16.finetuning.stability.OVERFLOW_STOP", 4)
     convert(DEMO_DATA / demo, tmp_path / "converted", run_model=False)
@@ -286,9 +280,7 @@ def test_converted_demos_train_in_fp16_without_a_skipped_step_and_the_others_not
         train(trainer.recipe, open_checkpoint(DEMO_DATA / demo))
 
 
-def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_fitting_start_begins_in_fp16(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe, of longer texts than the data, is looked at too. What a conversion alone does not prove is trained,
     and of the conversion nothing is left."""
     without_edits(monkeypatch)
@@ -312,9 +304,7 @@ def test_a_start_that_fits_fp16_begins_there_and_another_in_bf16(
             train(read_recipe(recipe, [*alone, *others]), open_checkpoint(loud))
 
 
-def test_convert_finetunes_only_what_rescaling_leaves_unsafe(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_convert_finetunes_what_is_unsafe(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = yaml.safe_load(written(source, tmp_path).read_text())
     del tree["source"], tree["out"]
     recipe = tmp_path / "short.yaml"
@@ -334,9 +324,7 @@ def test_convert_finetunes_only_what_rescaling_leaves_unsafe(
     assert not (tmp_path / "x").exists()
 
 
-def test_a_run_of_what_a_conversion_certifies_converts_it_and_says_so(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_conversion_certifies_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tree = {
         key: value for key, value in recipe_tree(source, tmp_path / "out").items() if key in ("source", "out", "data")
     }

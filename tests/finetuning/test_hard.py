@@ -82,9 +82,7 @@ def assert_safe(result: Any, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.exhaustive
-def test_a_short_finetune_from_plain_text_makes_it_safe_and_keeps_its_loss(
-    tmp_path: Path, held_out: list[TrainingBatch]
-) -> None:
+def test_a_short_finetune_makes_it_safe_and_keeps_its_loss(tmp_path: Path, held_out: list[TrainingBatch]) -> None:
     """The shipped recipe, whose settings of the training are the defaults, in half its steps."""
     shorter = ("schedule.steps=90", "evaluation.every=1000", "quality.max_kl=null")
     recipe = shipped(tmp_path, *shorter)

@@ -215,9 +215,7 @@ def uncertified(recipe: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", beyond(["zero3"], ["zero2", "zero3", "zero3-offload", "fsdp"]))
-def test_parts_of_the_weights_are_held_to_the_bounds_of_the_whole(
-    kind: str, uncertified: Path, warm_python: Path, tmp_path: Path
-) -> None:
+def test_parts_are_held_to_the_bounds_of_all(kind: str, uncertified: Path, warm_python: Path, tmp_path: Path) -> None:
     """Each process changes its part, and that of the optimizer's copies."""
     alone, relative = tmp_path / "alone", () if kind == "fsdp" else (PLAINLY_CLIPPED,)
     finetune(uncertified, overrides=(f"out={alone}", "device=cpu", *relative))
@@ -314,9 +312,7 @@ def end_of(process: "subprocess.Popen[str]", states: Path, pattern: str, how: Ca
             kill(process)
 
 
-def test_a_run_that_loses_a_process_says_so_and_goes_on_to_the_same_bits(
-    recipe: Path, in_two: Path, warm_python: Path, tmp_path: Path
-) -> None:
+def test_a_run_that_loses_a_process_goes_on(recipe: Path, in_two: Path, warm_python: Path, tmp_path: Path) -> None:
     settings = ("out=out", *IN_TWO_PASSES)
     process = launched(warm_python, recipe, tmp_path, *settings)
     family: list[psutil.Process] = []
@@ -349,9 +345,7 @@ def is_in(process: psutil.Process, folder: Path) -> bool:
     return False
 
 
-def test_an_interrupt_is_said_once_with_the_step_from_which_the_run_goes_on(
-    recipe: Path, warm_python: Path, tmp_path: Path
-) -> None:
+def test_an_interrupt_is_told_once_with_the_step(recipe: Path, warm_python: Path, tmp_path: Path) -> None:
     process = launched(warm_python, recipe, tmp_path, "out=out", "schedule.steps=5000")
     as_a_terminal_does = partial(os.killpg, process.pid, signal.SIGINT)
     _, said = end_of(process, tmp_path / "out.run", "step-0000000[4-8]", as_a_terminal_does)
@@ -367,9 +361,7 @@ def test_an_interrupt_before_the_first_state_says_that_there_is_none(tmp_path: P
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_an_error_of_the_processes_is_one_line_and_the_launch_s_status(
-    count: int, recipe: Path, warm_python: Path, tmp_path: Path
-) -> None:
+def test_an_error_of_processes_is_one_line(count: int, recipe: Path, warm_python: Path, tmp_path: Path) -> None:
     process = launched(warm_python, recipe, tmp_path, "out=out", "data.first_sentinel=999", count=count)
     _, error = process.communicate(timeout=200)
     (line,) = [line for line in error.splitlines() if line]
@@ -404,9 +396,7 @@ def under_fsdp(python: Path, recipe: Path, folder: Path, status: int, *settings:
     run_by(AS_FSDP + AS_IT_IS, words, folder, environment, status)
 
 
-def test_fsdp_takes_the_steps_of_one_process(
-    recipe: Path, alone_clipped: Path, warm_python: Path, tmp_path: Path
-) -> None:
+def test_fsdp_steps_as_one_process(recipe: Path, alone_clipped: Path, warm_python: Path, tmp_path: Path) -> None:
     under_fsdp(warm_python, recipe, tmp_path, MISSED, PLAINLY_CLIPPED)
     assert_same_run(tmp_path / "out", alone_clipped, tolerance=1e-5)
 
@@ -457,9 +447,7 @@ def test_a_recipe_is_printed_and_its_data_ship(name: str, capsys: pytest.Capture
     assert printed["text"] == text and parse_recipe(printed["recipe"]) == recipe
 
 
-def test_an_unknown_recipe_and_unknown_shipped_data_are_one_line_with_what_there_is(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_unknown_recipes_and_data_are_told_what_there_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for words in (["recipe"], ["recipe", "flan-t5-bse"]):
         assert refused(capsys, *words).endswith("choose demo, flan-t5-base, flan-t5-xl, mt5, pegasus")
     said = refused(capsys, "audit", "shipped:t5", "--data", "shipped:held_out.txt")

@@ -168,9 +168,7 @@ def ranks(warm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_ranks_agree_on_the_largest_values_the_weights_and_the_model(
-    ranks: list[dict[str, Any]], kind: str
-) -> None:
+def test_two_ranks_agree_on_values_weights_and_model(ranks: list[dict[str, Any]], kind: str) -> None:
     assert [found["world"] for found in ranks] == [2, 2]
     first, second = (found[kind] for found in ranks)
     assert first["local"] != second["local"]
@@ -242,9 +240,7 @@ def test_a_teacher_in_parts_says_the_same_and_each_process_has_half(ranks: list[
         ("DEEPSPEED", 3, 1, False),
     ],
 )
-def test_the_teacher_is_in_parts_where_the_student_s_weights_are(
-    kind: str, stage: int | None, processes: int, parts: bool
-) -> None:
+def test_the_teacher_is_in_parts_as_the_student(kind: str, stage: int | None, processes: int, parts: bool) -> None:
     plugin = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=stage)) if stage else SimpleNamespace()
     accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), state=plugin, num_processes=processes)
     assert weights_in_parts(accelerator) is parts

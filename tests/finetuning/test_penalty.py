@@ -165,9 +165,7 @@ def test_value_and_gradient_are_those_of_the_formula(waits: bool) -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_an_inf_pulls_down_and_a_nan_is_counted_and_neither_gives_nan_gradients(
-    dtype: torch.dtype, waits: bool
-) -> None:
+def test_an_inf_pulls_a_nan_is_counted_and_no_gradient_is_nan(dtype: torch.dtype, waits: bool) -> None:
     weight = torch.tensor([[1.0, -torch.inf], [2.0, 3.0]], dtype=dtype, requires_grad=True)
     model = Scaled(weight)
     penalty = ActivationPenalty(model, targets={"model:mul": 1.0}, weight=1.0)

@@ -1,13 +1,25 @@
-"""A recipe of five lines works, what nobody reads is refused, and every refusal is one line of what to do."""
+"""A recipe of five lines works and what nobody reads is refused; what was asked of a finetune and not delivered is told
+with the command that goes on."""
 
 import json
+import math
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import fakes
 
 from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality
 from bf16_to_fp16.finetuning.recipe import Data, Penalty, Recipe, Schedule, parse_recipe, read_recipe
+from bf16_to_fp16.report.card import notice
+from bf16_to_fp16.report.facts import verdict_sentence
+from bf16_to_fp16.report.page import render
+from bf16_to_fp16.report.remedies import PENALTY
+from bf16_to_fp16.report.schema import FinetuneEntry, Report, UnsafeEntry, read
+from bf16_to_fp16.report.terminal import print_conversion
+from bf16_to_fp16.results import AttackEntry, dump
 
 FIVE_LINES = """\
 source: org/model
@@ -52,9 +64,7 @@ def test_describe_is_json_that_reads_back_as_the_same_recipe(tmp_path: Path) -> 
     ("text", "value"),
     [("1e-5", 1e-5), ("1.5E-3", 1.5e-3), ("2e1", 20.0), (".5", 0.5), ("2", 2.0), ("1_0", 10.0), ("010", 10.0)],
 )
-def test_numbers_words_a_byte_order_mark_and_empty_sections_are_read_as_people_write_them(
-    tmp_path: Path, text: str, value: float
-) -> None:
+def test_recipes_are_read_as_people_write_them(tmp_path: Path, text: str, value: float) -> None:
     lines = "\ufeff" + FIVE_LINES.replace("model-fp16", "2020-01-01").replace("texts.jsonl", "no") + "wandb: off\n"
     recipe = read_recipe(write(tmp_path, f"{lines}penalty:\n  # form: none\nschedule: {{learning_rate: {text}}}\n"))
     assert recipe.schedule.learning_rate == value and recipe.penalty == Penalty()
@@ -95,9 +105,7 @@ def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> N
         ("data={}; data.pth=1", "unknown key data.pth; did you mean data.path?"),
     ],
 )
-def test_a_wrong_value_and_an_unknown_key_are_one_line_with_file_and_key(
-    tmp_path: Path, override: str, wanted: str
-) -> None:
+def test_a_wrong_value_or_key_is_one_line_that_names_it(tmp_path: Path, override: str, wanted: str) -> None:
     message = refusal(write(tmp_path, FIVE_LINES), *override.split("; "))
     assert message.startswith(f"{tmp_path / 'recipe.yaml'}: ")
     assert wanted in message
@@ -182,9 +190,7 @@ def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> N
         (4, 5, 8, "a step of 20 .* has 16: --set data.batch_size=2 --set data.gradient_accumulation=8"),
     ],
 )
-def test_the_batch_is_divided_among_processes_and_stays_the_recipes(
-    size: int, passes: int, processes: int, share: tuple[int, int] | str
-) -> None:
+def test_the_batch_is_divided(size: int, passes: int, processes: int, share: tuple[int, int] | str) -> None:
     data = Data(path="a.txt", batch_size=size, gradient_accumulation=passes)
     if isinstance(share, str):
         with pytest.raises(UserError, match=share):
@@ -193,3 +199,203 @@ def test_the_batch_is_divided_among_processes_and_stays_the_recipes(
     each = data.share(processes)
     assert (each.batch_size, each.gradient_accumulation) == share
     assert each.batch_size * each.gradient_accumulation * processes == size * passes
+
+
+COMMAND = Command("r.yaml", ("schedule.steps=100", "seed=1"))
+
+
+def recipe(**changes: Any) -> Recipe:
+    return parse_recipe({"source": "a", "out": "folder/b", "data": {"path": "c.txt"}, **changes})
+
+
+ASKED = recipe()
+
+
+def evaluated(*found: tuple[float | None, float | None]) -> list[dict[str, Any]]:
+    return [{"step": i, "held_out_loss": loss, "held_out_divergence": kl} for i, (loss, kl) in enumerate(found)]
+
+
+def finetuned(headroom: float, *, kl: float = 0.01) -> Report:
+    report = fakes.conversion()
+    report["verdict"], report["unsafe"] = "safe", []
+    for regime in report["regimes"].values():
+        regime["headroom_bits"] = headroom + 1
+    next(iter(report["regimes"].values()))["headroom_bits"] = headroom
+    run = {"steps": 100, "evaluations": evaluated((2.0, 0.0), (2.01, kl))}
+    return read(Report, report | {"finetune": run})
+
+
+def after(report: Report, **changes: Any) -> tuple[Report, str]:
+    result = judged(report, recipe(**changes), COMMAND)
+    assert result.finetune is not None
+    return result, result.finetune.next
+
+
+def test_less_headroom_than_was_asked_for_is_unsafe_with_the_command_that_goes_on() -> None:
+    for headroom in (1.0, 0.998):
+        assert after(finetuned(headroom)) == (finetuned(headroom), "")
+    result, go_on = after(finetuned(0.9))
+    assert result.unsafe[-1].excess_bits == pytest.approx(0.1) and result.unsafe[-1].remedy == go_on
+    assert result.unsafe[-1].reason.startswith("0.90 of 1 bit of headroom (penalty.headroom_bits), at ")
+    # Rounded down, as the headroom of the same site is everywhere else.
+    assert "0.20 of 1 bit" in after(finetuned(0.2087))[0].unsafe[-1].reason
+    assert after(finetuned(2.9), penalty={"headroom_bits": 3.0})[0].verdict == "unsafe"
+    assert after(finetuned(0.5), penalty={"form": "none"})[0].verdict == "safe"
+
+
+FREE = {"penalty": {"form": "none"}}
+HALF = "schedule.learning_rate=0.002"
+
+
+@pytest.mark.parametrize(
+    ("headroom", "kl", "changes", "begins", "has"),
+    [
+        (0.9, 0.01, {}, "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force", ""),
+        (math.nan, 9.0, {}, "go on: ", ""),
+        # Without a target there is nothing that was asked for, until it overflows.
+        (0.5, 9.0, FREE, "begin another run that stays nearer to its start: ", HALF),
+        (-1.0, 9.0, FREE, "begin another run, with the penalty: ", "penalty.form=smooth-max"),
+        (3.0, 9.0, {}, "begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml", HALF),
+        (3.0, 9.0, {"distillation": {"weight": 0.5}}, "begin another run that learns", "distillation.weight=1.0"),
+    ],
+)
+def test_the_next_command_goes_on(headroom: float, kl: float, changes: dict[str, Any], begins: str, has: str) -> None:
+    result, said = after(finetuned(headroom, kl=kl), **changes)
+    assert result.verdict == "unsafe" and result.next == said
+    assert said.startswith(begins) and has in said
+    assert ("checkpointing.folder=folder/b.run-2 " in said) is said.startswith("begin")
+
+
+def test_a_folder_of_another_run_is_not_taken_twice(tmp_path: Path) -> None:
+    for free in ("b.run-2", "b.run-2-2"):
+        said = after(finetuned(3.0, kl=1060.0), out=str(tmp_path / "b"))[1]
+        assert f"--set checkpointing.folder={tmp_path / free} " in said
+        (tmp_path / free).mkdir()
+
+
+def test_a_missed_goal_is_called_safe_but_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    proof = {"holds": True, "headroom_bits": 0.5, "max_length": 8, "splits": 8}
+    result, go_on = after(read(Report, dump(finetuned(0.6)) | {"certificate": proof, "proof": "certified"}))
+    # The contract's verdict, of which the exit status is made.
+    assert result.verdict == "unsafe" and result.short
+    sentence = verdict_sentence(result)
+    assert sentence.startswith("Safe in fp16, but short of what was asked: 0.60 of 1 bit of headroom")
+    assert "; proven for every input of up to 8 positions; " in sentence
+    page, card = render(result), notice(result)
+    assert '<span class="badge">safe, but short</span>' in page and "but short of" in page
+    assert card.startswith("**Safe in fp16, but short of what was asked.** 0.60 of 1 bit")
+    print_conversion(result, tmp_path)
+    terminal = capsys.readouterr().out
+    assert "\noutput: safe, but short of what was asked: 0.60 of 1 bit of headroom" in terminal
+    assert "; proven for every input" in terminal and f"\nnext: {go_on}\n" in terminal and "\nload: " in terminal
+    for said in (page.partition("<title>")[2], card, terminal):
+        assert "unsafe" not in said.lower().replace('id="unsafe"', "").partition("<style>")[0]
+
+
+def test_the_next_command_stands_once_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site = {"bound": 9e4, "limit": 65504.0, "excess_bits": 0.5, "reason": "r", "remedy": PENALTY}
+    found = [UnsafeEntry(signal=f"a.{i}", kind="found", excess_bits=0.5, reason="x", remedy=PENALTY) for i in (1, 2)]
+    unproven = {"uncertified": [site | {"name": name} for name in ("a.1", "a.2")]}
+    report = read(Report, dump(finetuned(0.6)) | unproven | {"verdict": "unsafe"})
+    result, go_on = after(report.model_copy(update={"unsafe": found}))
+    assert {*(e.remedy for e in result.unsafe), *(e.remedy for e in result.uncertified)} == {go_on}
+    command = go_on.partition(": ")[2]
+    print_conversion(result, tmp_path)
+    for said in (render(result), notice(result), capsys.readouterr().out):
+        assert said.count(command) == 1
+
+
+def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_audit_saw() -> None:
+    report = finetuned(2.0)
+    entry = UnsafeEntry(signal="a.wi_0", kind="found", excess_bits=0.5, reason="90,000 on an input", remedy=PENALTY)
+    search = AttackEntry(steps=64, seed=0, worst_headroom_bits=-0.5, sites=[])
+    report = report.model_copy(update={"verdict": "unsafe", "unsafe": [entry], "attack": search})
+    result, said = after(report)
+    assert said == "go on: bf16-to-fp16 finetune r.yaml --set seed=1 --set schedule.steps=200 --force"
+    assert result.verdict == "unsafe" and result.unsafe[0].remedy == said and not result.short
+    said = after(report, penalty={"certify": False})[1]
+    assert said.startswith("begin another run, whose bounds are held too: ") and "penalty.certify=true" in said
+    assert after(report, penalty={"certify": False}, target="norm-safe")[1].startswith("go on: ")
+
+
+def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
+    result = after(finetuned(3.0, kl=1060.0))[0]
+    said = "1.06×10³ nats per token from the original on held-out data"
+    assert result.verdict == "unsafe" and said in verdict_sentence(result)
+    assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
+
+
+@pytest.mark.parametrize(
+    ("found", "missed"),
+    [
+        ([], []),
+        ([(2.0, None), (2.2, None)], []),
+        ([(None, 0.0), (None, 0.3)], ["divergence from the original"]),
+        ([(2.0, 0.0), (math.nan, math.inf)], ["divergence from the original"]),
+    ],
+)
+def test_the_last_evaluation_decides_quality(found: list[tuple[float | None, float | None]], missed: list[str]) -> None:
+    run = FinetuneEntry(evaluations=evaluated(*found))
+    assert [entry.signal for entry in lost_quality(ASKED, run)] == missed
+
+
+def test_the_worst_kind_of_input_is_judged_and_no_result_has_to_be_nearer_than_bf16() -> None:
+    def lost(recipe: Recipe = ASKED, audit: tuple[float, float] = (0.1, 0.9), **evaluated: float) -> list[str]:
+        close = {"kl_fp16": audit[0], "top1_fp16": audit[1], "kl_bf16": 5.0, "top1_bf16": 0.6}
+        run = read(
+            FinetuneEntry, {"kept": 1, "evaluations": [{"step": 1, **evaluated}, {"step": 2}], "fidelity": close}
+        )
+        return [entry.reason for entry in lost_quality(recipe, run)]
+
+    assert lost(held_out_divergence=0.1, held_out_agreement=0.9) == []
+    assert lost(held_out_divergence=0.3, unlike_divergence=4.0) == [
+        "4 nats per token from the original on code, figures and other languages, at most 0.2 (quality.max_kl)"
+    ]
+    assert lost(audit=(4.9, 0.61)) == [] and lost(recipe(quality={"max_kl": None}), (9e9, 0.0)) == []
+    wanted = "5.5 nats per token from the original on the audit's inputs, at most 5 (quality.max_kl)"
+    assert lost(audit=(5.5, 0.6), held_out_divergence=0.205) == [wanted]
+    (reason,) = lost(audit=(0.1, 0.5), held_out_agreement=0.65, unlike_agreement=0.8)
+    assert reason.startswith("the original's best choice at 50% of positions on the audit's inputs, at least 60%")
+    assert lost(recipe(quality={"min_agreement": None}), (0.1, 0.0)) == []
+
+
+def test_the_verdict_says_how_far_it_is_from_the_original(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = dump(finetuned(1.5))
+    report["finetune"]["evaluations"][-1] |= {"held_out_divergence": 0.01, "unlike_divergence": 0.125}
+    print_conversion(read(Report, report), tmp_path)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("output: safe"))
+    assert "; KL to the original is 0.01 nats per token on held-out data" in line
+    assert "0.125 on code, figures and other languages" in line
+
+
+def test_a_command_begins_as_it_was_given_and_a_published_one_names_no_folder_of_this_machine() -> None:
+    given = Command("/folder/of/mine/r.yaml", ('out="/folder/of/mine/b"', "data.path=texts/a.txt"))
+    words = ["bf16-to-fp16", "finetune", "/folder/of/mine/r.yaml", "--set", given.overrides[0]]
+    words += ["--set", given.overrides[1]]
+    assert shlex.split(given.line()) == words
+    assert given.published().line() == "bf16-to-fp16 finetune r.yaml --set out=b --set data.path=texts/a.txt"
+    another = given.published().line(checkpointing__folder="/folder/of/mine/b.run-2")
+    assert another.endswith(" --set checkpointing.folder=b.run-2 --force")
+    launched = ("accelerate", "launch", "--config_file", "/folder/of/mine/ddp.yaml", "-m", "bf16_to_fp16", "finetune")
+    given = Command("r.yaml", ("seed=1",), launched)
+    assert given.line() == f"{shlex.join(launched)} r.yaml --set seed=1"
+    assert given.published().line().startswith("accelerate launch --config_file ddp.yaml -m bf16_to_fp16 finetune ")
+
+
+def test_a_certificate_that_was_asked_for_and_does_not_hold_is_unsafe_with_the_worst_bound() -> None:
+    def with_bounds(*excess: float) -> Report:
+        places = [
+            {"name": f"h.{i}", "bound": 2.0**i, "limit": 65504.0, "excess_bits": bits, "reason": "r", "remedy": "m"}
+            for i, bits in enumerate(excess)
+        ]
+        certificate = {"holds": not excess, "headroom_bits": 1.0, "max_length": 8, "splits": 8}
+        return read(Report, dump(finetuned(2.0)) | {"uncertified": places, "certificate": certificate})
+
+    assert after(with_bounds(), penalty={"certify": True})[0].safe
+    assert after(with_bounds(0.5, 3.25, 1.0))[0].safe  # nobody asked
+    result, said = after(with_bounds(0.5, 3.25, 1.0), penalty={"certify": True})
+    said_of_it = "no certificate (penalty.certify), 3 bounds over the limit, most by 3.25 bits at h.1"
+    assert result.verdict == "unsafe" and said_of_it in verdict_sentence(result)
+    assert result.unsafe[-1].signal == "certificate" and result.unsafe[-1].excess_bits == 3.25
+    assert said.startswith("begin another run that stays nearer to its start: bf16-to-fp16 finetune r.yaml")
+    assert "schedule.learning_rate=0.002" in said

@@ -269,9 +269,7 @@ def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1)])
-def test_lanes_run_at_once_on_shares_of_the_threads(
-    how: dict[str, Any], at_once: int, folders: dict[str, Path]
-) -> None:
+def test_lanes_run_at_once_on_shared_threads(how: dict[str, Any], at_once: int, folders: dict[str, Path]) -> None:
     """Those under autocast one after another on all of them."""
     walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5, 9]])
     batch, meet, inside = Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1)), threading.Barrier(at_once), list[int]()
@@ -355,9 +353,7 @@ def test_an_interrupt_before_a_lane_starts_is_one(folders: dict[str, Path], monk
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count all memory")
-def test_a_model_larger_than_the_memory_that_it_may_use_is_observed_rewritten_certified_and_audited(
-    tmp_path: Path, warm_python: Path
-) -> None:
+def test_a_model_larger_than_its_memory_is_converted_and_audited(tmp_path: Path, warm_python: Path) -> None:
     """17 blocks of 8.5 MB in fp32, which do not fit. The plan is a drawn one: the tables by which one is made grow
     with the channels, of which this model has many for its size."""
     shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 16, "num_decoder_layers": 1}

@@ -164,9 +164,7 @@ def test_only_padding_that_sees_nothing_is_nan_under_eager_attention(kind: str, 
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(["embeddinggemma"], ["embeddinggemma", "llama", "mistral"]))
-def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(
-    kind: str, whole_probe_once: None, tmp_path: Path
-) -> None:
+def test_an_audit_runs_blind_padding_where_a_claim_needs_it(kind: str, whole_probe_once: None, tmp_path: Path) -> None:
     """So what bounds alone call safe is not called unsafe by a run, nor by one that is repeated."""
     model = with_low_scores(kind)
     source = tiny.save(model, tmp_path / "source")
@@ -189,9 +187,7 @@ def test_an_audit_runs_padding_that_sees_nothing_where_a_claim_stands_for_it(
 
 
 @pytest.mark.parametrize(("both_ways", "blind"), [(None, True), ("vision", True), ("all", False)])
-def test_padding_left_of_text_sees_nothing_but_where_all_text_is_seen_from_both_sides(
-    both_ways: str | None, blind: bool
-) -> None:
+def test_padding_left_of_text_sees_nothing_unless_both_sides_are_seen(both_ways: str | None, blind: bool) -> None:
     mask = torch.ones((1, 4), dtype=torch.int64)
     mask[0, 0] = 0
     config = tiny.config("gemma4", use_bidirectional_attention=both_ways)
@@ -257,9 +253,7 @@ def test_rows_shorter_than_a_block_of_sums_are_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("whole_probe_once")
-def test_the_audit_of_any_class_leaves_out_padding_that_sees_nothing_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_audit_of_any_class_leaves_out_blind_padding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A Granite, of no known family, whose tokens score far under 0 at themselves."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.GraniteConfig(vocab_size=97, num_key_value_heads=2, pad_token_id=0, **shape)

@@ -149,9 +149,7 @@ def test_an_id_that_one_sublayer_alone_does_not_show_is_found(made: Callable[[Pa
     assert any("wherever token" in entry["reason"] for entry in report["unsafe"])
 
 
-def test_what_only_a_mixture_of_ids_shows_is_told_and_the_verdict_stays(
-    head: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mixtures_harm_is_told_beside_safe(head: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     root, report = head
     assert report["verdict"] == "safe" and report["exceptions"]
     for entry in report["exceptions"]:

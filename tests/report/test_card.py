@@ -96,7 +96,7 @@ def test_an_unsafe_verdict_is_the_first_line(tmp_path: Path) -> None:
     assert "so that its activations fit fp16" not in written.text and "which was not enough for fp16" in written.text
 
 
-def test_of_a_plan_a_shared_exponent_is_told_once_what_is_inexact_not_called_exact_and_long_lists_are_not_shown(
+def test_a_plan_is_told_in_short_and_what_is_inexact_not_called_exact(
     tmp_path: Path,
 ) -> None:
     report = fakes.conversion()
@@ -189,7 +189,7 @@ def test_a_certificate_says_what_it_covers_and_what_it_does_not(tmp_path: Path) 
     assert "| `place\\|0` | " in text and "What helps: remedy\\|0." in text and "No input can make any" not in text
 
 
-def test_a_finetunes_card_has_recipe_and_original_and_says_that_the_weights_were_trained_and_how_far_they_went(
+def test_a_finetunes_card_says_recipe_original_and_how_far_it_went(
     tmp_path: Path,
 ) -> None:
     report = fakes.conversion() | {"finetune": {"recipe": {"source": "someone/summariser-large", "steps": 5}}}

@@ -151,9 +151,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_holds_its_shape_and_says_nothing_to_the_console(
-    chromium: Browser, written: dict[str, Path], name: str, width: int
-) -> None:
+def test_a_page_holds_its_shape_silently(chromium: Browser, written: dict[str, Path], name: str, width: int) -> None:
     papers = []
     for dark in (False, True):
         chromium.open(written[name], width=width, dark=dark)
@@ -180,9 +178,7 @@ def press(chromium: Browser, title: str) -> int:
 
 
 @pytest.mark.parametrize("width", [390, 1440])
-def test_a_press_on_a_heading_sorts_by_it_and_another_turns_it_round(
-    chromium: Browser, written: dict[str, Path], width: int
-) -> None:
+def test_a_press_on_a_heading_sorts_by_it(chromium: Browser, written: dict[str, Path], width: int) -> None:
     chromium.open(written["certified"], width=width)
     press(chromium, "site")
     names = column(chromium, 0)

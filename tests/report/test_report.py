@@ -176,7 +176,7 @@ def test_the_published_schema_is_current_describes_every_part_and_takes_keys_to_
     assert set(schema["properties"]) == set(keys_of(Report))
 
 
-def test_what_is_written_has_the_keys_that_are_declared_and_every_key_is_written(
+def test_what_is_written_has_exactly_the_declared_keys(
     written: dict[str, ReportObject],
 ) -> None:
     for name, part in written.items():
@@ -260,9 +260,7 @@ def test_the_report_of_a_finetune_has_its_recipe_as_written_and_what_became_of_i
         ("output.files", [], "is not what convert wrote (SHA-256); fetch or convert it again"),
     ],
 )
-def test_undo_says_what_of_its_report_it_needs(
-    tmp_path: Path, converted: Path, place: str, value: object, said: str
-) -> None:
+def test_undo_says_what_it_needs(tmp_path: Path, converted: Path, place: str, value: object, said: str) -> None:
     folder = Path(shutil.copytree(converted, tmp_path / "folder"))
     with rewritten(folder / REPORT) as data:
         *above, key = place.split(".")

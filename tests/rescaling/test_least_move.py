@@ -160,9 +160,7 @@ def test_channels_stay_whose_loss_together_is_little() -> None:
     assert (search.restrained(costs)[:5] - 24).tolist() == [-4, -4, -4, -4, 0]
 
 
-def test_a_fixed_exponent_of_the_stream_is_taken_and_what_it_proves_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fixed_stream_is_taken_and_told_what_it_proves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = convert(T5, tmp_path / "further", stream=-6, run_model=False)
     assert done.plan.residual_exponent == -6 and done.report["proof"] == "certified"
     assert "--stream -6" in done.report["command"]
@@ -184,9 +182,7 @@ def test_a_move_for_the_proof_alone_is_told(tmp_path: Path, capsys: pytest.Captu
     assert json.loads((tmp_path / "out" / "fp16_report.json").read_text())["for_proof"] == {"residual": -4}
 
 
-def test_a_folder_that_was_saved_again_is_known_by_its_config(
-    converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_saved_again_is_known(converted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mark = json.loads((converted / "config.json").read_text())[CONVERTED_KEY]
     assert mark["stream_exponents"] == [-4]
     again = tmp_path / "again"
@@ -206,9 +202,7 @@ def test_a_folder_that_was_saved_again_is_known_by_its_config(
     "kind",
     exhaustive.beyond(["t5", "gemma3", "pegasus", "edited"], ["gated", "t5", "gemma3", "qwen3", "pegasus", "edited"]),
 )
-def test_what_was_trained_on_a_folder_comes_back_to_the_originals_scale(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_trained_comes_back_in_scale(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By any script, and saved by it in fp32, or merged in fp16."""
     source = tiny.small("t5-encoder" if kind == "edited" else kind)
     if kind == "edited":

@@ -149,7 +149,7 @@ def test_rows_are_looked_at_with_the_exponents_that_their_columns_share() -> Non
     assert (-shift).tolist() == [*range(10), *range(10), *range(10, 20), *range(10, 20)]
 
 
-def test_pegasus_drift_grows_fourfold_with_each_halving_and_weighs_in_the_choice(
+def test_pegasus_drift_grows_fourfold_with_each_halving(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layout, weights, ranges = observed(tiny.build("pegasus"))
