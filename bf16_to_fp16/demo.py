@@ -17,8 +17,7 @@ from .progress import Progress
 from .report import terminal
 from .report.remedies import next_command
 from .report.schema import Report, read
-from .report.screen import console
-from .report.tables import Column, Table, numbers
+from .report.screen import Column, Table, console, numbers
 from .results import Fidelity
 from .wording import factor, percent
 

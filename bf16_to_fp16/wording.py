@@ -11,8 +11,6 @@ from .numerics import FP16_MAX, OVERFLOWED
 
 FULL_HEADROOM_BITS = 39.0  # more headroom than this is all that fp16 has
 MOST_EXCESS_BITS = 23.0  # no number is shown for a bound further over its limit
-MOST_FACTOR = 1_000_000  # a larger factor is shown as "over 1,000,000 ×"
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def infinite(value: float) -> bool:
@@ -50,10 +48,6 @@ def bits(value: float) -> str:
     return f"{rounded_down(value, decimals):.{decimals}f}"
 
 
-def in_bits(value: float) -> str:
-    return f"{value:g} bit" + ("" if value == 1 else "s")
-
-
 def below_limit(value: float | None) -> str:
     """Return "3.2 × below the limit (1.7 bits)" or "past the limit"."""
     said = headroom(value)
@@ -86,7 +80,7 @@ def over_limit(value: float, limit: float = FP16_MAX) -> str:
 
 def headroom_by_bound(bits: float) -> str:
     """Return headroom, or how far a bound is over, rounded up: "5.6 × over"; "none" from eight million times on."""
-    return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{times(2.0**-bits, 2)} × over"
+    return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{rounded_up(2.0**-bits, 2):,g} × over"
 
 
 def factor(bits: float) -> str:
@@ -107,19 +101,7 @@ def percent(fraction: float) -> str:
     return f"{rounded_down(fraction, 6) * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
 
-def tightness(bound: float | None, observed: float | None) -> float | None:
-    if bound is None or observed is None or not 0 < observed <= FP16_MAX or infinite(bound):
-        return None
-    return bound / observed
-
-
-def times(ratio: float | None, digits: int = 3) -> str:
-    return "–" if ratio is None else f"{rounded_up(ratio, digits):,g}"
-
-
 def about(ratio: float) -> str:
-    if ratio >= MOST_FACTOR:
-        return f"over {MOST_FACTOR:,} ×"
     two = float(f"{ratio:.2g}")
     return f"about {two:,.0f} ×" if two >= 10 else f"about {two:g} ×"
 
@@ -171,11 +153,6 @@ def signed(exponent: int) -> str:
 
 def listed(names: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def bytes_in_words(nbytes: int) -> str:
-    power = min(len(UNITS) - 1, (len(str(max(1, nbytes))) - 1) // 3)
-    return f"{nbytes:,} B" if power == 0 else f"{nbytes / 1000**power:.1f} {UNITS[power]}"
 
 
 def counted(number: int, noun: str) -> str:

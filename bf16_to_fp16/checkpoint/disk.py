@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from ..errors import UserError
-from ..wording import bytes_in_words
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
@@ -30,7 +31,7 @@ def check_free_space(
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise UserError(
-            f"{what} needs {bytes_in_words(nbytes)} and the disk of {of} has {bytes_in_words(free)};"
+            f"{what} needs {decimal(nbytes)} and the disk of {of} has {decimal(free)};"
             f" free some space, or {otherwise} disk"
         )
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from ..conversion.options import PATH
 from .shared import (
-    PATH,
     SAFE,
     Ordered,
     check_there,

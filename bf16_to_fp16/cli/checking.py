@@ -11,7 +11,7 @@ import click
 
 from ..checkpoint.contents import check_lone
 from ..checkpoint.sources import CONVERTED, local_source
-from ..conversion.options import check_data
+from ..conversion.options import FOLDER, PATH, check_data
 from ..targets import RECORDS, TARGETS
 from . import shared
 from .shared import SAFE, UNSAFE
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 @shared.seed
 @shared.sweep
 @shared.device
-@click.option("--html", type=shared.FOLDER, metavar="FILE", help="Write the report as a page.")
+@click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
 @shared.json_file
 def audit_command(
     source: str,
@@ -63,7 +63,7 @@ def audit_command(
     **options: Any,
 ) -> int:
     """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
-    shared.check_given(source, data, config, subfolder, check=partial(runnable, config))
+    shared.check_given(source, data, config, subfolder, check=partial(check_source, config, proof=False))
     shared.checked_target(html, "--html")
     from ..conversion.audit import audit
     from ..report import terminal
@@ -104,7 +104,7 @@ def certify_command(
     **options: Any,
 ) -> int:
     """Bound every value in SOURCE for any input, from the weights alone."""
-    shared.check_given(source, None, config, subfolder, check=partial(provable, config))
+    shared.check_given(source, None, config, subfolder, check=partial(check_source, config, proof=True))
     from ..conversion.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
@@ -116,21 +116,17 @@ def certify_command(
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
-def runnable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
+def check_source(lone: object, folder: Path, config: Mapping[str, Any], *, proof: bool) -> None:
+    """Raise UserError for a folder or config that no audit takes; proof: that no certificate takes."""
+    from ..bounds.activations import check_bounded
     from ..families.declared import check_config
     from ..families.known import is_known
 
     check_lone(folder, lone)
-    if is_known(config):
+    if proof:
+        check_bounded(check_config(config))
+    elif is_known(config):
         check_config(config)
-
-
-def provable(lone: object, folder: Path, config: Mapping[str, Any]) -> None:
-    from ..bounds.activations import check_bounded
-    from ..families.declared import check_config
-
-    check_lone(folder, lone)
-    check_bounded(check_config(config))
 
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
@@ -150,7 +146,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @shared.source
 @click.option(
     "--original",
-    type=shared.PATH,
+    type=PATH,
     metavar="SOURCE",
     help="What was converted (folder or Hub id): replay the recorded plan on it too.",
 )
@@ -173,7 +169,7 @@ def verify_command(
     place = shared.check_there(source, CONVERTED, or_file=True, endpoint=options["endpoint"])
     if place is not None:
         shared.check_written(place, options["subfolder"], data)
-    shared.check_given(original, check=partial(runnable, None))
+    shared.check_given(original, check=partial(check_source, None, proof=False))
     from ..conversion.verify import verify
     from ..report import terminal
     from ..report.answers import Verification

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
+from rich.filesize import decimal
 
 from ..checkpoint.adapter_config import config_for
 from ..checkpoint.contents import is_converted
@@ -19,12 +20,12 @@ from ..checkpoint.pipeline_files import Pipeline, is_pipeline, open_pipeline
 from ..checkpoint.recorded import recorded_plan
 from ..checkpoint.sources import subfolder_of, written_folder
 from ..checkpoint.staging import check_out
-from ..conversion.options import FLAGS, FOLDER_LAYOUT, Destination, Options
+from ..conversion.options import FLAGS, FOLDER, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
 from ..targets import AUTO
 from ..visible import show
 from . import shared
-from .checking import provable
+from .checking import check_source
 from .shared import SAFE, UNSAFE
 
 if TYPE_CHECKING:
@@ -35,13 +36,13 @@ OTHER_OPTIONS = (  # the options of ``convert`` that are not fields of ``Options
     click.option(
         "--finetune",
         "recipe",
-        type=shared.FOLDER,
+        type=FOLDER,
         metavar="RECIPE",
         help="Finetune by this recipe if the rescaled checkpoint is not safe; SOURCE, OUT and the target go into it.",
     ),
     click.option(
         "--adapter",
-        type=shared.FOLDER,
+        type=FOLDER,
         metavar="DIR",
         help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
     ),
@@ -61,7 +62,7 @@ def options_of_convert(command: Callable[..., int]) -> Callable[..., int]:
 
 @click.command("convert")
 @shared.source
-@click.argument("out", type=shared.FOLDER, required=False)
+@click.argument("out", type=FOLDER, required=False)
 @options_of_convert
 def convert_command(
     source: str,
@@ -86,7 +87,9 @@ def convert_command(
     folder = options.layout == FOLDER_LAYOUT
     out = checked_place(out, Path(source), dry_run=dry_run, folder=folder, force=force)
     if recipe is not None:
-        check_finetunes(options, dry_run=dry_run)
+        for flag, given in (("--layout", not folder), ("--dry-run", dry_run), ("--no-audit", not options.run_model)):
+            if given:
+                raise UserError(f"--finetune makes a folder and follows from its audit; leave out it or {flag}")
     fit = partial(check_convertible, options)
     shared.check_given(source, options.data, options.config, options.subfolder, check=fit)
     place = Destination(out, force=force, dry_run=dry_run)
@@ -134,19 +137,6 @@ def checked_place(out: Path | None, source: Path, *, dry_run: bool, folder: bool
     return out
 
 
-def check_finetunes(options: Options, *, dry_run: bool) -> None:
-    if options.layout != FOLDER_LAYOUT:
-        raise UserError("--layout writes one file; leave it out with --finetune, which makes a folder")
-    if idle := [flag for flag, given in (("--dry-run", dry_run), ("--no-audit", not options.run_model)) if given]:
-        raise UserError(f"a finetune follows from the audit; leave out either --finetune or {' and '.join(idle)}")
-
-
-UNCOVERED = (
-    "no certificate covers an adapter: merge it by PEFT's merge_and_unload(), save that, and give it to bf16-to-fp16"
-    " certify"
-)
-
-
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:
     context = click.get_current_context()
     taken = ("source", "folder", "out", "adapter", "force", "json_file")
@@ -155,9 +145,9 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
             raise UserError(f"{each.opts[0]} is for checkpoints; leave it out with --adapter")
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.", context)
-    for folder, wanted in ((adapter, "the folder of an adapter"), (base, "a folder that convert wrote")):
+    for folder in (adapter, base):
         if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder; give {wanted}")
+            raise UserError(f"{folder} is not a folder; give that of the adapter, and one that convert wrote")
     back = context.command.name == "undo"
     config_for(adapter, base, back=back)
     shared.check_given(str(base))
@@ -169,7 +159,7 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
         for note in result.notes:
             show(note)
         if context.command.name == "convert":
-            show(UNCOVERED)
+            show("no certificate covers an adapter: merge it with PEFT, save that, and give it to bf16-to-fp16 certify")
     return SAFE
 
 
@@ -203,7 +193,7 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
     if is_converted(folder):
         raise converted_already(folder)
     config = config if options.as_class is None else naming_class(config, options.as_class)
-    provable(options.config, folder, config)
+    check_source(options.config, folder, config, proof=True)
     if options.plan is not None:
         recorded_plan(Path(options.plan), None if options.target == AUTO else options.target)
 
@@ -211,12 +201,11 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
 def show_conversion(result: Conversion) -> None:
     from ..report import terminal
     from ..report.schema import Report, read
-    from ..wording import bytes_in_words
 
     report = read(Report, result.report)
     if result.out is None:
         terminal.print_planned(report, result.planned)
-        show(f"to write: {bytes_in_words(result.nbytes or 0)} of weights")
+        show(f"to write: {decimal(result.nbytes or 0)} of weights")
         terminal.print_plan(report.plan or result.plan, result.planned)
     else:
         notes = result.notes if result.out.is_file() else ()
@@ -224,18 +213,18 @@ def show_conversion(result: Conversion) -> None:
 
 
 @click.command("undo")
-@click.argument("folder", metavar="DIR", type=shared.FOLDER)
-@click.argument("out", type=shared.FOLDER)
+@click.argument("folder", metavar="DIR", type=FOLDER)
+@click.argument("out", type=FOLDER)
 @click.option("--subfolder", metavar="NAME", help="Folder inside DIR.")
 @click.option(
     "--adapter",
-    type=shared.FOLDER,
+    type=FOLDER,
     metavar="ADAPTER",
     help="Write this LoRA adapter, which is for DIR, for what DIR was converted from.",
 )
 @click.option(
     "--plan",
-    type=shared.FOLDER,
+    type=FOLDER,
     metavar="CONVERTED",
     help="The converted folder that DIR was trained from, where DIR was saved by another program.",
 )

@@ -14,16 +14,15 @@ from typing import Any, NoReturn
 
 import click
 
+from ..conversion.options import FOLDER
 from ..errors import INTERRUPTED, UserError, shortened
 from ..visible import show
 from .advising import advise_command
 from .checking import audit_command, certify_command, verify_command
 from .converting import convert_command, undo_command
-from .launching import launch_command, recipe_command
-from .overview import demo_command, families_command
 from .publishing import publish_command
-from .shared import UNREAD, USAGE, Ordered
-from .training import finetune_command
+from .shared import SAFE, UNREAD, UNSAFE, USAGE, Ordered, json_file, make_progress, write_result
+from .training import finetune_command, launch_command, recipe_command
 
 REPORTS = ("json_file", "html")  # parameters of the commands that name a file in which a report is written
 
@@ -61,6 +60,43 @@ def app(context: click.Context) -> None:
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())
+
+
+@click.command("families")
+@json_file
+def families_command(json_file: str | None) -> int:
+    """List what is supported, and what cannot be."""
+    from ..families.known import FAMILIES, REFUSED, names_of
+    from ..report.screen import print_families, print_refused
+
+    rows = [
+        {
+            "name": f.name,
+            "title": f.title,
+            "model_type": f.model_type,
+            "architectures": list(names_of(f)),
+            "untie": f.untie or "never",
+        }
+        for f in FAMILIES
+    ]
+    if write_result(json_file, {"families": rows, "refused": dict(REFUSED)}):
+        print_families(rows)
+        print_refused(REFUSED)
+    return SAFE
+
+
+@click.command("demo")
+@click.option(
+    "--out", type=FOLDER, metavar="DIR", default=Path("fp16-demo"), show_default=True, help="Where the results go."
+)
+@json_file
+def demo_command(out: Path, json_file: str | None) -> int:
+    """Break three small trained checkpoints in fp16, convert them, and show the difference; no network."""
+    from ..demo import demo
+
+    reports = demo(out, progress=make_progress(), show=json_file != "-")
+    write_result(json_file, {"demos": reports})
+    return SAFE if all(r["verdict"] == "safe" for r in reports) else UNSAFE
 
 
 def refusing_shared_paths(command: click.Command) -> Callable[..., Any]:

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.filesize import decimal
 
 from ..checkpoint.hub import check_name
 from ..checkpoint.pipeline_files import is_pipeline
 from ..checkpoint.recorded import recorded
 from ..checkpoint.sources import written_folder
+from ..conversion.options import FOLDER
 from ..errors import UserError
-from ..report.screen import console
-from ..report.tables import Column, Table, numbers
-from ..wording import bytes_in_words, counted
-from .shared import FOLDER, SAFE, UNSAFE, endpoint, json_file, make_progress, write_result
+from ..report.screen import Column, Table, console, numbers
+from ..wording import counted
+from .shared import SAFE, UNSAFE, endpoint, json_file, make_progress, write_result
 
 if TYPE_CHECKING:
     from ..conversion.publish import Upload
@@ -77,7 +78,7 @@ def print_upload(upload: Upload, repo: str, *, public: bool, aside: bool) -> Non
     items = upload.items()
     sizes = [(item.name, item.nbytes or 0) for item in items]
     sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))
-    screen.table(Table((Column("file", 0), numbers("size", 1, bytes_in_words)), sizes, f"for {repo}"))
+    screen.table(Table((Column("file", 0), numbers("size", 1, decimal)), sizes, f"for {repo}"))
     if upload.card_edited:
         screen.say("README.md: edited since the conversion")
 

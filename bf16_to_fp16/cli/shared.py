@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,28 +18,13 @@ from ..checkpoint.headers import read_header
 from ..checkpoint.packed import packed_data
 from ..checkpoint.recorded import recorded
 from ..checkpoint.sources import CHECKPOINT, local_folder, local_source, subfolder_of
-from ..conversion.options import FLAGS, Options
-from ..errors import UserError, shortened
+from ..conversion.options import FLAGS, PATH, Options
+from ..errors import UserError
 from ..quiet import quiet_downloads
 from ..visible import visible
 
 SAFE, UNSAFE, USAGE, UNREAD = 0, 1, 2, 141
 
-
-class Location(click.Path):
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        try:
-            os.stat(os.path.expanduser(value))
-        except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                said = error.strerror if isinstance(error, OSError) else str(error)
-                raise UserError(f"{shortened(value)}: {said}; give another path") from error
-        return super().convert(value, parameter, context)
-
-
-PATH = Location()
-
-FOLDER = Location(path_type=Path)
 
 Check = Callable[[Path, Mapping[str, Any]], object]  # raises UserError for a checkpoint's folder and config
 
@@ -50,8 +33,6 @@ source = click.argument("source", type=PATH)  # or a Hub id; a shell completes p
 
 def field_option(name: str) -> Callable[[Any], Any]:
     flag, more = FLAGS[name], dict[str, Any]()
-    if flag.path is not None:
-        more["type"] = FOLDER if flag.path is Path else PATH
     if not flag.switch:
         more["default"] = getattr(Options, name)
     if (read := flag.read) is not None:

@@ -1,20 +1,26 @@
-"""The command ``finetune``."""
+"""The commands ``finetune``, ``recipe`` and ``launch``."""
 
 from __future__ import annotations
 
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
+from ..conversion.options import FOLDER
+from ..errors import UserError
 from . import shared
-from .shared import SAFE, UNSAFE
+from .shared import SAFE, UNSAFE, force, json_file, write_result
 
 
 @click.command("finetune")
-@click.argument("recipe", type=shared.FOLDER, metavar="RECIPE")
+@click.argument("recipe", type=FOLDER, metavar="RECIPE")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
-@shared.force
-@shared.json_file
+@force
+@json_file
 def finetune_command(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -39,6 +45,93 @@ def finetune_command(
     result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
     if result is None:  # not the first process
         return SAFE
-    if shared.write_result(json_file, result.report):
+    if write_result(json_file, result.report):
         terminal.print_conversion(read(Report, result.report), Path(asked.out), then=result.next)
     return SAFE if result.safe else UNSAFE
+
+
+@click.command("recipe")
+@click.argument("name", required=False)
+@json_file
+def recipe_command(name: str | None, json_file: str | None) -> int:
+    """Print a finetune's recipe that runs as it stands: flan-t5-base, pegasus, mt5, flan-t5-xl or demo."""
+    from ..finetuning.recipe import parse_recipe, shipped_text
+    from ..yaml_files import parse_yaml
+
+    text = shipped_text(name)
+    recipe = parse_recipe(parse_yaml(text, str(name))).describe()
+    if write_result(json_file, {"name": name, "recipe": recipe, "text": text}):
+        click.echo(text, nl=False)
+    return SAFE
+
+
+@click.command("launch")
+@click.argument("recipe", type=FOLDER, metavar="RECIPE")
+@click.option("--gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Cards of this machine.")
+@click.option("--run", "run", is_flag=True, help="Run it as well; on as many CPU processes where no card is.")
+@click.option(
+    "--memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="Of a card; default: asked, else 16."
+)
+@click.option("--kind", metavar="KIND", help="single, ddp, zero2, zero3, fsdp or zero3-offload; default: by memory.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
+@force
+@json_file
+def launch_command(
+    recipe: Path,
+    gpus: int,
+    run: bool,
+    memory: float | None,
+    kind: str | None,
+    overrides: tuple[str, ...],
+    force: bool,
+    json_file: str | None,
+) -> int:
+    """Print the `accelerate launch` line of RECIPE for N cards, with the memory that it needs; --run runs it.
+
+    The configuration is written beside the recipe's `out`.
+    """
+    from ..finetuning.recipe import read_recipe
+
+    asked = read_recipe(recipe, overrides)
+    # What follows takes seconds to import.
+    from ..devices import check_auto_uses_the_card
+    from ..finetuning.launching import KINDS, choose, place_of, run_launch, write_launch
+
+    if kind is not None and kind not in KINDS:
+        raise UserError(f"--kind {kind} is unknown; choose {', '.join(KINDS)}")
+    if run:
+        check_auto_uses_the_card(asked.device)
+    choice = choose(asked, place_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"), kind)
+    if run and kind is None and not choice.fits:
+        raise UserError(f"{'; '.join(choice.explained())}; or try it with --kind {choice.kind}")
+    given = [str(recipe), *(word for each in overrides for word in ("--set", each)), *(["--force"] if force else [])]
+    files, words = write_launch(asked, choice, given)
+    told = choice.to_json() | {"files": [str(path) for path in files], "command": shlex.join(words)}
+    if json_file != "-":
+        for line in choice.explained():
+            click.echo(f"# {line}")
+        click.echo(told["command"])
+    if not run:
+        write_result(json_file, told)
+        return SAFE
+    begun = ["bf16-to-fp16", "launch", "--gpus", str(gpus), "--run"]
+    begun += [] if memory is None else ["--memory", f"{memory:g}"]
+    begun += [] if kind is None else ["--kind", kind]
+    with aside(json_file == "-"):
+        status = run_launch(words, begun, on_gpu=choice.place.on_gpu)
+    write_result(json_file, told | {"status": status})
+    return status
+
+
+@contextmanager
+def aside(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -10,7 +10,6 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ..checkpoint.adapter_config import CONFIG, NOTE, TENSORS, config_for
 from ..checkpoint.folder import carry_over, records
@@ -21,8 +20,8 @@ from ..errors import UserError, first_line
 from ..families.layout import Layout
 from ..families.resolve import head_scale, resolve
 from ..json_text import write_json
-from ..report.schema import REPORT, Source, read_report
-from ..report.stored import read_origin, read_plan
+from ..report.schema import Source
+from ..report.stored import read_origin, read_parts, read_plan
 from ..report.uses import whole_plan
 from ..rescaling.adapters import Scaled, scaled_adapter
 from ..rescaling.edits import edits_of
@@ -72,7 +71,7 @@ def convert_adapter(
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)
     checkpoint, origin = open_checkpoint(base), read_origin(base)
-    run = read_report(base / REPORT, {}, "", also=("finetune",)).finetune
+    run = read_parts(base, "finetune").finetune
     layout, plan = resolve(checkpoint), whole_plan(read_plan(base), run)
     check_tying(adapter, config, plan)
     gain = head_gain(layout, plan, checkpoint.config, origin)
@@ -96,9 +95,15 @@ def rescale_adapter(
 ) -> dict[str, Scaled]:
     """Write an adapter, rescaled as ``plan`` rescales its checkpoint. Its many parameters are all needed."""
     try:
-        rescaled = scaled_adapter(read_tensors(adapter), layout, plan, head_gain)
+        tensors = load_file(adapter / TENSORS)
+        if not tensors:
+            raise UserError("holds no tensor; save the adapter again")
+        rescaled = scaled_adapter(tensors, layout, plan, head_gain)
     except UserError as error:
         raise UserError(f"{adapter / TENSORS}: {error}") from None
+    except (SafetensorError, OSError) as error:
+        reason = f"cannot be read ({first_line(error)}); save the adapter again"
+        raise UserError(f"{adapter / TENSORS}: {reason}") from error
     with staged(out, force=force) as work:
         carry_over(adapter, work, back=back)
         save_file({n: t.values.contiguous() for n, t in rescaled.items()}, work / TENSORS, metadata={"format": "pt"})
@@ -106,16 +111,6 @@ def rescale_adapter(
         note = {"for": "original" if back else "converted", "base": config["base_model_name_or_path"]}
         write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})
     return rescaled
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    try:
-        tensors = load_file(folder / TENSORS)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder / TENSORS}: cannot be read ({first_line(error)}); save the adapter again") from error
-    if not tensors:
-        raise UserError(f"{folder / TENSORS}: holds no tensor; save the adapter again")
-    return tensors
 
 
 def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:

@@ -31,7 +31,7 @@ from ..measuring.regimes import ATTENTIONS, REGIMES, audit_folder, check_names
 from ..measuring.stock import attentions_of
 from ..progress import Progress, progress_of
 from ..quiet import quiet
-from ..report.observed_tiers import largest_seen, tiers_of, with_model_class
+from ..report.observed_tiers import largest_seen, tiers_of
 from ..report.remedies import NO_FAMILY, next_command, over_limits, overflowing, unsafe_sites
 from ..report.schema import Environment, Inputs, Report, Source
 from ..results import dump
@@ -74,6 +74,8 @@ def subject_of(
     if converted or attacks:
         check_bounded(layout, checkpoint.source)  # before anything is run
         known |= {"target": BOUNDED_FOR, "older": differences(layout, checkpoint.config) if converted else []}
+    if layout.only_class is not None:
+        known["model_class"] = layout.only_class
     inputs = checkpoint_batches(checkpoint, layout, data, **probe)
     run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)
     return Subject(layout.family.name, attention, inputs, run, layout, converted, known)
@@ -137,7 +139,7 @@ def audit(
         **subject.known,
         **proven,
     )
-    return dump(report if layout is None else with_model_class(report, layout))
+    return dump(report)
 
 
 def proof(

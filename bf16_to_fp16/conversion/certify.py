@@ -55,6 +55,7 @@ def certify(
     described, converted = certificate.entry(), is_converted(checkpoint.folder)
     then = next_command(shown_in_a_command(source), {}, converted, subfolder, target)
     unproven = over_limits(described, converted=converted)
+    alone: dict[str, Any] = {} if layout.only_class is None else {"model_class": layout.only_class}
     report = Report(
         schema=SCHEMA,
         verdict="safe" if certificate.holds else "unsafe",
@@ -68,7 +69,6 @@ def certify(
         uncertified=unproven,
         next="" if certificate.holds else then,
         environment=Environment.model_validate(on.environment()),
+        **alone,
     )
-    if layout.only_class is not None:
-        report = report.model_copy(update={"model_class": layout.only_class})
     return dump(report)

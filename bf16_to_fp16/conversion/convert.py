@@ -15,7 +15,7 @@ from ..checkpoint.contents import WEIGHTS, is_converted
 from ..checkpoint.disk import check_free_space
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import carry_over, converted_already, has_tokenizer, records, sha256_of, tokenizer_beside
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS, FileLayout
+from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
 from ..checkpoint.naming import SPIECE_FILE
 from ..checkpoint.packed import summary_of
 from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place, tokenizer_inside
@@ -26,9 +26,10 @@ from ..checkpoint.writer import Written, write_fp16
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.layout import Layout
+from ..families.resolve import resolve
 from ..json_text import as_json, write_json
 from ..measuring.batch import describe_batches
-from ..measuring.fidelity import output_errors
+from ..measuring.fidelity import fidelity, output_errors, reference_of
 from ..numerics import FP16_MAX
 from ..progress import Progress, progress_of
 from ..quiet import quiet
@@ -45,8 +46,8 @@ from ..rescaling.outputs import output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..results import dump
-from ..targets import AUTO, TIERS
-from .evidence import fidelity_to_original, measure
+from ..targets import AUTO
+from .evidence import measure
 from .options import FIXED, Destination, Options, Provenance
 from .planning import Opened, decide, open_source, replayed
 
@@ -114,15 +115,11 @@ def convert_by(
     check_unconverted(opened.checkpoint)
     if not place.dry_run:  # fails before anything is computed
         nbytes = sum(2 * math.prod(tensor.shape) for tensor in opened.layout.tensors.values())
-        how = {"of": str(place.out.parent), "otherwise": "choose an output path on another"}
-        times = 1 if options.layout == FOLDER_LAYOUT else 2  # one file is packed from a folder
-        check_free_space(str(place.out), times * nbytes, place.out.absolute().parent, **how)
-    decided = replayed(opened, *stored) if stored is not None else decide(opened, options, progress)
+        copies, parent = 1 if options.layout == FOLDER_LAYOUT else 2, place.out.parent  # a file is packed from a folder
+        otherwise = "choose an output path on another"
+        check_free_space(str(place.out), copies * nbytes, parent.absolute(), of=str(parent), otherwise=otherwise)
+    decided = replayed(opened, *stored, options) if stored is not None else decide(opened, options, progress)
     opened = opened.with_edits_of(decided)
-    if options.exact and opened.edits is not None:
-        raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
-    if not options.run_model and listed_edits(decided.layout, decided.plan):
-        raise UserError("the plan has edits, of which only a run shows the price; leave out --no-audit, or plan anew")
     if place.dry_run:
         return dry_run(opened, decided)
     inputs = describe_batches(opened.inputs, seed=options.seed, data=options.data) if options.run_model else None
@@ -145,7 +142,9 @@ def convert_by(
         )
         if provenance is not None:
             with progress.step("Comparing fp16 with the original"):
-                kept = fidelity_to_original(provenance.original, measured.half, opened.inputs)
+                original = reference_of(provenance.original, opened.inputs)
+                probabilities = resolve(provenance.original).gives_probabilities
+                kept = fidelity(original.fp32, original.bf16, measured.half, probabilities=probabilities)
             report = provenance.judge(reports.descended(report, decided.layout, provenance.lineage, kept))
         elif not report.safe:
             report = report.model_copy(
@@ -209,31 +208,24 @@ def check_finite(written: Written, checkpoint: Checkpoint, layout: Layout) -> No
 
 
 def next_of(options: Options, report: Report, source: str, out: str) -> str:
-    broken = report.broken_regimes
     if report.short:
         return remedies.IN_PYTORCH
     if alone := remedies.tower_alone(report.family, report.regimes):
         return alone
-    if options.exact and options.plan is None:
-        return remedies.WITHOUT_EXACT if options.run_model else remedies.WITHOUT_EITHER
-    held = "" if options.run_model or options.plan is not None else f"{remedies.WITHOUT_AUDIT}; "
-    held += f"{remedies.LET_STREAM_GO}; " if options.stream is not None and options.plan is None else ""
-    held += f"{remedies.LET_EPS_GO}; " if options.eps == FIXED and options.plan is None else ""
-    if (
-        options.plan is None
-        and options.margin_bits > 0
-        and any(entry.remedy == remedies.INEXACT for entry in report.unsafe)
-    ):
-        held += f"{remedies.SHRINK_BY_LESS}; "
-    target = options.target if options.plan is None else report.target
-    return held + remedies.finetuning_of(
-        source,
-        f"{out}-finetuned",
-        [name for name in report.regimes if name not in broken] if broken else (),
-        certify=not report.regimes,
-        target=None if target in (AUTO, TIERS[0].target) else target,
-        subfolder=options.subfolder,
-    )
+    steps, target = list[str](), report.target
+    if options.plan is None:
+        if options.exact:
+            return remedies.WITHOUT_EXACT if options.run_model else remedies.WITHOUT_EITHER
+        target, inexact = options.target, any(entry.remedy == remedies.INEXACT for entry in report.unsafe)
+        helps = {
+            remedies.WITHOUT_AUDIT: not options.run_model,
+            remedies.LET_STREAM_GO: options.stream is not None,
+            remedies.LET_EPS_GO: options.eps == FIXED,
+            remedies.SHRINK_BY_LESS: inexact and options.margin_bits > 0,
+        }
+        steps = [step for step, here in helps.items() if here]
+    steps.append(remedies.finetuning_of(source, f"{out}-finetuned", report.regimes, target, options.subfolder))
+    return "; ".join(steps)
 
 
 @quiet()
@@ -254,15 +246,15 @@ def convert_to_file(
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
         done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
-        report, drift = read(Report, done.report), done.plan.drift
+        report, plan = read(Report, done.report), done.plan
         summary = {
             "layout": options.layout,
             **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
             "source": {key: done.report["source"].get(key) for key in ("path", "revision", "sha256")},
             "max_length": options.max_length,
-            "residual_exponent": done.plan.residual_exponent,
-            "eps": done.plan.eps,
-            "drift_of_eps": None if drift is None else drift.measured_kl,
+            "residual_exponent": plan.residual_exponent,
+            "eps": plan.eps,
+            "drift_of_eps": None if plan.drift is None else plan.drift.measured_kl,
         }
         config = read_json(folder / "config.json", "config")
         back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
@@ -271,25 +263,23 @@ def convert_to_file(
             pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), tokenizer)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
-        left = tokenizer is None and Path(source).is_file() and (folder / SPIECE_FILE).is_file()
-    notes = (*done.notes, *eps_note(report, layout))
-    notes += (f"the tokenizer inside {own_name(source)} is left out: {layout.naming.title} has no place for it",) * left
+        left_out = tokenizer is None and Path(source).is_file() and (folder / SPIECE_FILE).is_file()
+    notes = [*done.notes]
+    if layout.eps is None and plan.eps is not None:
+        notes.append(f"to be loaded with a norm eps of {plan.eps!r} in its config")
+    if left_out:
+        notes.append(f"the tokenizer inside {own_name(source)} is left out: {layout.naming.title} has no place for it")
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
-    return replace(done, report={**done.report, "output": {"files": [written]}}, out=place.out, notes=notes, next=then)
+    report_of_file = {**done.report, "output": {"files": [written]}}
+    return replace(done, report=report_of_file, out=place.out, notes=tuple(notes), next=then)
 
 
 def check_unconverted(checkpoint: Checkpoint) -> None:
-    file = None if checkpoint.weight_files[0].is_relative_to(checkpoint.home) else checkpoint.weight_files[0]
-    if file is None and is_converted(checkpoint.home):
-        raise converted_already(checkpoint.home)
-    if file is not None and summary_of(file) is not None:
+    home, file = checkpoint.home, checkpoint.weight_files[0]
+    if file.is_relative_to(home) and is_converted(home):
+        raise converted_already(home)
+    if not file.is_relative_to(home) and summary_of(file) is not None:
         raise converted_already(file, "its metadata")
-
-
-def eps_note(report: Report, layout: FileLayout) -> tuple[str, ...]:
-    assert report.plan is not None  # of a conversion
-    eps = report.plan.eps
-    return () if layout.eps is not None or eps is None else (f"to be loaded with a norm eps of {eps!r} in its config",)
 
 
 def write_report(work: Path, report: Report) -> Report:

@@ -19,7 +19,6 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device
 from ..errors import UserError
 from ..families.layout import Layout
-from ..families.resolve import resolve
 from ..measuring import probe
 from ..measuring import soft_side as soft
 from ..measuring.agreement import agreed_layout
@@ -222,9 +221,3 @@ def audited(
         if not in_fp32:
             return Audited(regimes, [], [])
         return outputs_of(Walk(checkpoint), inputs, in_fp32, regimes)
-
-
-def fidelity_to_original(original: Checkpoint, half: Outputs, inputs: list[Batch]) -> Fidelity:
-    reference = reference_of(original, inputs)
-    probabilities = resolve(original).gives_probabilities
-    return fidelity(reference.fp32, reference.bf16, half, probabilities=probabilities)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from ..checkpoint.disk import check_free_space
 from ..checkpoint.fetching import fetched
 from ..checkpoint.hub import reading_from
@@ -13,17 +15,8 @@ from ..checkpoint.sources import CONVERTED, local_folder, subfolder_of
 from ..errors import UserError
 from ..progress import Progress
 from ..report.schema import Report, typed
-from ..wording import bytes_in_words
 
 LISTS_OTHER = "lists something that convert does not write; convert the source again"
-
-WRONG = {  # messages for report keys with values that convert does not write
-    "plan.": "its plan is not one of this program; convert the source again",
-    "target": "its certificate names no target and length; convert the source again",
-    "certificate.max_length": "its certificate names no target and length; convert the source again",
-    "certificate.splits": "its certificate names no target and length; convert the source again",
-    "inputs.seed": "its seed is not a number; convert the source again",
-}
 
 
 def locate(
@@ -66,14 +59,14 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
     wanted = [name for name in listed if name in sizes]
     nbytes = sum(sizes[name] for name in wanted if not (folder / name).exists())  # cached files are not fetched
     check_free_space(repo, nbytes, Path(constants.HF_HUB_CACHE))
-    with progress.step(f"Fetching {len(wanted)} files, {bytes_in_words(nbytes)}"):
+    with progress.step(f"Fetching {len(wanted)} files, {decimal(nbytes)}"):
         folder = download(REPORT, *wanted)
     return folder, commit, sorted(set(sizes) - {REPORT, *listed})
 
 
 def read_recorded(folder: Path) -> Report:
     path = folder / REPORT
-    report = typed(recorded(folder), path, NEEDED, LISTS_OTHER, WRONG)
+    report = typed(recorded(folder), path, NEEDED, LISTS_OTHER)
     if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
         raise UserError(f"{path}: {LISTS_OTHER}")
     return report

@@ -4,7 +4,6 @@ The model's config changes with the weights, so that ``save_pretrained`` writes 
 from __future__ import annotations
 
 import copy
-import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -91,9 +90,6 @@ class MadeSafe:
         else:
             done = f"rescaled in memory: the residual stream by {streams}, channels of {signals} other signals"
         at = f"{self.headroom_bits:.2f} bits at {self.tightest}"
-        over = (
-            f"is {-self.headroom_bits:.2f} bits over its limit" if math.isfinite(self.headroom_bits) else "is infinite"
-        )
         observed = (
             f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
             " checkpoint, which can edit it, or train it in bf16"
@@ -104,7 +100,7 @@ class MadeSafe:
             f"certified {WHERE[self.target]}: no input overflows these weights in fp16"
             f"{tower_aside(self.plan.family)} (least headroom {at}); training moves them, so certify what you save"
             if self.certified
-            else f"not certified {WHERE[self.target]}: the bound of {self.tightest} {over}; {observed}"
+            else f"not certified {WHERE[self.target]} ({at}); {observed}"
         )
         scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
         if factor := self.inputs.get(EMBEDDINGS):

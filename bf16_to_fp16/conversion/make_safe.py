@@ -34,7 +34,7 @@ from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..quiet import quiet
 from ..ranges import ModuleRange
-from ..report.signal_entries import signals_of
+from ..report.steps import signals_of
 from ..report.stored import originals as stored_originals
 from ..report.stored import read_origin, read_plan, read_start
 from ..rescaling.apply import apply, scale

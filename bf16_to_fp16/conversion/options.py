@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -35,16 +37,30 @@ MOST_MARGIN = 12  # bits; a signal then has room up to 65504·2⁻¹² = 16
 OF_CONFIG, FIXED = EPS = ("config", "fixed")  # the norms' eps in the tool that reads the output
 
 
+class Location(click.Path):
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        try:
+            os.stat(os.path.expanduser(value))
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                said = error.strerror if isinstance(error, OSError) else str(error)
+                raise UserError(f"{shortened(value)}: {said}; give another path") from error
+        return super().convert(value, parameter, context)
+
+
+PATH = Location()
+
+FOLDER = Location(path_type=Path)
+
+
 @dataclass(frozen=True)
 class Flag:
-    """The command-line flag of a field of ``Options``. ``click``: further arguments of ``click.option``. ``path``: the
-    type of a path that is checked at parsing. ``read``: makes the field's value. ``written``: writes it in a
-    command."""
+    """The command-line flag of a field of ``Options``. ``click``: further arguments of ``click.option``. ``read``:
+    makes the field's value. ``written``: writes it in a command."""
 
     name: str
     help: str
     click: Mapping[str, Any]
-    path: type | None = None
     read: Callable[[Any], Any] | None = None
     written: Callable[[Any], str] = str
 
@@ -58,12 +74,11 @@ def option(
     name: str,
     help: str,
     *,
-    path: type | None = None,
     read: Callable[[Any], Any] | None = None,
     written: Callable[[Any], str] = str,
     **more: Any,
 ) -> Any:
-    return field(default=default, metadata={"flag": Flag(name, help, more, path, read, written)})
+    return field(default=default, metadata={"flag": Flag(name, help, more, read, written)})
 
 
 def parse_size(text: str) -> int:
@@ -115,7 +130,7 @@ class Options:
         None,
         "--data",
         "Text to run on besides the built-in probe: JSONL, CSV, Parquet, text (.gz too), or a Hub dataset.",
-        path=str,
+        type=PATH,
         metavar="FILE",
     )
     run_model: bool = option(
@@ -132,7 +147,7 @@ class Options:
         None,
         "--config",
         "config.json of a SOURCE that is one file of weights; default: told from its names and shapes.",
-        path=Path,
+        type=FOLDER,
         metavar="FILE",
     )
     as_class: str | None = option(
@@ -142,7 +157,7 @@ class Options:
         metavar="CLASS",
     )
     plan: str | Path | None = option(
-        None, "--plan", "Replay the plan of a report instead of observing.", path=Path, metavar="REPORT"
+        None, "--plan", "Replay the plan of a report instead of observing.", type=FOLDER, metavar="REPORT"
     )
     layout: str = option(
         FOLDER_LAYOUT,

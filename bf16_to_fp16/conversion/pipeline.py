@@ -106,13 +106,9 @@ def convert_pipeline_by(
 ) -> PipelineConversion:
     progress = progress_of(progress)
     options.check()
-    if options.plan is not None and len(pipeline.encoders) > 1:
-        raise UserError(f"--plan is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
-    if options.as_class is not None:
-        raise UserError(
-            "--as is for one model, and model_index.json says which class loads each; give --subfolder"
-            f" {listed(pipeline.encoders, 'or')} as well"
-        )
+    for flag, given in (("--plan", options.plan if len(pipeline.encoders) > 1 else None), ("--as", options.as_class)):
+        if given is not None:
+            raise UserError(f"{flag} is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
     local = pipeline.revision is None
     asked = {name: options_of(options, pipeline, name) for name in pipeline.encoders}
     place.check(pipeline.folder)
@@ -198,22 +194,18 @@ def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
     return next((str(SAFETENSORS_DTYPES[t.dtype]) for t in tensors.values() if t.dtype in FLOATING_DTYPES), None)
 
 
-def read_pipeline(folder: Path) -> answers.PipelineReport:
+def check_no_pipeline(folder: Path) -> None:
+    if not is_pipeline(folder):
+        return
     file = folder / PIPELINE
     if not file.is_file():
         raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
     try:
-        return schema.read(answers.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
+        report = schema.read(answers.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
     except ValidationError as error:
         raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
-
-
-def check_no_pipeline(folder: Path) -> None:
-    if is_pipeline(folder):
-        names = [shlex.quote(str(folder / entry.subfolder)) for entry in read_pipeline(folder).encoders]
-        raise UserError(
-            f"{folder} is a pipeline of several models; give what was converted in it: {listed(names, 'or')}"
-        )
+    names = [shlex.quote(str(folder / entry.subfolder)) for entry in report.encoders]
+    raise UserError(f"{folder} is a pipeline of several models; give what was converted in it: {listed(names, 'or')}")
 
 
 def alone(pipeline: Pipeline, name: str) -> str:

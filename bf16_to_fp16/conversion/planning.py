@@ -38,7 +38,7 @@ from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.costs import PROOF_WORTH
 from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits
-from ..rescaling.exponents import OfChannels, check_plan_fits
+from ..rescaling.exponents import check_plan_fits
 from ..rescaling.plan import Drift, Plan
 from ..rescaling.planner import PROOF_FIRST, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
@@ -85,10 +85,6 @@ class Opened:
             return self
         return replace(self, layout=decided.layout, edits=edits, before=self)
 
-    def named(self, layout: Layout) -> str:
-        what = "source" if self.edits is None else "edited source"
-        return what if layout.tied == self.layout.tied else f"{what} with its head apart"
-
     def apart(self) -> Layout:
         return replace(resolve(self.checkpoint, untie=True), held_eps=self.layout.held_eps)
 
@@ -133,13 +129,18 @@ def read_as_class(checkpoint: Checkpoint, name: str | None, progress: Progress) 
     return found
 
 
-def replayed(opened: Opened, plan: Plan, target: str) -> Decided:
+def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decided:
     layout, eps = opened.apart() if plan.untied_head else opened.layout, opened.layout.held_eps
     check_plan_fits(layout, plan)
     if eps is not None and eps != plan.eps:
         raise UserError(
             f"the plan is for an eps of {plan.eps!r}, and whoever is to read the output has {eps!r}; leave out --plan"
         )
+    edits = edits_of(layout, plan)
+    if options.exact and (edits.exponents or edits.centred_keys):
+        raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
+    if not options.run_model and edits.exponents:
+        raise UserError("the plan has edits, of which only a run shows the price; leave out --no-audit, or plan anew")
     return Decided(layout, plan, target)
 
 
@@ -216,12 +217,10 @@ class Search:
     start: Mapping[str, int] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
 
-    def decided(self, target: str, margin_bits: float | None = None) -> Decided:
-        opened, options = self.opened, replace(self.options, target=target)
-        if margin_bits is not None:
-            options = replace(options, margin_bits=margin_bits)
+    def decided(self, target: str) -> Decided:
+        opened, search = self.opened, replace(self, options=replace(self.options, target=target))
         with products_on(opened.device, "certificate"):
-            layout, planned, bounds = replace(self, options=options).best_plan()
+            layout, planned, bounds = search.best_plan()
         if self.observed is None or self.before is None or opened.edits is None:
             return Decided(layout, planned.plan, target, planned, self.observed, bounds=bounds)
         plan, edited = with_edits(planned.plan, opened.edits), self.observed.ranges
@@ -231,8 +230,9 @@ class Search:
         """Bound the source before any exponent but those of its streams, in arithmetic without subnormals."""
         opened, target = self.opened, self.options.target
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
-        name = opened.named(layout)
-        with self.progress.step(f"Bounding every site of the {name} {WHERE[target]}{again}") as advance:
+        name = "source" if opened.edits is None else "edited source"
+        head = "" if layout.tied == opened.layout.tied else " with its head apart"
+        with self.progress.step(f"Bounding every site of the {name}{head} {WHERE[target]}{again}") as advance:
             arithmetic, weights = Arithmetic(self.options.max_length, planned=exponents), opened.weights(layout)
             certificate = bound(layout, weights, arithmetic, target=target, spectra=opened.spectra, advance=advance)
         unmoved = {site.name for site in certificate.sites if not site.holds and not traits(site.kind).movable}
@@ -326,7 +326,8 @@ class Search:
         found = self.drift(decided.layout, decided.plan)
         if is_acceptable(found, 1.0):
             return decided
-        less = self.decided(decided.target, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
+        options = replace(self.options, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
+        less = replace(self, options=options).decided(decided.target)
         note = (
             f"no further margin is kept for training: with it gains would round to a KL of {found.kl_fp16:.1e}, beside"
             f" {found.kl_bf16:.1e} for the source in bf16"
@@ -343,20 +344,15 @@ def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) ->
     observed = observe_source(opened.checkpoint, inputs, search.progress, opened.device, change)
     ranges = observed.ranges
     if edits.apart and layout.head is not None:
-        ranges = with_scaled_output(ranges, layout.head.linears[0].at, edits.plan.exponent(LOGITS))
+        path = layout.head.linears[0].at
+        factor, logits = scaled_by(torch.ones(()), edits.plan.exponent(LOGITS)), ranges[path].output
+        logits = replace(logits, amax=logits.amax * factor, mean_square=logits.mean_square * factor.square())
+        ranges = {**ranges, path: replace(ranges[path], output=logits)}
     edited = replace(opened, layout=layout, edits=edits.plan, before=opened)
     tables = search.tables.without(changed_by(layout, edits.plan))
     reference = replace(search.observed.reference, fp32=observed.reference.fp32)
     observed = Observed(ranges, reference)
     return Search(edited, search.options, search.progress, observed, search.observed, exponents, tables)
-
-
-def with_scaled_output(
-    ranges: Mapping[str, ModuleRange], path: str, exponents: OfChannels
-) -> Mapping[str, ModuleRange]:
-    factor, seen = scaled_by(torch.ones(()), exponents), ranges[path].output
-    scaled = replace(seen, amax=seen.amax * factor, mean_square=seen.mean_square * factor.square())
-    return {**ranges, path: replace(ranges[path], output=scaled)}
 
 
 def stream_exponents(layout: Layout, plan: Plan) -> dict[str, int]:

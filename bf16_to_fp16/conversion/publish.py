@@ -75,7 +75,12 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
         broken = [f"{problem.name}: {problem.reason}" for problem in found.problems]
         alone = TOWER_ALONE if tower_in_fp32(report.family, report.regimes) else ""
         why = broken[0] if report.safe else alone or "its report says so"
-        check_allowed(folder, report, why, allow_unsafe, "" if alone else "finetune it, or ")
+        if not allow_unsafe:
+            what = "safe in fp16, but short of what was asked" if report.short else "unsafe in fp16"
+            raise UserError(
+                f"{folder} is {what} ({why}) and is not published; {'' if alone else 'finetune it, or '}give"
+                " --allow-unsafe, and the first line of its card will say so"
+            )
     try:
         card = (folder / CARD).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -95,15 +100,6 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
         output = report.output.model_copy(update={"files": entries} | ({"card_edited": True} if edited else {}))
         report = report.model_copy(update={"output": output})
     return Upload(report, files | {REPORT: as_json(dump(report)).encode() if changed else folder / REPORT}, edited)
-
-
-def check_allowed(folder: Path, report: Report, why: str, allowed: bool, otherwise: str) -> None:
-    if not allowed:
-        what = "safe in fp16, but short of what was asked" if report.short else "unsafe in fp16"
-        raise UserError(
-            f"{folder} is {what} ({why}) and is not published; {otherwise}give --allow-unsafe, and the first line of"
-            " its card will say so"
-        )
 
 
 def now_unsafe(report: Report, found: Verified, name: str) -> Report:
@@ -162,23 +158,18 @@ def publish(
     if (confirm is not None and not confirm(upload)) or dry_run:
         return done
     api = HfApi(endpoint=endpoint, token=token, library_name="bf16_to_fp16")
-    how: dict[str, Any] = {
-        "revision": revision,
-        "message": message or MESSAGE,
-        "public": public,
-        "create_pr": create_pr,
-    }
+    how: dict[str, Any] = {"revision": revision, "message": message or MESSAGE, "public": public, "force": force}
     with explained(repo_id, endpoint=api.endpoint, revision=revision, token=token, writing=True), transfers(api):
         if create_pr:  # a second try could open a second pull request
-            return done | send(api, repo_id, upload, progress, force=force, **how)
-        return done | with_retries(lambda: send(api, repo_id, upload, progress, force=force, **how))
+            return done | send(api, repo_id, upload, progress, create_pr=True, **how)
+        return done | with_retries(lambda: send(api, repo_id, upload, progress, create_pr=False, **how))
 
 
 def send(
     api: Any, repo: str, upload: Upload, progress: Progress, *,
     revision: str | None, message: str, public: bool, create_pr: bool, force: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Commit what the repository lacks and check what arrived. Its many parameters are those of ``publish``."""
+    """Commit what the repository lacks. Its many parameters are those of ``publish``."""
     from huggingface_hub import CommitOperationAdd
 
     repo = repo if "/" in repo else f"{api.whoami()['name']}/{repo}"
@@ -209,16 +200,6 @@ def send(
             create_pr=create_pr,
             parent_commit=there.sha,
         )
-    place = commit.pr_revision if create_pr else revision
-    try:
-        wrong = missing_from(listed(api, repo, place), upload)
-    except Exception:  # the client's exception holds the token
-        if commit.pr_url is None:
-            raise
-        raise UserError(f"{commit.pr_url} is open, and could not be looked at again; look at it yourself") from None
-    if wrong:
-        again = "run the same command again" if commit.pr_url is None else f"close {commit.pr_url} and try again"
-        raise UserError(f"{repo} does not hold what was uploaded ({wrong[0]}); {again}")
     url = commit.pr_url or done["url"]
     return done | {"uploaded": missing, "commit": commit.oid, "pull_request": commit.pr_url, "url": url}
 

@@ -53,15 +53,18 @@ def undo(
     come back rounded to fp16. Tensors that the conversion made are left out, replaced ones come from the report,
     dropped ones are not restored. Raises UserError where the folder has no plan.
     """
-    progress = progress_of(progress)
+    progress, out = progress_of(progress), Path(out)
     if plan is not None:
-        return undo_trained(written_folder(folder), Path(out), Path(plan), force=force, progress=progress)
+        return undo_trained(written_folder(folder), out, Path(plan), force=force, progress=progress)
     if Path(folder).is_file():
-        return undo_file(Path(folder), Path(out), force=force, progress=progress)
-    folder, out = written_folder(folder), Path(out)
+        return undo_file(Path(folder), out, force=force, progress=progress)
+    folder = written_folder(folder)
     check_out(out, folder, force=force)
-    origin = read_origin(folder)
-    checkpoint = named_as_before(open_checkpoint(folder), origin)
+    origin, checkpoint = read_origin(folder), open_checkpoint(folder)
+    before = class_before(origin)
+    if before is not None and not checkpoint.stored_names:  # with images, names in files do not depend on the class
+        names = names_under(checkpoint.config, checkpoint.tensors, before)
+        checkpoint = replace(checkpoint, stored_names={n: other for n, other in names.items() if n != other})
     with staged(out, force=force) as work:
         start = read_start(folder)
         written = write_weights(checkpoint, read_plan(folder), origin, work, progress, start=start)
@@ -117,16 +120,8 @@ def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progres
     return composed(without_edits(layout, start), plan)
 
 
-def named_as_before(checkpoint: Checkpoint, origin: Source) -> Checkpoint:
-    """Return a checkpoint under the names of its source's class, where no tensor was dropped for another one."""
-    before = class_before(origin)
-    if before is None or checkpoint.stored_names:  # with images, names in files do not depend on the class
-        return checkpoint
-    names = names_under(checkpoint.config, checkpoint.tensors, before)
-    return replace(checkpoint, stored_names={n: other for n, other in names.items() if n != other})
-
-
 def class_before(origin: Source) -> str | None:
+    """Return the source's class where the conversion was to another one and dropped no tensor."""
     return None if origin.dropped else origin.class_in("before")
 
 

@@ -38,7 +38,7 @@ from ..quiet import quiet
 from ..report import answers, schema
 from ..report.build import moved_by
 from ..report.facts import missed
-from ..report.judgement import cost_of, harmed, is_exact, too_inexact
+from ..report.judgement import judged
 from ..report.observed_tiers import tiers_of
 from ..report.remedies import CONVERT_AGAIN, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
 from ..report.steps import Decided
@@ -50,12 +50,11 @@ from ..rescaling.plan import Plan, mark_of
 from ..results import CertificateEntry, dump
 from ..targets import TARGETS
 from ..wording import listed
-from .comparison import differences
+from .comparison import differences, other_weights, replayed
 from .evidence import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
 from .file_checks import check_foreign, check_hashes, check_tensors, check_tokenizer, check_unread
 from .locating import locate, read_recorded
 from .options import check_data
-from .replay import other_weights, replayed
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
 
@@ -220,16 +219,7 @@ def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
         remedy = tower_alone(report.family, report.regimes) or UNSAFE_BY_REPORT
         yield schema.REPORT, "says itself that the checkpoint is unsafe in fp16", remedy
         return
-    unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True)]
-    if report.fidelity is not None:
-        unsafe += too_inexact(
-            report.fidelity,
-            exact=is_exact(report.plan, report.weights, report.source, report.inexact),
-            max_kl=report.max_kl,
-            edits=cost_of(report.inexact),
-            proven=report.proven,
-        )
-    unsafe += harmed(report.exceptions, report.max_kl)
+    unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True), *judged(report)]
     yield from ((entry.signal, f"the report says safe, and also {entry.reason}") for entry in unsafe)
 
 
@@ -278,11 +268,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
 def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:
     assert report.certificate is not None
     if report.certificate.sites or report.output.files:  # one file records no bounds
-        again = dump(certificate.entry())
-        said = dump(report.certificate)
-        for section in (said, again):
-            section["sites"] = [{k: v for k, v in site.items() if k != "observed"} for site in section["sites"]]
-        yield from differences(said, again, "certificate")
+        yield from differences(dump(report.certificate), dump(certificate.entry()), "certificate")
     if report.proof == "certified" and not certificate.holds:
         worst = min(certificate.sites, key=lambda site: site.headroom_bits)
         yield worst.name, f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"

@@ -14,7 +14,7 @@ from ..report.facts import Distance, distances
 from ..report.judgement import FP16_RANGE_BITS
 from ..report.remedies import tower_alone, with_next
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
-from ..wording import bits, counted, excess, in_bits, scientific
+from ..wording import bits, counted, excess, scientific
 from .recipe import CERTIFIABLE, Penalty, Recipe
 
 TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
@@ -125,7 +125,7 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
     missed = quality = lost_quality(recipe, run)
     if lacks_headroom(recipe, delivered):
-        reason = f"{bits(delivered)} of {in_bits(asked)} of headroom (penalty.headroom_bits), at {tightest.tightest}"
+        reason = f"{bits(delivered)} of {asked:g} bits of headroom (penalty.headroom_bits), at {tightest.tightest}"
         missed = [goal("headroom", asked - delivered, reason), *quality]
     unproven = uncertified(report) if recipe.penalty.certify else []
     missed = [*missed, *unproven]

@@ -28,7 +28,7 @@ class RegimeResult(RegimeEntry):
     vectors: bool = Field(default=False, exclude=True)
 
 
-def verdict(results: Mapping[str, RegimeResult]) -> Literal["safe", "unsafe"]:
+def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:
     return "unsafe" if any(result.broken for result in results.values()) else "safe"
 
 

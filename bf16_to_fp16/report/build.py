@@ -48,8 +48,6 @@ def build(
     of the output's files besides weights. max_kl: the accepted distance from the source, if over bf16's."""
     layout, planned, written = decided.layout, decided.planned, rewritten.written
     plan, certificate, regimes, attack = measured.plan, measured.certificate, measured.regimes, measured.attack
-    counts, source = weight_counts(layout, plan, written), source_of(checkpoint, layout, plan, rewritten)
-    over = judged(planned, measured, counts, source, max_kl)
     broken = remedies.overflowing(attack) if attack is not None else []
     more: dict[str, Any] = {"inexact": list(measured.edits)} if measured.edits else {}
     if (soft := measured.soft) is not None:
@@ -57,15 +55,13 @@ def build(
     more |= {} if max_kl is None else {"max_kl": max_kl}
     # Clean runs prove nothing where a search found an overflow.
     tiers = tiers_of(layout, measured.tiers, {} if broken else regimes)
-    over += unmet(decided.target, tiers)
-    return schema.Report(
+    report = schema.Report(
         schema=SCHEMA,
-        verdict="unsafe" if broken else conclude(regimes, over, certificate),
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
         target=decided.target,
         tiers=tiers,
-        source=source,
+        source=source_of(checkpoint, layout, plan, rewritten),
         output=schema.Output(files=[schema.FileEntry(**entry) for entry in (*map(asdict, written.files), *others)]),
         padding=padding_entry(layout.config),
         older=differences(layout, edited_config(layout, plan)),
@@ -75,17 +71,20 @@ def build(
         uncertified=uncertified_sites(layout, certificate, planned),
         attack=attack,
         fidelity=measured.fidelity,
-        weights=counts,
+        weights=weight_counts(layout, plan, written),
         outputs=dict(measured.outputs),
         plan=Plan.model_validate(describe_plan(plan)),
         moved=moved_by(layout, plan),
         for_proof={} if planned is None or decided.observed is None else dict(planned.for_proof),
         signals=decided.signals,
-        unsafe=[*over, *remedies.unsafe_sites(regimes, layout.family.name, converted=True), *broken],
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
         **more,
     )
+    over = judged(report, planned) + unmet(decided.target, tiers)
+    verdict = "unsafe" if broken else conclude(regimes, over, proven=certificate.holds)
+    unsafe = [*over, *remedies.unsafe_sites(regimes, layout.family.name, converted=True), *broken]
+    return report.model_copy(update={"verdict": verdict, "unsafe": unsafe})
 
 
 def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
@@ -136,6 +135,7 @@ def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> sche
 def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rewritten) -> schema.Source:
     dtypes = {t.name: checkpoint.tensors[t.source].dtype for t in layout.tensors.values() if t.source is not None}
     main = max(sorted(set(dtypes.values())), key=list(dtypes.values()).count)
+    config = checkpoint.config if checkpoint.own_folder is None else read_config(checkpoint.own_folder)
     created = made_of(layout)
     if layout.tied is False and layout.family.head in created:
         created += [name for name in layout.family.copies if name in layout.tensors]
@@ -148,16 +148,12 @@ def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rew
         dtypes={name: dtype for name, dtype in dtypes.items() if dtype != main},
         made=sorted(set(created)),
         dropped=dict(layout.dropped),
-        config_changes=changes(config_of_source(checkpoint), edited_config(layout, plan)),
+        config_changes=changes(config, edited_config(layout, plan)),
         carried_over=rewritten.carried,
         left_out=rewritten.left_out,
         card=front_matter(checkpoint.home),
         **replaced,
     )
-
-
-def config_of_source(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    return checkpoint.config if checkpoint.own_folder is None else read_config(checkpoint.own_folder)
 
 
 def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[str, str]:

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCardData, metadata_load
 from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import TOKENIZER_FILES
 from ..families.known import architectures, class_named, loading_class, named
-from . import coverage, facts, remedies, uses
+from . import coverage, facts, remedies
 from .schema import Report
 from .text import changes_text, environment, notice, origin, results_text
 
@@ -55,27 +55,21 @@ def warned(card: str, report: Report) -> str:
 
 def front_matter(folder: Path) -> dict[str, Any]:
     """Return licence, languages, tags and task of a source's card, which for a pipeline lies one folder up."""
-    card = folder / "README.md"
-    if not card.is_file() and (folder / "SOURCE_README.md").is_file():
-        card = folder / "SOURCE_README.md"
-    if not card.is_file() and (folder.parent / "model_index.json").is_file():
-        card = folder.parent / "README.md"
+    own, above = folder / "README.md", folder.parent
+    cards = [own, folder / "SOURCE_README.md", *[above / "README.md"] * (above / "model_index.json").is_file()]
     try:
-        metadata = metadata_load(card) or {}
+        metadata = metadata_load(next((card for card in cards if card.is_file()), own)) or {}
     except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError):
         # No conversion should fail for a card that cannot be read.
         return {}
     result: dict[str, Any] = {}
-    for key in ("license", "license_name", "license_link", "pipeline_tag"):
-        if isinstance(metadata.get(key), str):
-            result[key] = metadata[key]
-    for key in ("license", "language", "tags"):
-        values = metadata.get(key)
+    for key in ("license", "license_name", "license_link", "pipeline_tag", "language", "tags"):
+        value = metadata.get(key)
+        if isinstance(value, str) and key != "tags":
+            result[key] = value
         # YAML reads the language code of Norwegian as false; only text is taken.
-        if isinstance(values, list) and (kept := [v for v in values if isinstance(v, str)]):
+        elif isinstance(value, list) and (kept := [each for each in value if isinstance(each, str)]):
             result[key] = kept
-    if isinstance(metadata.get("language"), str):
-        result["language"] = metadata["language"]
     return result
 
 
@@ -98,7 +92,6 @@ def card_text(report: Report, architecture: str, *, licensed: bool, languages: b
             architecture=architecture,
             sentences=MODULES in carried,
             stock=class_named(architecture),
-            uses=uses.uses(report),
             tokenizer=any(name in TOKENIZER_FILES for name in carried),
             tower_in_fp32=remedies.tower_in_fp32(report.family, report.regimes),
             reads_images=coverage.has_tower(report.family) and not set(PROCESSOR_FILES).isdisjoint(carried),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ..bounds.arithmetic import MAX_LENGTH
 from ..bounds.kinds import SiteKind
 from ..checkpoint.contents import MODULES
@@ -10,34 +12,28 @@ from ..families.wiring import MOST_MEAN
 from ..measuring.batch import IMAGE
 from ..targets import TIERS, WHERE
 from ..wording import below_limit, counted
-from . import answers, schema
+from . import schema
 
 
-def for_target(report: schema.Report | answers.Verification) -> str:
-    return f" {where(report.target)}" if report.target else ""
-
-
-def where(target: str) -> str:
+def where(target: str | None) -> str:
     return WHERE.get(target, f"for {target}") if target else ""
 
 
-def by_proof(report: schema.Report) -> list[tuple[str, float]]:
-    """Return (arithmetic, bits of headroom) that the certificate proves: in PyTorch, and with norms that square in
-    fp16. Bounds for norms in fp16 also hold in PyTorch, where ``certify`` finds tighter ones."""
-    certificate, target = report.certificate, report.target or ""
-    assert certificate is not None  # it holds
+def headroom_by_proof(report: schema.Report) -> str:
+    """Return the headroom that the certificate proves: in PyTorch, and with norms that square in fp16. Bounds for norms
+    in fp16 also hold in PyTorch, where ``certify`` finds tighter ones."""
+    certificate, target = report.certificate, report.target
+    if certificate is None or not certificate.holds:
+        return ""
     squares = [site.headroom_bits for site in certificate.sites if site.kind == SiteKind.SQUARES]
-    if not squares:
-        return [(where(target), certificate.headroom_bits)]
     others = [site.headroom_bits for site in certificate.sites if site.kind != SiteKind.SQUARES]
     plain, normed = (tier.target for tier in TIERS[:2])
     place = f"{where(plain)} at least" if target == normed else where(target)
-    return [(place, min(others)), (where(normed), min(squares))]
-
-
-def headroom_by_proof(report: schema.Report) -> str:
-    proofs = [f"{place} {below_limit(bits)}".lstrip() for place, bits in by_proof(report)] if report.proven else []
-    return f"{'; '.join(proofs)} (proven; a proof needs no margin)" if proofs else ""
+    proofs = [(place, certificate.headroom_bits)]
+    if squares:
+        proofs = [(place, min(others, default=math.inf)), (where(normed), min(squares))]
+    shown = "; ".join(f"{place} {below_limit(bits)}".lstrip() for place, bits in proofs)
+    return f"{shown} (proven; a proof needs no margin)"
 
 
 def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
@@ -94,11 +90,9 @@ def padding_advice(report: schema.Report) -> str:
     if report.padding == 0:
         if not report.blind_padding and not has_blind_padding(report.family):
             return ""
-        ran = {entry.attention for regime in report.regimes.values() for entry in regime.runs}
-        first = "" if ran == {"eager"} else f"use SDPA{'' if ran else ', where the class has it'}, or "
         return (
             "under eager attention in fp16, left padding and padding beyond a sliding window can make their row NaN;"
-            f" {first}batch rows of one length"
+            " use SDPA, where the class has it, or batch rows of one length"
         )
     why = f"{title} masks with −inf in fp16"
     filled = "; encoder_attentions are NaN for the places that fill up a short row's last block"
@@ -107,43 +101,3 @@ def padding_advice(report: schema.Report) -> str:
     least = counted(report.padding, "position")
     enough = f"pad the longest row by {least}, on the right"
     return f"a row with less than {least} of padding can be NaN: {why}; {enough}{filled}"
-
-
-def coverage(report: schema.Report) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return what the bounds cover, and what they do not, each with the option that would cover it."""
-    certificate = report.certificate
-    if certificate is None:
-        return [], []
-    squares = any(site.kind == SiteKind.SQUARES for site in certificate.sites)
-    sums = counted(certificate.splits, "partial sum")
-    covers = [
-        "every operation of the forward pass, in pure fp16, under AMP and as stock code loads it",
-        f"{every_input(report, length=True)}: any tokens, and embeddings anywhere in the hull of the table",
-        f"kernels that accumulate in fp32 in any order, or in up to {sums} rounded to fp16 and added in fp16",
-    ]
-    leaves = [
-        ("a LayerNorm that computes E[x²] − E[x]²", ""),
-        ("the loss and the backward pass", ""),
-        ("what is inf by design and harms nothing: masked scores, the cube inside GELU", ""),
-        ("encoder outputs and caches from elsewhere, quantised caches, embeddings beyond the table's hull", ""),
-        ("hardware that flushes subnormal numbers to zero", ""),
-        ("rows of attention that see no position at all, such as a decoder's that are padded on the left", ""),
-        ("other weights than those in the files: adapters, quantisation (quantise the source, or undo first)", ""),
-        ("precision: it says that nothing overflows, not that nothing is lost", ""),
-    ]
-    brought, inside = tower_advice(report)
-    covers += [brought] if brought else []
-    leaves += [(inside, "")] if inside else []
-    if squares:
-        covers.append("norms that square the residual stream and compute in fp16, where mean squares stay over 2⁻¹⁷")
-    else:
-        leaves.insert(1, ("norms that square the residual stream in fp16", "--target norm-safe"))
-    if report.tiers and report.tiers[TIERS[-1].name].proof == "certified":
-        covers.append("kernels that make every sum in fp16, in any order")
-    else:
-        leaves.insert(0, ("kernels that accumulate everything in fp16", "--target fp16-accumulate"))
-    if certificate.train_mode:
-        covers.append("training mode: dropout at the config's rates")
-    else:
-        leaves.insert(1, ("training mode, with dropout", "--target train"))
-    return covers, leaves

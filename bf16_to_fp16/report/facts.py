@@ -6,16 +6,17 @@ from typing import NamedTuple
 
 from ..families.known import named
 from ..rescaling.outputs import LAST, on_request
-from ..results import AttackedSite, RegimeEntry, SiteEntry
+from ..results import SiteEntry
 from ..targets import MARGIN_BITS, TIERS, Tier
 from ..wording import (
     about,
     below_limit,
     counted,
-    infinite,
+    headroom,
+    headroom_or_excess,
     known,
     listed,
-    over_limit,
+    magnitude,
     percent,
     power,
     reached,
@@ -32,43 +33,41 @@ REGIME_MEANINGS = {
 
 
 def measured_on(report: schema.Report) -> str:
-    ran = report.environment.devices
-    devices = list(dict.fromkeys(name for names in ran.values() for name in names)) or [report.environment.device or ""]
-    if not report.regimes or report.inputs is None or not any(devices):
+    devices = list(dict.fromkeys(name for names in report.environment.devices.values() for name in names))
+    if report.inputs is None or not devices:
         return ""
-    kinds = list(dict.fromkeys(entry.kind for entry in report.inputs.batches))
+    kinds = ", ".join(dict.fromkeys(entry.kind for entry in report.inputs.batches))
     batches = sum(entry.batches for entry in report.inputs.batches)
-    named = listed([name.replace("cpu", "CPU") for name in devices])
-    return f"{named}, {batches:,} batch{'' if batches == 1 else 'es'} ({', '.join(kinds)})"
+    return f"{listed(devices)}, {batches:,} batch{'' if batches == 1 else 'es'} ({kinds})"
 
 
-def closeness(report: schema.Report) -> tuple[str, str]:
-    """Return how much closer to the fp32 source fp16 is than bf16, in words, and both numbers."""
+def accuracy(report: schema.Report) -> str:
+    """Return how far fp16 and bf16 are from the fp32 source."""
     close = report.fidelity
-    assert close is not None
-    bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
+    if close is None:
+        return ""
     reference = f"the {close.reference}" if report.finetune is None else "the finetuned weights in fp32"
     reference += "" if report.regimes else ", on a few short rows"
-    what = f"{close.title} to {reference}"
-    note = f"{what}: fp16 {scientific(fp16)}" + ("" if bf16 is None else f", bf16 {scientific(bf16)}")
-    if fp16 is None:
-        return "broken", note
+    distances = f"{close.title} to {reference}: fp16 {scientific(close.kl_fp16)}"
+    bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
     if bf16 is None:
-        return scientific(fp16), note
-    if fp16 <= 0:
-        return "no error", note
-    closer, further = bf16 / fp16, fp16 / max(bf16, 1e-300)
-    return (f"{about(closer)} closer" if closer >= 1 else f"{about(further)} further off"), note
+        return distances
+    distances += f", bf16 {scientific(bf16)}"
+    if not fp16:
+        return distances
+    ratio = max(bf16, 1e-300) / fp16
+    closer = f"{about(ratio)} closer" if ratio >= 1 else f"{about(1 / ratio)} further off"
+    return f"{closer} than bf16; {distances}"
 
 
-def held_eps(report: schema.Report) -> str:
-    plan, close = report.plan, report.fidelity
-    if plan is None or not plan.eps_held:
-        return ""
-    said = f"held at {plan.eps:g} for a reader that has its own"
-    if plan.drift is None or plan.drift.measured_kl is None or close is None:
-        return said
-    return f"{said}; that moves the output by {scientific(plan.drift.measured_kl)} {close.unit}"
+def reached_at(site: SiteEntry) -> str:
+    return reached(site.reached) if site.limit is not None or site.nonfinite else magnitude(site.reached)
+
+
+def headroom_at(site: SiteEntry) -> str:
+    if site.headroom_bits is None or site.limit is None:
+        return headroom(site.headroom_bits)
+    return headroom_or_excess(site.headroom_bits, site.reached, site.limit)
 
 
 def by_design(site: SiteEntry) -> str:
@@ -117,18 +116,6 @@ def moved_by(run: schema.FinetuneEntry) -> str:
     return f"{what} is {said}"
 
 
-def carried_over(weights: schema.WeightsEntry, dtype: str | None) -> str:
-    share = percent(weights.lossless_fraction)
-    return f"{share}; the others are rounded to fp16's 11 significant bits, of fp32's 24" if dtype == "F32" else share
-
-
-def found_by(report: schema.Report) -> str:
-    attack, half = report.attack, "half" in report.regimes
-    if attack is not None:
-        return f"{counted(attack.steps, 'step')} of gradient search" + (" and the probe" if half else "")
-    return "the inputs that were run, in pure fp16" if half else ""
-
-
 def attacked(report: schema.Report) -> str:
     if report.attack is None:
         return ""
@@ -136,27 +123,17 @@ def attacked(report: schema.Report) -> str:
     return f"the worst input that {steps} found is {below_limit(report.attack.worst_headroom_bits)}"
 
 
-STANDINGS = {"safe": "safe", "short": "safe, but short", "unsafe": "unsafe"}
-"""Words for the verdict; "short" is unsafe only by missed goals of a recipe or target."""
-
-
 def standing(report: schema.Report) -> str:
     return "safe" if report.safe else "short" if report.short else "unsafe"
 
 
-class Verdict(NamedTuple):
-    """What terminal, card and page say of a report: ``label``, such as "safe", and ``sentence``, why."""
-
-    label: str
-    sentence: str
-
-
-def verdict_of(report: schema.Report) -> Verdict:
+def verdict_of(report: schema.Report) -> tuple[str, str]:
+    """Return what terminal, card and page say of a report: a label, such as "safe", and a sentence why."""
     if not report.safe and not report.short:
         parts = [broken_when_run(report) or broken_by_search(report) or passed(report)]
         if tower_in_fp32(report.family, report.regimes):
             parts.append(f"{'the text model is' if report.proven else 'in the text model'} {claim(report)}")
-        return Verdict("unsafe", "; ".join(parts))
+        return "unsafe", "; ".join(parts)
     parts = [missed(report)] if report.short else []
     parts += [claim(report), largest_run(report)]
     if report.finetune is not None:
@@ -164,7 +141,7 @@ def verdict_of(report: schema.Report) -> Verdict:
     label = "safe, but short of what was asked" if report.short else "safe"
     if report.safe and (unmet := unmet_target(report)):
         label, parts = f"safe {coverage.where(TIERS[0].target)}", [*parts, unmet]
-    return Verdict(label, "; ".join(filter(None, parts)))
+    return label, "; ".join(filter(None, parts))
 
 
 def claim(report: schema.Report) -> str:
@@ -175,7 +152,7 @@ def claim(report: schema.Report) -> str:
     if certificate is None or not certificate.over:
         return said
     sites = counted(len(certificate.sites), "site")
-    unproven = f"not proven at {len(certificate.over)} of {sites}{coverage.for_target(report)}"
+    unproven = f"not proven at {len(certificate.over)} of {sites} {coverage.where(report.target)}".rstrip()
     return "; ".join(filter(None, (said, unproven)))
 
 
@@ -194,7 +171,7 @@ def broken_when_run(report: schema.Report) -> str:
         return ""
     nonfinite, saturated = (max(getattr(each, key) for each in regimes) for key in ("nonfinite", "saturated"))
     counts = [f"{n:,} values {verb}" for n, verb in ((nonfinite, "are inf or NaN"), (saturated, "saturate")) if n]
-    first = next(filter(None, map(first_broken, regimes)), None)
+    first = next((site.name for regime in regimes for site in regime.broken_sites), None)
     at = f", first at {first}" if first else ""
     return f"overflows in {listed(report.broken_regimes)}{at}; up to {listed(counts)}"
 
@@ -212,13 +189,14 @@ OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
 
 def scaled_outputs(report: schema.Report) -> str:
     by_factor: dict[int, list[str]] = {}
-    others = {}
+    others = []
     for name, entry in report.outputs.items():
         if on_request(name, report.outputs) and not entry.fits(drifts=True):
-            beside = f"{scientific(entry.error)} in relative squared error, bf16 {scientific(entry.error_bf16 or 0.0)}"
-            others[name] = f"{name}: off by {beside}; do not read them"
-    for name, entry in report.outputs.items():
-        if name not in others and isinstance(entry.factor_log2, int) and entry.factor_log2:
+            error, error_bf16 = scientific(entry.error), scientific(entry.error_bf16 or 0.0)
+            others.append(f"{name}: off by {error} in relative squared error, bf16 {error_bf16}; do not read them")
+        elif isinstance(entry.factor_log2, list):
+            others.append(f"{name} is scaled per channel: see outputs in {schema.REPORT}")
+        elif entry.factor_log2:
             shown = f"{name} (all but the last)" if name in OF_LAYERS else name
             by_factor.setdefault(entry.factor_log2, []).append(shown)
     steps = [
@@ -226,13 +204,9 @@ def scaled_outputs(report: schema.Report) -> str:
         for factor, names in by_factor.items()
     ]
     said = [f"to get the source's, {', '.join(steps)}"] if steps else []
-    if report.outputs.keys() & {LAST} and report.outputs[LAST].factor_log2 and (stock := giving_states(report)):
+    if LAST in report.outputs and report.outputs[LAST].factor_log2 and (stock := giving_states(report)):
         said.append(f"or convert --as {stock}")
-    per_channel = [name for name, entry in report.outputs.items() if isinstance(entry.factor_log2, list)]
-    said += [
-        f"{name} is scaled per channel: see outputs in {schema.REPORT}" for name in per_channel if name not in others
-    ]
-    return "; ".join([*said, *others.values()])
+    return "; ".join([*said, *others])
 
 
 def other_class(report: schema.Report) -> str:
@@ -274,22 +248,15 @@ def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
         parts = [f"{what} {scientific(value)}" for what, value in costs if value is not None]
         what = f"{counted(edit.columns, 'column')} " if edit.columns else ""
         rows.append((f"edit for {edit.site}", ", ".join([f"{what}down to {power(edit.exponent)}", *parts])))
-    if more := len(dearest) - len(rows):
-        rows.append(("further edits", f"{more}, each cheaper, in the report"))
-    return rows + exception_rows(report, most)
-
-
-def exception_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
-    if report.searched is None:
-        return []
-    rows = [("exception", f"{described(rare)}: {prices(rare)}") for rare in report.exceptions[:most]]
-    if more := len(report.exceptions) - len(rows):
-        rows.append(("further exceptions", f"{more}, each milder, in the report"))
-    found = "none of them is harmed" if not rows else "what the edits harm is above"
-    looked = (
-        f"{counted(report.searched.ids, 'token')} looked at, {found}; on {percent(report.searched.further)} of random"
-    )
-    return [*rows, ("rare input", f"{looked} pairs the edits are further from the source than bf16")]
+    rows += [("exception", f"{described(rare)}: {prices(rare)}") for rare in report.exceptions[:most]]
+    for what, number in (("edits", len(report.inexact)), ("exceptions", len(report.exceptions))):
+        if number > most:
+            rows.append((f"further {what}", f"{number - most}, each milder, in the report"))
+    if report.searched is not None:
+        tokens = f"{counted(report.searched.ids, 'token')} tried, {counted(len(report.exceptions), 'exception')} found"
+        share = percent(report.searched.further)
+        rows.append(("rare input", f"{tokens}; on {share} of random pairs the edits are further off than bf16"))
+    return rows
 
 
 def missed(report: schema.Report) -> str:
@@ -308,20 +275,11 @@ def passed(report: schema.Report) -> str:
 
 
 def broken_by_search(report: schema.Report) -> str:
-    if report.attack is None or (site := attack_breaks(report)) is None:
+    found = sorted((each for each in report.unsafe if each.kind == "found"), key=lambda each: -each.excess_bits)
+    if not found:
         return ""
-    overflowing = [entry for entry in report.unsafe if entry.kind == "found"]
-    worst = max(overflowing, key=lambda entry: entry.excess_bits, default=None)
-    if worst is not None:
-        site = next((each for each in report.attack.sites if each.name == worst.signal), site)
-    where = f"{counted(len(overflowing), 'site')}, furthest {site.name}" if len(overflowing) > 1 else site.name
-    said = f" ({reached(site.fp32)}, {over_limit(site.fp32, site.limit)})" if site.fp32 > site.limit else ""
-    steps = counted(report.attack.steps, "gradient step")
-    return f"{steps} of search found an input that overflows {where}{said}"
-
-
-def first_broken(regime: RegimeEntry) -> str | None:
-    return next((site.name for site in regime.broken_sites), None)
+    sites = f"{counted(len(found), 'site')}, furthest " if len(found) > 1 else ""
+    return f"overflows {sites}{found[0].signal}: {found[0].reason}"
 
 
 def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
@@ -335,7 +293,7 @@ def unmet_target(report: schema.Report | answers.Verification) -> str:
     entry = report.tiers.get(name)
     if entry is None or entry.holds:
         return ""
-    return f"{coverage.where(report.target or '')}: {held_in(entry, '', broken=False)}, {entry.reason}"
+    return f"{coverage.where(report.target)}: {held_in(entry, '', broken=False)}, {entry.reason}"
 
 
 def held_tiers(report: schema.Report, proven: str) -> list[tuple[Tier, schema.TierEntry, str]]:
@@ -356,21 +314,10 @@ def gradients_in_words(report: schema.Report) -> str:
     if amp is None or (seen := amp.gradients) is None:
         return ""
     if seen.largest is None:
-        return "backward under AMP: the forward pass overflows already, so at any loss scale every step is skipped"
+        return "backward under AMP: the forward pass overflows already, so every step is skipped"
     if seen.loss_scale is None:
-        return (
-            "backward under AMP: the forward pass is finite, and gradients overflow at every loss scale down to 2^-10,"
-            f" first at {seen.largest.name}, so every step is skipped"
-        )
-    words = (
+        return f"backward under AMP: gradients overflow at every loss scale, first at {seen.largest.name}"
+    return (
         f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.6g} (torch begins at 65,536),"
         f" which {seen.largest.name} sets; at that scale {seen.flushed:.1%} of their elements become 0"
     )
-    worst = seen.sites[0] if seen.sites else None
-    return words if worst is None or not worst.flushed else f"{words}, most at {worst.name} ({worst.flushed:.0%})"
-
-
-def attack_breaks(report: schema.Report) -> AttackedSite | None:
-    sites = report.attack.sites if report.attack is not None else ()
-    worst = min(sites, key=lambda site: site.headroom_bits, default=None)
-    return worst if worst is not None and (worst.headroom_bits < 0 or infinite(worst.worst)) else None

@@ -13,7 +13,6 @@ from typing import Any
 from markupsafe import Markup
 
 from ..bounds.kinds import Line, SiteKind, traits
-from ..families.known import FAMILIES, roles_of
 from ..families.places import FEED_FORWARD as FEED_FORWARDS
 from ..families.places import STACKS, SUBLAYERS
 from ..numerics import FP16_MAX
@@ -30,15 +29,10 @@ class Series:
     placeholder: str
 
 
-def _called(names: str) -> str:
-    return ", ".join(dict.fromkeys(name for family in FAMILIES for name in getattr(roles_of(family), names)))
-
-
-_WRITERS = _called("feed_forward_outputs")
 STREAM = Series("residual stream", Line.STREAM, "o", "#000004")
-ATTENTION = Series(f"attention's output ({_called('attention_outputs')})", Line.ATTENTION, "D", "#000008")
-FEED_FORWARD = Series(f"feed-forward's output ({_WRITERS})", Line.FEED_FORWARD, "s", "#000005")
-PRODUCT = Series(f"its neurons or gated product, into {_WRITERS.replace(', ', ' or ')}", Line.PRODUCT, "^", "#000006")
+ATTENTION = Series("attention's output", Line.ATTENTION, "D", "#000008")
+FEED_FORWARD = Series("feed-forward's output", Line.FEED_FORWARD, "s", "#000005")
+PRODUCT = Series("feed-forward's neurons or gated product", Line.PRODUCT, "^", "#000006")
 SCORES = Series("attention scores and their span; last in the decoder: logits", Line.SCORES, "v", "#000009")
 SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT, SCORES)
 _INK, _GRID, _LIMIT, _PAPER = "#000001", "#000002", "#000003", "#000007"
@@ -63,18 +57,13 @@ class Picture:
 
 
 def before_and_after(signals: Sequence[SignalEntry]) -> list[Picture]:
-    def words(before: float, after: float | None) -> str:
-        return f"before {magnitude(before)}, after {magnitude(after)}"
-
-    return pictures({stack: signal_points(signals, stack) for stack in STACKS}, words)
+    stacks = {stack: signal_points(signals, stack) for stack in STACKS}
+    return pictures(stacks, lambda before: f"before {magnitude(before)}", "after")
 
 
 def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
-    def words(bound: float, found: float | None) -> str:
-        seen = "" if found is None else f", found {'overflow' if math.isinf(found) else magnitude(found)}"
-        return f"bound {bound_magnitude(bound)}{seen}"
-
-    return pictures({stack: bound_points(certificate.sites, stack) for stack in STACKS}, words)
+    stacks = {stack: bound_points(certificate.sites, stack) for stack in STACKS}
+    return pictures(stacks, lambda bound: f"bound {bound_magnitude(bound)}", "found")
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
@@ -145,7 +134,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
     return sorted(merged.values(), key=lambda point: point.x)
 
 
-def pictures(stacks: Mapping[str, Sequence[Point]], words: Callable[[float, float | None], str]) -> list[Picture]:
+def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
+    """Return each stack's figure with a caption. upper: writes the largest upper value. lower: names the lower one."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []
@@ -154,8 +144,9 @@ def pictures(stacks: Mapping[str, Sequence[Point]], words: Callable[[float, floa
     result = []
     for stack, points in stacks.items():
         if points:
-            lower = max((p.lower for p in points if p.lower is not None), default=None)
-            said = f"{stack}, largest values: {words(max(p.upper for p in points), lower)}; the limit is 65,504"
+            found = max((p.lower for p in points if p.lower is not None), default=None)
+            values = upper(max(p.upper for p in points)) + ("" if found is None else f", {lower} {magnitude(found)}")
+            said = f"{stack}, largest values: {values}; the limit is 65,504"
             result.append(Picture(themed(drawn(points, stack, low, high), said), said))
     return result
 

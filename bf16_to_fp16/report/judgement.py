@@ -4,46 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from ..bounds.findings import Certificate
 from ..bounds.kinds import SiteKind, traits
 from ..families.layout import Layout
 from ..families.signals import RESIDUAL
 from ..families.walk import walk
-from ..measuring.regime_results import RegimeResult, verdict
+from ..measuring.regime_results import verdict
 from ..measuring.soft_side import LEAST, TIMES
 from ..numerics import NOISE
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED
 from ..rescaling.outputs import on_request
 from ..rescaling.plan import Fallback, Plan
 from ..rescaling.planner import Planned
-from ..results import ExceptionEntry, Fidelity, InexactEntry, OutputEntry
+from ..results import ExceptionEntry, Fidelity, InexactEntry, OutputEntry, RegimeEntry
 from ..targets import SQUARING, TIERS, WHERE
 from . import remedies, schema
-from .steps import Measured
 
 FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted as lost where a model gives inf or NaN
 
 
-def judged(
-    planned: Planned | None,
-    measured: Measured,
-    weights: schema.WeightsEntry,
-    source: schema.Source,
-    max_kl: float | None,
-) -> list[schema.UnsafeEntry]:
-    """Return what makes a conversion unsafe besides values that broke. max_kl: the accepted distance from the source,
-    with which edits may cost more."""
-    plan, edits, proven, ran = measured.plan, measured.edits, measured.certificate.holds, bool(measured.regimes)
-    over = passed_limits(planned, measured.regimes, plan, measured.certificate)
-    if measured.fidelity is not None:
-        exact, cost = is_exact(plan, weights, source, edits), cost_of(edits)
-        how: dict[str, Any] = {"max_kl": max_kl, "edits": cost, "proven": proven}
-        over += too_inexact(measured.fidelity, exact=exact, ran=ran, **how)
-    if max_kl is None:
-        over += other_outputs(measured.outputs, drifts=bool(plan.drift or edits), ran=ran)
-    return over + harmed(measured.soft.found if measured.soft is not None else (), max_kl)
+def judged(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
+    """Return what makes a conversion unsafe besides values that broke, by its report without a verdict. planned: of a
+    plan that was not replayed, with the limits that it could not hold."""
+    plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
+    over = list[schema.UnsafeEntry]()
+    if plan is not None:
+        over += passed_limits(planned, report.regimes, plan, proven=report.proven)
+        drifts |= plan.drift is not None
+    if report.fidelity is not None:
+        over += too_inexact(
+            report.fidelity,
+            exact=is_exact(plan, report.weights, report.source, report.inexact),
+            ran=ran,
+            max_kl=report.max_kl,
+            edits=sum(edit.measured or 0.0 for edit in report.inexact),
+            proven=report.proven,
+        )
+    if report.max_kl is None:
+        over += other_outputs(report.outputs, drifts=drifts, ran=ran)
+    return over + harmed(report.exceptions, report.max_kl)
 
 
 def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.UnsafeEntry]:
@@ -72,7 +73,7 @@ def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[s
 
 
 def passed_limits(
-    planned: Planned | None, regimes: Mapping[str, RegimeResult], plan: Plan, certificate: Certificate
+    planned: Planned | None, regimes: Mapping[str, RegimeEntry], plan: Plan, *, proven: bool
 ) -> list[schema.UnsafeEntry]:
     """Return the limits that the plan could not hold; without regimes the certificate decides."""
     return [
@@ -84,15 +85,15 @@ def passed_limits(
             reason=remedies.PASSED,
         )
         for each in (planned.violations if planned else ())
-        if (each.excess_bits > (plan.margin_bits or 0.0) if regimes else not certificate.holds)
+        if (each.excess_bits > (plan.margin_bits or 0.0) if regimes else not proven)
     ]
 
 
 def conclude(
-    regimes: Mapping[str, RegimeResult], over: Sequence[schema.UnsafeEntry], certificate: Certificate
+    regimes: Mapping[str, RegimeEntry], over: Sequence[schema.UnsafeEntry], *, proven: bool
 ) -> Literal["safe", "unsafe"]:
     if over or not regimes:
-        return "safe" if certificate.holds and not over else "unsafe"
+        return "safe" if proven and not over else "unsafe"
     return verdict(regimes)
 
 
@@ -121,21 +122,9 @@ def is_exact(
     edits: Sequence[InexactEntry] = (),
 ) -> bool:
     """Return whether no weight was rounded, made, replaced or edited and no eps drifts: the function is equal."""
-    if (
-        edits
-        or plan is None
-        or weights is None
-        or plan.drift
-        or plan.gain_correction
-        or plan.centred_keys
-        or source.made
-    ):
+    if plan is None or weights is None or edits or source.made:
         return False
-    return weights.lossless_fraction == 1
-
-
-def cost_of(edits: Sequence[InexactEntry]) -> float:
-    return sum(edit.measured or 0.0 for edit in edits)
+    return plan.exact and weights.lossless_fraction == 1
 
 
 def too_inexact(

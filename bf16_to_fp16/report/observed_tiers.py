@@ -35,8 +35,3 @@ def tiers_of(
         longest, least = max(n.norm_max for n in norms), min(float(n.variances[:, 0].min()) for n in norms)
         squares = Squares(longest**2 * growth(layout.signals[RESIDUAL].size), least)
     return judged_tiers(certified, clean=verdict(regimes) == "safe", squares=squares, pooled=bool(half.vectors))
-
-
-def with_model_class(report: schema.Report, layout: Layout) -> schema.Report:
-    """Return the report with the name of its stock class, where the files also hold tensors for another one."""
-    return report if layout.only_class is None else report.model_copy(update={"model_class": layout.only_class})

@@ -3,17 +3,99 @@ text, since it holds names from other people's files."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment
 from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
+from ..results import SiteEntry
+from ..wording import headroom_by_bound, infinite, magnitude
 from . import figures, text
+from .facts import by_design, headroom_at, reached_at
 from .schema import Report
-from .site_table import MOST_ROWS, site_columns, site_rows
+
+MOST_ROWS = 3_000  # rows of the table, by least headroom, so that the page stays under 2 MB
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """A site in its tightest ``regime``, if anything was run."""
+
+    site: SiteEntry
+    regime: str
+    bound: float | None
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Sort key: broken rows first, then by headroom, rows without a limit last."""
+        bits = self.site.headroom_bits
+        return not self.site.broken, math.inf if bits is None or math.isnan(bits) else bits
+
+    @property
+    def headroom(self) -> str:
+        bits = self.site.headroom_bits
+        return headroom_by_bound(bits) if bits is not None and not self.regime else headroom_at(self.site)
+
+
+@dataclass(frozen=True)
+class SiteColumn:
+    """``key``: the number by which the column is sorted; None for text."""
+
+    title: str
+    write: Callable[[SiteRow], str]
+    key: Callable[[SiteRow], Any] | None = None
+
+    def sorted_by(self, row: SiteRow) -> str:
+        value = None if self.key is None else self.key(row)
+        if value is None or math.isnan(value):
+            return ""
+        return f"{math.copysign(1e308, value):g}" if infinite(value) else f"{value:.6g}"
+
+
+def site_rows(report: Report) -> list[SiteRow]:
+    bounds = {site.name: site for site in (report.certificate.sites if report.certificate else ())}
+    least: dict[str, SiteRow] = {}
+    for name, regime in report.regimes.items():
+        for site in regime.sites:
+            # A site in fp32 needs no bound.
+            bound = bounds.get(site.name) if site.limit is not None else None
+            row = SiteRow(site, name, None if bound is None else bound.bound)
+            if site.name not in least or row.order < least[site.name].order:
+                least[site.name] = row
+    rows = list(least.values())
+    if not report.regimes:
+        nothing: dict[str, Any] = {"amax": math.nan, "nonfinite": 0, "saturated": 0, "benign": None}
+        rows = [
+            SiteRow(SiteEntry(name=s.name, limit=s.limit, headroom_bits=s.headroom_bits, **nothing), "", s.bound)
+            for s in bounds.values()
+        ]
+    return sorted(rows, key=lambda row: row.order)
+
+
+def site_columns(report: Report) -> list[SiteColumn]:
+    name = SiteColumn("site", lambda row: row.site.name)
+    headroom = SiteColumn("headroom", lambda row: row.headroom, lambda row: row.site.headroom_bits)
+    bound = SiteColumn("bound", lambda row: "–" if row.bound is None else magnitude(row.bound), lambda row: row.bound)
+    if not report.regimes:
+        return [name, headroom, bound]
+    return [
+        name,
+        SiteColumn("regime", lambda row: row.regime),
+        SiteColumn("max |x|", lambda row: reached_at(row.site), lambda row: row.site.reached),
+        headroom,
+        *([bound] if report.certificate is not None else []),
+        SiteColumn("non-finite", lambda row: f"{row.site.nonfinite:,}", lambda row: row.site.nonfinite),
+        SiteColumn("saturated", lambda row: f"{row.site.saturated:,}", lambda row: row.site.saturated),
+        SiteColumn("dtype", lambda row: row.site.dtype or ""),
+        SiteColumn("by design", lambda row: by_design(row.site)),
+    ]
 
 
 def write_page(path: Path, report: Report) -> None:
@@ -56,17 +138,14 @@ def provenance(report: Report) -> list[tuple[str, str]]:
 @cache
 def environment() -> Environment:
     made = text.environment().overlay(autoescape=True)
-    made.filters = made.filters | {"breakable": breakable, "with_command": with_command, "as_html": as_html}
+    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    made.filters = made.filters | {
+        "breakable": lambda name: Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name))))),
+        "with_command": with_command,
+        "as_html": lambda text: Markup(markdown.render(text)),
+    }
     made.globals = made.globals | {"figures": figures}
     return made
-
-
-def as_html(text: str) -> Markup:
-    return Markup(MarkdownIt("commonmark", {"html": False}).enable("table").render(text))
-
-
-def breakable(name: object) -> Markup:
-    return Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name)))))
 
 
 def with_command(said: str) -> Markup:

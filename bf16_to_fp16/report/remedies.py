@@ -15,7 +15,7 @@ from ..checkpoint.sources import SHIPPED
 from ..families.known import named
 from ..numerics import FP16_MAX, OVERFLOWED
 from ..results import AttackEntry, BoundEntry, CertificateEntry, ExceptionEntry, RegimeEntry
-from ..targets import TIERS
+from ..targets import AUTO, TIERS
 from ..wording import counted, listed, reached, scientific
 from .schema import Report, UnprovenEntry, UnsafeEntry
 
@@ -44,8 +44,6 @@ SQUARES_UNSEEN = "no value overflows; only an audit in half tells whether the sq
 UNMOVED = "no exact exponent moves it, and no edit was made that lowers it enough"
 NOTHING_MOVES = "no exact exponent moves it"
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
-SINKING = "the mean square of a token in the stream falls to "
-SWELLING = "the squares of a token in the stream sum to "
 LET_EPS_GO = "leave out --eps fixed, unless what reads the output has an eps of its own"
 LET_STREAM_GO = "leave out --stream, which holds the stream where the plan would move it"
 EDITS_HELP = "edits bring down what they can, where that costs no more than bf16 does"
@@ -62,37 +60,35 @@ TOWER_ALONE = "only the vision tower overflows"
 
 
 def sinks(least: float) -> str:
-    return f"{SINKING}{least:.2g}, where fp16 squares vanish"
+    return f"the mean square of a token in the stream falls to {least:.2g}, where fp16 squares vanish"
 
 
 def swells(most: float) -> str:
-    return f"{SWELLING}{most:.2g}, which fp16 cannot hold"
+    return f"the squares of a token in the stream sum to {most:.2g}, which fp16 cannot hold"
 
 
 ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"
 A_BUG = "do not use it: this is a mistake of this program; report it with the config and fp16_report.json"
 OTHER_OUTPUT = "in fp32 it is not the source's times its factor, by more than bf16's rounding"
 INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
-
-
 EDITED = "fp16 is further from the fp32 source than bf16: the edits cost too much"
 ACCEPT = f"{FINETUNE}, or accept it with --max-kl"
 IN_PYTORCH = "use it in PyTorch, where it is safe, or keep norms in fp32 in the other runtime"
 
 
 def inexact(
-    excess_bits: float,
-    *,
-    finite: bool,
-    exact: bool = False,
-    ran: bool = True,
-    edited: bool = False,
+    excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True, edited: bool = False
 ) -> UnsafeEntry:
     """Return the entry for an output less accurate than bf16's or, with an ``exact`` plan, than fp32's noise. ran: the
     plan is from observations. edited: edits are the reason."""
-    why, remedy = (TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS) if finite else (NOT_FINITE, SOMETHING_INSIDE)
-    why, remedy = (EDITED, ACCEPT) if edited and finite else (why, remedy)
-    why, remedy = (ANOTHER_FUNCTION, A_BUG) if exact else (why, remedy)
+    if exact:
+        why, remedy = ANOTHER_FUNCTION, A_BUG
+    elif not finite:
+        why, remedy = NOT_FINITE, SOMETHING_INSIDE
+    elif edited:
+        why, remedy = EDITED, ACCEPT
+    else:
+        why, remedy = TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
 
 
@@ -241,28 +237,30 @@ def next_command(
 ) -> str:
     if alone := tower_alone(family, regimes):
         return alone
-    below = {"subfolder": subfolder, "target": None if target == TIERS[0].target else target}
+    moved_on = target if target != TIERS[0].target else None
     if converted:
-        clean = [name for name, regime in regimes.items() if not regime.broken]
-        if len(clean) == len(regimes):
-            clean = []
-        again = f"convert its source with --target {target}, " if below["target"] else ""
-        return again + finetuning_of(source, f"{source}-finetuned", clean, certify=not regimes, **below)
+        again = f"convert its source with --target {target}, " if moved_on else ""
+        return again + finetuning_of(source, f"{source}-finetuned", regimes, target, subfolder)
     out = f"{PurePath(source.removeprefix(SHIPPED).partition('@')[0]).name}-fp16"
     words = ["bf16-to-fp16", "convert", source, out]
-    words += [word for key, value in below.items() if value for word in (f"--{key}", value)]
+    for flag, value in (("--subfolder", subfolder), ("--target", moved_on)):
+        words += [flag, value] if value else []
     return f"convert it: {shlex.join(words)}"
 
 
 def finetuning_of(
-    source: str, out: str, clean: Sequence[str] = (), *, certify: bool = False, **others: str | None
+    source: str, out: str, regimes: Mapping[str, RegimeEntry], target: str | None, subfolder: str | None
 ) -> str:
-    """Return the command of a finetune with the shortest recipe. clean: regimes in which nothing broke."""
+    """Return the command of a finetune with the shortest recipe. regimes: of the audit; empty where nothing was run."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
-    recipe |= {key: value for key, value in others.items() if value is not None}
-    if certify:
+    if target not in (None, AUTO, TIERS[0].target):
+        recipe["target"] = target
+    if subfolder is not None:
+        recipe["subfolder"] = subfolder
+    if not regimes:
         recipe["penalty"] = {"certify": True}
     # JSON is valid YAML, with any name in it.
     written = f"echo {shlex.quote(json.dumps(recipe, ensure_ascii=False))} > recipe.yaml"
-    otherwise = f"use {listed(clean)}, where nothing broke" if clean else STAY
+    clean = [name for name, regime in regimes.items() if not regime.broken]
+    otherwise = f"use {listed(clean)}, where nothing broke" if 0 < len(clean) < len(regimes) else STAY
     return f"{otherwise}, or finetune it on plain text, here {TEXT}: {written} && bf16-to-fp16 finetune recipe.yaml"

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
@@ -354,28 +353,13 @@ def read(model: type[Model], data: Mapping[str, Any]) -> Model:
     return model.model_validate(data)
 
 
-def read_report(path: Path, needed: Mapping[str, str], otherwise: str, *, also: Collection[str] = ()) -> Report:
-    data = report_data(path, needed)
-    wanted = {*also, *(key.partition(".")[0] for key in needed)}
-    return typed({key: value for key, value in data.items() if key in wanted}, path, needed, otherwise)
-
-
-def typed(
-    data: Mapping[str, Any],
-    path: Path,
-    needed: Mapping[str, str],
-    otherwise: str,
-    wrong: Mapping[str, str] = MappingProxyType({}),
-) -> Report:
-    """Return a file's data as a report. needed: errors by dotted key. wrong: errors for values below a key. otherwise:
-    any other error. Raises UserError in one line with the path."""
+def typed(data: Mapping[str, Any], path: Path, needed: Mapping[str, str], otherwise: str) -> Report:
+    """Return a file's data as a report. needed: errors by dotted key. otherwise: any other error. Raises UserError in
+    one line with the path."""
     try:
         return read(Report, data)
     except ValidationError as error:
         place = ".".join(str(step) for step in error.errors()[0]["loc"])
-        for key, words in wrong.items():
-            if place.startswith(key) and place not in needed:
-                raise UserError(f"{path.name}: {words}") from error
         raise UserError(f"{path}: {needed.get(place, otherwise)}") from error
 
 
@@ -384,7 +368,7 @@ def recorded_target(folder: Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        return read_report(path, {}, "cannot be read", also=("target",)).target
+        return typed({"target": report_data(path, {}).get("target")}, path, {}, "").target
     except UserError:
         return None
 

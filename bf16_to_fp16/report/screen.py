@@ -1,19 +1,54 @@
-"""Standard output as a screen: rich's tables on a terminal, plain lines elsewhere. Nothing slow is imported."""
+"""Tables as data for terminal, page and card, and standard output as a screen: rich's tables on a terminal, plain lines
+elsewhere. Nothing slow is imported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from rich.box import HEAVY_HEAD
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..progress import VisibleConsole
-from . import tables
 
 PLAIN_WIDTH = 1000  # more than any row needs, so that none is folded
+
+
+@dataclass(frozen=True)
+class Column:
+    """``of``: attribute, index or function for a value. ``write``: formats it. ``css``: "site" or "n" (number)."""
+
+    title: str
+    of: str | int | Callable[[Any], Any]
+    write: Callable[[Any], str] = str
+    css: str = ""
+
+    def text(self, row: Any) -> str:
+        if callable(self.of):
+            return self.write(self.of(row))
+        return self.write(row[self.of] if isinstance(self.of, int) else getattr(row, self.of))
+
+
+def names(title: str, of: str | int | Callable[[Any], Any] = "name") -> Column:
+    return Column(title, of, css="site")
+
+
+def numbers(title: str, of: str | int | Callable[[Any], Any], write: Callable[[Any], str] = "{:,}".format) -> Column:
+    return Column(title, of, write, "n")
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    title: str = ""
+
+    def lines(self) -> Iterator[list[str]]:
+        for row in self.rows:
+            yield [column.text(row) for column in self.columns]
 
 
 class Output(VisibleConsole):
@@ -23,10 +58,10 @@ class Output(VisibleConsole):
     def say(self, text: str) -> None:
         self.print(Text(text), soft_wrap=True)
 
-    def table(self, table: tables.Table) -> None:
+    def table(self, table: Table) -> None:
         lines, framed = list(table.lines()), self.is_terminal
         shown = [i for i in range(len(table.columns)) if any(line[i] for line in lines)]
-        result = Table(
+        result = RichTable(
             title=table.title or None, title_justify="left", box=HEAVY_HEAD if framed else None, pad_edge=framed
         )
         for column in (table.columns[i] for i in shown):
@@ -54,10 +89,10 @@ def bad(word: str, rest: str) -> Text:
 
 def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
     keys = {"family": "name", "model_type": "model_type", "architectures": "architectures", "covers": "title"}
-    columns = [tables.Column(title, itemgetter(key)) for title, key in keys.items()]
-    console().table(tables.Table(columns, [{**row, "architectures": "\n".join(row["architectures"])} for row in rows]))
+    columns = [Column(title, itemgetter(key)) for title, key in keys.items()]
+    console().table(Table(columns, [{**row, "architectures": "\n".join(row["architectures"])} for row in rows]))
 
 
 def print_refused(refused: Mapping[str, str]) -> None:
-    columns = (tables.Column("not convertible", 0), tables.Column("because", 1))
-    console().table(tables.Table(columns, list(refused.items())))
+    columns = (Column("not convertible", 0), Column("because", 1))
+    console().table(Table(columns, list(refused.items())))

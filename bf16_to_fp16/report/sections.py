@@ -22,8 +22,8 @@ from ..wording import (
 )
 from . import facts
 from .remedies import unsafe_sites
-from .schema import Report, WeightsEntry
-from .tables import Column, Table, names, numbers
+from .schema import Report
+from .screen import Column, Table, names, numbers
 
 MOST_UNSAFE = 12  # broken sites listed; most others only follow from these, and are in the table of all sites
 MOST_EDITS = 12  # edits that the plan lists, the dearest
@@ -75,14 +75,6 @@ def unsafe_tables(report: Report) -> list[Table]:
         Table((signal, bits), kinds["limit"], "No exponent brings these under their limit with the margin"),
     )
     return [table for table in tables if table.rows]
-
-
-def is_exact(report: Report) -> bool:
-    """Return whether a plan has only powers of two, which cancel, so that fp32 outputs keep every bit."""
-    plan = report.plan
-    return plan is None or not (
-        plan.gain_correction or plan.untied_head or plan.drift or plan.centred_keys or report.inexact
-    )
 
 
 def plan_rows(report: Report) -> list[tuple[str, str]]:
@@ -142,16 +134,3 @@ def closeness_table(close: Fidelity | None, reference: str, bf16: str, fp16: str
         bf16_share = "–" if close.top1_bf16 is None else percent(close.top1_bf16)
         rows.append(("same best token", bf16_share, percent(close.top1_fp16)))
     return Table((Column(f"against the {reference}", 0), numbers(bf16, 1, str), numbers(fp16, 2, str)), rows)
-
-
-def weight_rows(weights: WeightsEntry | None, dtype: str | None = None) -> list[tuple[str, str]]:
-    if weights is None:
-        return []
-    return [
-        ("weights of the source", f"{weights.elements:,}"),
-        ("carried over bit for bit", facts.carried_over(weights, dtype)),
-        ("normal in fp16 (of those not 0)", percent(weights.normal_fraction)),
-        ("rounded to zero", f"{weights.flushed_to_zero:,}" if weights.flushed_to_zero else "none"),
-        ("not finite", f"{weights.nonfinite:,}"),
-        ("largest |w|", f"{magnitude(weights.amax)} of 65,504"),
-    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -10,34 +9,24 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
 from rich.text import Text
 
 from .. import wording
 from ..checkpoint.contents import MODULES
-from ..families.known import half_call, loading_class, named
+from ..checkpoint.files import read_json
+from ..families.known import architectures, half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..targets import TIERS
 from . import answers, coverage, facts, schema, uses
-from .screen import Output, bad, console, good
+from .screen import Column, Output, Table, bad, console, good, names, numbers
 from .sections import TIER_COLUMNS, exponent_rows
-from .site_table import headroom_at, reached_at
-from .stored import read_packed
-from .tables import Column, Table, names, numbers
+from .stored import read_packed, read_parts
 
 WORST_SITES = 6
 MOST_EDITS = 3  # edits that are named, the dearest
-CHECK_NAMES = {
-    "files": "files: hashes against the report",
-    "plan": "plan: against config and weights",
-    "replay": "replay: the plan applied to the original",
-    "certificate": "certificate: computed again",
-    "audit": "audit: run again",
-    "fidelity": "fidelity: the original run again",
-    "tiers": "runtimes: bounds and audit against the report",
-    "report": "report: verdict against the rest",
-}
 
 
 def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = (), *, then: str = "") -> None:
@@ -63,7 +52,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
     rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
-    size = wording.bytes_in_words(report["nbytes"])
+    size = decimal(report["nbytes"])
     screen.say(f"the rest: {wording.counted(rest, 'file')}, {size}, byte for byte ({', '.join(how)})")
     if report["linked"]:
         screen.say("a linked file is the source's own: to write to one later, convert with --copy")
@@ -82,29 +71,20 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 
 
 def print_advice(screen: Output, report: schema.Report) -> None:
-    _, inside = coverage.tower_advice(report)
-    older = "; ".join(report.older)
+    held = f"held at {report.plan.eps:g} for a reader that has its own" if report.plan and report.plan.eps_held else ""
     for what, advice in (
         ("any input", coverage.headroom_by_proof(report)),
-        ("accuracy", accuracy(report)),
+        ("accuracy", facts.accuracy(report)),
         ("function", facts.inexactness(report)),
         *facts.function_rows(report, MOST_EDITS),
-        ("eps", facts.held_eps(report)),
-        ("to finetune", uses.training(report)),
-        ("beware", uses.harm(report)),
-        ("older versions", older),
+        ("eps", held),
+        *uses.advice(report).items(),
+        ("older versions", "; ".join(report.older)),
         ("padding", coverage.padding_advice(report)),
-        ("not covered", inside),
+        ("not covered", coverage.tower_advice(report)[1]),
     ):
         if advice:
             screen.say(f"{what}: {advice}")
-
-
-def accuracy(report: schema.Report) -> str:
-    if report.fidelity is None:
-        return ""
-    how, note = facts.closeness(report)
-    return f"{how}{' than bf16' if how.endswith(('closer', 'off')) else ''}; {note}"
 
 
 def source_line(report: schema.Report) -> Text:
@@ -147,10 +127,8 @@ def print_next(screen: Output, then: str) -> None:
 
 
 def load_line(out: Path) -> str:
-    try:
-        architecture = json.loads((out / "config.json").read_text(encoding="utf-8"))["architectures"][0]
-    except (OSError, ValueError, LookupError, TypeError):
-        architecture = ""
+    file = out / "config.json"
+    architecture = next(iter(architectures(read_json(file, "config"))), "") if file.is_file() else ""
     half = half_call(architecture)
     if (out / MODULES).is_file():
         options = "" if half else ', model_kwargs={"dtype": torch.float16}'
@@ -216,7 +194,7 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
         numbers("headroom", "headroom_bits", wording.headroom_by_bound),
         Column("why", lambda site: why.get(site.name, "")),
     )
-    screen.table(Table(columns, shown, f"tightest by bound{coverage.for_target(report)}"))
+    screen.table(Table(columns, shown, f"tightest by bound {coverage.where(report.target)}"))
     if report.tiers:
         screen.say(runtimes_line(report))
     print_more(screen, len(over) - len(shown), "over their limit")
@@ -227,14 +205,13 @@ def brought_back(folder: Path) -> str:
     """Return in words how many weights come back bit for bit: at least those that fp16 held."""
     whose = "the source's weights"
     if folder.is_file():
-        weights = read_packed(folder).weights
+        weights: schema.WeightsEntry | None = read_packed(folder).weights
     else:
-        words = "does not say how the weights came through; take the one that convert wrote"
-        report = schema.read_report(folder / schema.REPORT, {"weights": words}, words, also=("finetune",))
-        assert report.weights is not None  # asked for
+        report = read_parts(folder, "weights", "finetune")
         weights = report.weights
-        if report.finetune is not None:
-            whose = "the finetuned weights from before the rescaling"
+        whose = whose if report.finetune is None else "the finetuned weights from before the rescaling"
+    if weights is None:
+        return whose
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"
@@ -243,8 +220,8 @@ def brought_back(folder: Path) -> str:
 
 SITE_COLUMNS = (
     names("site"),
-    numbers("max |x|", reached_at, str),
-    numbers("headroom", headroom_at, str),
+    numbers("max |x|", facts.reached_at, str),
+    numbers("headroom", facts.headroom_at, str),
     numbers("non-finite", "nonfinite"),
     numbers("saturated", "saturated"),
     Column("by design", facts.by_design),
@@ -277,12 +254,9 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
     passed = [each for each in planned.violations if each.excess_bits > (planned.plan.margin_bits or 0.0)]
     if passed:
         screen.print(bad("unsafe", f"{wording.counted(len(passed), 'limit')} would be passed, below"))
-    elif planned.violations:
-        said = f"{wording.counted(len(planned.violations), 'limit')} would hold by less than the margin, below"
+    elif weak := len(planned.violations) + len(planned.fallbacks):
+        said = f"{wording.counted(weak, 'signal')} would pass a limit by bound, or keep less than the margin"
         screen.print(good("safe on what was run", said))
-    elif planned.fallbacks:
-        over = wording.counted(len(planned.fallbacks), "signal")
-        screen.print(good("safe on what was run", f"{over} would pass a limit by bound and hold by what was observed"))
     else:
         screen.print(good("safe", "every limit would hold for every input, by bounds of the source"))
 
@@ -302,8 +276,7 @@ def print_verification(result: answers.Verification) -> None:
     screen, environment = console(), result.environment
     ran = list(dict.fromkeys(name for names in environment.devices.values() for name in names))
     screen.say(f"device: {wording.listed(ran) if ran else environment.device}")
-    rows = [(CHECK_NAMES.get(check, check), outcome) for check, outcome in result.checks.items()]
-    screen.table(Table((Column("check", 0), Column("result", 1)), rows))
+    screen.table(Table((Column("check", 0), Column("result", 1)), list(result.checks.items())))
     for problem, after in zip_longest(result.problems, result.problems[1:]):
         remedy = "" if after is not None and after.remedy == problem.remedy else f"; {problem.remedy}"
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}{remedy}")
@@ -315,11 +288,10 @@ def print_verification(result: answers.Verification) -> None:
         inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
         aside = coverage.claim_end(result.padding, result.report.family)
         unmet = facts.unmet_target(result)
-        there = f" {coverage.where(TIERS[0].target)}" if unmet else coverage.for_target(result)
-        every = f"proven for every input of {inputs}{aside}{there}"
+        there = coverage.where(TIERS[0].target if unmet else result.target)
+        every = f"proven for every input of {inputs}{aside} {there}"
         proof = every if result.certificate.holds else "safe on what was run"
-        edits = f"; edited at {wording.counted(result.edits, 'site')}, so not quite the source's function"
-        said += edits if result.edits else ""
+        said += f"; edited at {wording.counted(result.edits, 'site')}" if result.edits else ""
         said += f"; {unmet}" if unmet else ""
         screen.print(good("verified", f"{wording.counted(result.files, 'file')} as recorded, {proof}; {said}"))
     else:

@@ -7,10 +7,10 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..wording import bound_magnitude
-from . import coverage, facts, sections
+from ..wording import counted, magnitude, percent
+from . import coverage, facts, sections, uses
 from .schema import Report
-from .tables import Table
+from .screen import Table
 
 MOST_UNCERTIFIED = 6  # sites without a proof that are listed; the report has all
 
@@ -57,8 +57,9 @@ def environment() -> Environment:
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown, "bound": bound_magnitude}
-    made.globals |= {"coverage": coverage, "facts": facts, "sections": sections, "notice": notice}
+    made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
+    made.globals |= {"coverage": coverage, "facts": facts, "sections": sections, "uses": uses}
+    made.globals |= {"notice": notice, "counted": counted, "percent": percent, "magnitude": magnitude}
     return made
 
 

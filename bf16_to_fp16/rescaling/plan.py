@@ -71,6 +71,11 @@ class Plan(BaseModel):
         return "norms' eps and rounded gains" if before_norms else "rounded gains"
 
     @property
+    def exact(self) -> bool:
+        """Whether it has only powers of two, which cancel, so that the function stays."""
+        return not (self.drift or self.gain_correction or self.centred_keys)
+
+    @property
     def moves(self) -> bool:
         moved = (any(e) if isinstance(e, list) else e for e in self.exponents.values())
         return bool(self.residual_exponent or self.gain_correction) or any(moved)

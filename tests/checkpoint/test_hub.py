@@ -276,7 +276,7 @@ def test_verify_needs_a_report_room_and_the_right_to_read(
     hub.add("me/out", published)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda place: Usage(10, 0, 10))
-        with pytest.raises(UserError, match=r"needs [\d.]+ kB and the disk of the cache has 10 B"):
+        with pytest.raises(UserError, match=r"needs [\d.]+ kB and the disk of the cache has 10 bytes"):
             verify("me/out", endpoint=hub.endpoint)
         assert hub.count("/cdn/") == 0
     # What the cache holds needs no more room.

@@ -20,7 +20,7 @@ from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH, Arithmetic
 from bf16_to_fp16.bounds.attention import MASK_ROUNDING, ScoreBounds, score_bounds
 from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.conversion.replay import different_config
+from bf16_to_fp16.conversion.comparison import different_config
 from bf16_to_fp16.families.configs import changes, looked_up, with_value, without_value
 from bf16_to_fp16.families.resolve import check_norms, resolve
 from bf16_to_fp16.families.wiring import Attention, FeedForward

@@ -12,8 +12,6 @@ import torch
 from support import tiny
 from support.observed import padded
 
-from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.measuring.batch import Batch, run_batch
 from bf16_to_fp16.measuring.fidelity import Fidelity, compared, fidelity, output_on
 from bf16_to_fp16.measuring.probe import batches
@@ -168,14 +166,14 @@ def test_where_bf16_is_ruined_edits_may_not_ruin_the_output_too(bf16: float) -> 
 
 def test_too_inexact_an_output_is_unsafe_at_any_margin_and_a_limit_passed_within_its_margin_is_not() -> None:
     clean = {"half": RegimeResult(nonfinite=0, saturated=0, amax=1.0, headroom_bits=15.0, sites=[])}
-    proven = Certificate((), Arithmetic(512), {})
 
     def concluded(*violations: Violation, margin_bits: float | None = 1.25) -> tuple[str, list[str]]:
         plan = Plan(family="t5", margin_bits=margin_bits)
-        over = passed_limits(Planned(plan, violations, 0.0), clean, plan, proven)
-        return conclude(clean, over, proven), [entry.signal for entry in over]
+        over = passed_limits(Planned(plan, violations, 0.0), clean, plan, proven=True)
+        return conclude(clean, over, proven=True), [entry.signal for entry in over]
 
-    assert conclude(clean, [], proven) == "safe" and conclude(clean, too_inexact(apart(1.0, 1.01)), proven) == "unsafe"
+    assert conclude(clean, [], proven=True) == "safe"
+    assert conclude(clean, too_inexact(apart(1.0, 1.01)), proven=True) == "unsafe"
     within, past = Violation("a (output)", 1.25), Violation("o (output)", 1.26)
     # What only lacks the margin is nothing unsafe, and no entry of that list.
     assert concluded(within) == ("safe", [])

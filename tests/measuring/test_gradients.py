@@ -107,7 +107,7 @@ def test_a_forward_or_a_backward_past_fp16_has_no_loss_scale_and_the_two_are_tol
 def test_the_audit_in_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for (model, _), words in (
         (model_of(), "gradients fit up to a loss scale of"),
-        (shrunk(), f"gradients overflow at every loss scale down to 2^-10, first at {LAST_ADD}"),
+        (shrunk(), f"gradients overflow at every loss scale, first at {LAST_ADD}"),
         (model_of(head=2.0**40), "the forward pass overflows already"),
     ):
         folder = tiny.save(model, tmp_path / words[:25])

@@ -20,10 +20,8 @@ from bf16_to_fp16.measuring.regimes import LOSS_SCALE, REGIMES, audit_folder, au
 from bf16_to_fp16.measuring.sites import MASK_REASON
 from bf16_to_fp16.measuring.stock import load, load_config, set_attention
 from bf16_to_fp16.numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, OVERFLOWED, SATURATED_FROM
-from bf16_to_fp16.report import facts
 from bf16_to_fp16.report.remedies import unsafe_sites
-from bf16_to_fp16.report.schema import Report
-from bf16_to_fp16.results import AttackedSite, AttackEntry, RegimeEntry, SiteEntry, dump
+from bf16_to_fp16.results import SiteEntry, dump
 
 WO = "encoder.block.1.layer.1.DenseReluDense.wo"
 
@@ -343,23 +341,6 @@ def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
     eager, sdpa = half.runs
     assert (eager.attention, eager.batches, eager.kinds[-1]) == ("eager", len(inputs), "data")
     assert (sdpa.attention, sdpa.batches, sdpa.kinds) == ("sdpa", 4, ["padded", "generate", "data"])
-
-
-@pytest.mark.parametrize(("bits", "breaks"), [(0.0, False), (-0.01, True)])
-def test_an_attack_breaks_what_it_drives_past_a_limit(bits: float, breaks: bool) -> None:
-    found = dict.fromkeys(("worst", "random", "tokens", "embeddings", "half", "limit"), 1.0)
-    sites = [
-        AttackedSite.model_validate({"name": name, "headroom_bits": b, "ids": None} | found)
-        for name, b in (("a", 2.0), ("b", bits), ("c", 1.0))
-    ]
-
-    def attacked(steps: int) -> AttackEntry:
-        return AttackEntry(steps=steps, seed=0, worst_headroom_bits=bits, sites=sites)
-
-    half = RegimeEntry(nonfinite=0, saturated=0, amax=1.0, headroom_bits=15.9, sites=[])
-    assert facts.attack_breaks(Report(attack=attacked(1))) == (sites[1] if breaks else None)
-    assert facts.found_by(Report(attack=attacked(1))) == "1 step of gradient search"
-    assert facts.found_by(Report(attack=attacked(20), regimes={"half": half})).endswith("search and the probe")
 
 
 def test_an_attention_is_set_in_stacks_that_stock_code_leaves_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,5 +243,5 @@ def test_card_and_page_begin_with_what_was_measured_on_what(tmp_path: Path) -> N
     kinds = ({"kind": kind, "batches": count} for kind, count in (("long", 1), ("padded", 3)))
     report["inputs"] = {"batches": [kind | {"rows": 4, "encoder": 8, "decoder": None} for kind in kinds]}
     report["environment"]["devices"] = {"audit": ["cuda:0 (a card)", "cpu"]}
-    said = "Measured on: cuda:0 (a card) and CPU, 4 batches (long, padded)."
+    said = "Measured on: cuda:0 (a card) and cpu, 4 batches (long, padded)."
     assert card(tmp_path, report).text.split("\n\n")[1] == prose(said) and said in page.render(read(Report, report))

@@ -19,8 +19,8 @@ from bf16_to_fp16.families.wiring import Attention, Sublayer
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.report import card, facts, page, sections, terminal
 from bf16_to_fp16.report import figures as pictures
+from bf16_to_fp16.report.page import MOST_ROWS
 from bf16_to_fp16.report.schema import Report, SignalEntry, read
-from bf16_to_fp16.report.site_table import MOST_ROWS
 from bf16_to_fp16.report.text import MOST_UNCERTIFIED
 from bf16_to_fp16.results import BoundEntry, CertificateEntry
 
@@ -195,7 +195,7 @@ def test_bound_and_worst_found_stand_on_a_log2_axis_and_an_overflow_at_its_end()
     assert found < bound
 
 
-def test_the_site_table_has_bound_and_tightness_of_every_site_that_has_one() -> None:
+def test_the_site_table_has_the_bound_of_every_site_that_has_one() -> None:
     report = certified()
     for site in report["regimes"]["half"]["sites"]:
         site |= {"headroom_bits": 0.01}
@@ -204,15 +204,13 @@ def test_the_site_table_has_bound_and_tightness_of_every_site_that_has_one() -> 
         regime["sites"][3] |= {"limit": None, "headroom_bits": None}
     bounds = {s["name"]: s for s in report["certificate"]["sites"]}
     headings, *rows = table(render(report), 'id="site-table"')
-    assert headings == ["site", "regime", "max |x|", "headroom", "bound", "bound / worst found", *headings[6:]]
-    assert headings[6:] == ["non-finite", "saturated", "dtype", "by design"]
+    assert headings == ["site", "regime", "max |x|", "headroom", "bound", *headings[5:]]
+    assert headings[5:] == ["non-finite", "saturated", "dtype", "by design"]
     for row in rows:
         site = bounds.get(row[0])
         if site is None or row[0] == in_fp32["name"]:  # an fp32 value needs no bound
-            assert row[4:6] == ["–", "–"]
+            assert row[4] == "–"
         else:
-            ratio = float(row[5].replace(",", ""))
-            assert ratio == pytest.approx(site["bound"] / site["observed"], rel=0.01)
             assert row[1] == "half" and row[4] == wording.magnitude(site["bound"])
     assert sum(row[4] != "–" for row in rows) > 20
 
@@ -292,11 +290,11 @@ def test_an_attack_has_its_figure_and_what_it_found() -> None:
     assert page.sections == ["results", "certificate", "sites", "provenance"]
     kept = wording.below_limit(report["attack"]["worst_headroom_bits"])
     assert f"The worst input that 20 gradient steps found is {kept}." in page.text
-    assert "worst found by 20 steps of gradient search and the probe" in page.text
+    assert "; solid: the worst found;" in page.text
     assert "other inputs may reach further" not in page.text
     report = pages.attacked(broken=True)
     name = report["attack"]["sites"][0]["name"]
-    sentence = f"Unsafe in fp16: 20 gradient steps of search found an input that overflows {name}."
+    sentence = f"Unsafe in fp16: overflows {name}: 100 on an input that 20 gradient steps of search found."
     assert verdict_sentence(report) == sentence
 
 
@@ -385,7 +383,7 @@ def test_a_finetune_says_whose_config_the_rescaling_changed() -> None:
     ("write", "values", "said"),
     [
         (wording.about, (1.0, 2.34, 9.96), "about 1 ×; about 2.3 ×; about 10 ×"),
-        (wording.about, (1584, 4e9), "about 1,600 ×; over 1,000,000 ×"),
+        (wording.about, (1584,), "about 1,600 ×"),
         (wording.bits, (0.2087, 0.999, 1.0, 2.96, -0.5006), "0.20; 0.99; 1.0; 2.9; -0.6"),
         (wording.percent, (1.0, 0.99999999, 0.5, 1 - 2**-53, 0.99999871), "100%; 99.9999%; 50%; 99.9999%; 99.9998%"),
         (wording.percent, [i / 100 for i in range(101)], "; ".join(f"{i}%" for i in range(101))),
@@ -396,10 +394,8 @@ def test_a_finetune_says_whose_config_the_rescaling_changed() -> None:
         (wording.headroom, (None, math.inf, -math.inf), "no limit; all; none"),
         (wording.magnitude, (math.inf, sys.float_info.max), "∞; ∞"),
         (wording.bound_magnitude, (65503.2, 11.3191, 1.2341e9, 0.00123456), "65,504; 11.32; 1.24×10⁹; 1.24×10⁻³"),
-        (wording.times, (1.0301,), "1.04"),
         (wording.excess, (2.31, 0.0), "2.4; 0.0"),
         (partial(wording.excess, decimals=2), (0.0, 1e-5), "0.00; 0.01"),
-        (partial(wording.tightness, 8.0), (2.0, 65536.0, None), "4.0; None; None"),
     ],
 )
 def test_headroom_and_shares_are_rounded_down_bounds_and_costs_up(write: Any, values: Any, said: str) -> None:

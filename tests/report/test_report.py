@@ -33,7 +33,7 @@ from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by
 from bf16_to_fp16.report.remedies import with_next
 from bf16_to_fp16.report.schema import REPORT, Inputs, Lineage, Report, Source, Text, json_schema, read
-from bf16_to_fp16.report.signal_entries import signals_of
+from bf16_to_fp16.report.steps import signals_of
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import (

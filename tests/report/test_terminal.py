@@ -286,20 +286,18 @@ def test_verify_says_first_where_it_ran_and_last_what_is_proven(capsys: pytest.C
     assert lines[0] == "device: cuda:0 (a card) and cpu"
     assert lines[-1].endswith("proven for every input of up to 512 positions in PyTorch; nothing was run")
     terminal.print_verification(verified(edits=3))
-    assert capsys.readouterr().out.rstrip().endswith("; edited at 3 sites, so not quite the source's function")
+    assert capsys.readouterr().out.rstrip().endswith("; edited at 3 sites")
     terminal.print_verification(verified(environment={"device": "cpu"}))
     assert capsys.readouterr().out.startswith("device: cpu\n")
 
 
-def test_an_eps_that_is_held_is_said_with_what_it_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    drift = {"relative_error": 1e-4, "predicted_kl": 2e-9, "predicted_max_logit_error": 0.0, "measured_kl": 3e-9}
-    for stacks, unit in ((("encoder", "decoder"), " nats"), (("encoder",), " in relative squared error")):
+def test_an_eps_that_is_held_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for stacks in (("encoder", "decoder"), ("encoder",)):
         made = fakes.conversion(stacks=stacks)
-        made["plan"] |= {"eps": 1e-6, "eps_held": True, "drift": drift | {"measured_max_logit_error": 0.0}}
+        made["plan"] |= {"eps": 1e-6, "eps_held": True}
         terminal.print_conversion(read(Report, made), tmp_path)
         said = capsys.readouterr().out
-        held = f"eps: held at 1e-06 for a reader that has its own; that moves the output by 3.00×10⁻⁹{unit}\n"
-        assert held in said and ("KL" in said) == (unit == " nats")
+        assert "eps: held at 1e-06 for a reader that has its own\n" in said and ("KL" in said) == (len(stacks) == 2)
 
 
 @pytest.fixture(scope="module")

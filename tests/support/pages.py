@@ -7,7 +7,9 @@ from html.parser import HTMLParser
 from typing import Any
 
 from bf16_to_fp16.report import page
+from bf16_to_fp16.report.remedies import overflowing
 from bf16_to_fp16.report.schema import Report, read
+from bf16_to_fp16.results import AttackEntry, dump
 
 from . import fakes
 
@@ -138,7 +140,9 @@ def attacked(*, broken: bool = False) -> dict[str, Any]:
     attack = {"steps": 20, "seed": 0, "worst_headroom_bits": least, "sites": sites}
     for key in ("plan", "weights", "fidelity", "signals", "unsafe", "output", "command"):
         del report[key]
-    return report | {"certificate": made, "attack": attack, "verdict": "unsafe" if broken else "safe"}
+    unsafe = overflowing(read(AttackEntry, attack)) if broken else []
+    report |= {"unsafe": [dump(entry) for entry in unsafe], "verdict": "unsafe" if broken else "safe"}
+    return report | {"certificate": made, "attack": attack}
 
 
 def finetuned(**changes: Any) -> dict[str, Any]:
