@@ -123,17 +123,12 @@ def convert_command(
 
 
 def checked_place(out: Path | None, source: Path, *, dry_run: bool, folder: bool, force: bool) -> Path:
-    """Return ``out``; raise UserError where nothing can be written there, which a dry run only says."""
-    if out is None:
-        if dry_run:
-            return Path("OUT")
+    """Return ``out``; raise UserError where nothing can be written there, unless it is a dry run."""
+    if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
-    try:
-        (check_out if folder else check_out_file)(out, source, force=force)
-    except UserError as error:
-        if not dry_run:
-            raise
-        show(f"the conversion itself would stop: {error}", aside=True)
+    if out is None or dry_run:
+        return out or Path("OUT")
+    (check_out if folder else check_out_file)(out, source, force=force)
     return out
 
 

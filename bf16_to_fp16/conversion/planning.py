@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +43,7 @@ from ..rescaling.plan import Drift, Plan
 from ..rescaling.planner import PROOF_FIRST, TRAIN_MARGIN_BITS, Planned, make_plan
 from ..rescaling.rounding_loss import Tables
 from ..results import Fidelity
-from ..targets import AUTO, SQUARING, TIERS, WHERE
+from ..targets import AUTO, TIERS, WHERE
 from ..wording import listed
 from .editing import (
     Edits,
@@ -152,23 +152,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
         observed = observe_source(opened.checkpoint, opened.inputs, progress, opened.device)
     search = Search(opened, options, progress, observed, tables=tables)
     decided = search.affordable(search.decided(TIERS[0].target if options.target == AUTO else options.target))
-    if observed is not None and not options.exact:
-        decided = with_needed_edits(search, decided)
-    notes = tuple(price_of_moving(decided))
-    for note in notes:
-        progress.say(note)
-    return replace(decided, notes=(*decided.notes, *notes))
-
-
-def price_of_moving(decided: Decided) -> Iterator[str]:
-    planned, exponents = decided.planned, stream_exponents(decided.layout, decided.plan)
-    for stream, room in ({} if planned is None else planned.for_proof).items():
-        if decided.observed is not None and decided.target not in SQUARING:
-            name = "the stream" if len(exponents) == 1 else stream
-            yield (
-                f"the proof needs {name} times 2^{exponents[stream]}; what was run needs only 2^{room}: --stream {room}"
-                " does that, without the proof"
-            )
+    return decided if observed is None or options.exact else with_needed_edits(search, decided)
 
 
 def with_needed_edits(source: Search, decided: Decided) -> Decided:

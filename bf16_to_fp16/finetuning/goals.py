@@ -125,7 +125,7 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
     missed = quality = lost_quality(recipe, run)
     if lacks_headroom(recipe, delivered):
-        reason = f"{bits(delivered)} of {asked:g} bits of headroom (penalty.headroom_bits), at {tightest.tightest}"
+        reason = f"{bits(delivered)} bits of headroom, of {asked:g} (penalty.headroom_bits), at {tightest.tightest}"
         missed = [goal("headroom", asked - delivered, reason), *quality]
     unproven = uncertified(report) if recipe.penalty.certify else []
     missed = [*missed, *unproven]

@@ -34,15 +34,34 @@ def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
 def render_card(report: Report, config: Mapping[str, Any]) -> str:
     """Return the card, front matter and Markdown; an unsafe verdict stands first. config: names the model's class."""
     inherited: dict[str, Any] = dict(report.source.card)
-    architecture = next(iter(architectures(config)), "")
+    architecture = next(iter(architectures(config)), "?")
+    run, carried, family = report.finetune, report.source.carried_over, named(report.family)
     data = ModelCardData(
         base_model=origin(report)[0],
         library_name="transformers",
         tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
         **inherited,
     )
-    said = card_text(report, architecture or "?", licensed="license" in inherited, languages="language" in inherited)
-    return f"---\n{data.to_yaml()}\n---\n\n{said}"
+    template = environment().get_template("card.md.jinja")
+    text = template.render(
+        report=report,
+        results=results_text(report),
+        changes=changes_text(report),
+        licensed="license" in inherited,
+        languages="language" in inherited,
+        recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True) if run and run.recipe else "",
+        model_class=loading_class(architecture),
+        outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
+        architecture=architecture,
+        sentences=MODULES in carried,
+        stock=class_named(architecture),
+        tokenizer=any(name in TOKENIZER_FILES for name in carried),
+        tower_in_fp32=remedies.tower_in_fp32(report.family, report.regimes),
+        reads_images=coverage.has_tower(report.family) and not set(PROCESSOR_FILES).isdisjoint(carried),
+        kept_in_fp32=family.kept_in_fp32 if family is not None else (),
+        made_in_fp32=family is not None and family.made_in_fp32,
+    )
+    return f"---\n{data.to_yaml()}\n---\n\n{text}"
 
 
 def warned(card: str, report: Report) -> str:
@@ -71,31 +90,3 @@ def front_matter(folder: Path) -> dict[str, Any]:
         elif isinstance(value, list) and (kept := [each for each in value if isinstance(each, str)]):
             result[key] = kept
     return result
-
-
-def card_text(report: Report, architecture: str, *, licensed: bool, languages: bool = True) -> str:
-    run, carried = report.finetune, report.source.carried_over
-    return (
-        environment()
-        .get_template("card.md.jinja")
-        .render(
-            report=report,
-            results=results_text(report),
-            changes=changes_text(report),
-            licensed=licensed,
-            languages=languages,
-            recipe=yaml.safe_dump(run.recipe, sort_keys=False, width=120, allow_unicode=True)
-            if run and run.recipe
-            else "",
-            model_class=loading_class(architecture),
-            outside=sum(why.startswith(architecture) for why in report.source.dropped.values()),
-            architecture=architecture,
-            sentences=MODULES in carried,
-            stock=class_named(architecture),
-            tokenizer=any(name in TOKENIZER_FILES for name in carried),
-            tower_in_fp32=remedies.tower_in_fp32(report.family, report.regimes),
-            reads_images=coverage.has_tower(report.family) and not set(PROCESSOR_FILES).isdisjoint(carried),
-            kept_in_fp32=family.kept_in_fp32 if (family := named(report.family)) else (),
-            made_in_fp32=family is not None and family.made_in_fp32,
-        )
-    )

@@ -237,6 +237,8 @@ def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
     centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
     rows = [("outputs", scaled_outputs(report)), ("class", other_class(report)), ("centred", centred)]
+    for stream, room in report.for_proof.items():
+        rows.append(("for the proof", f"{stream} is moved further; --stream {room} is enough for what was run"))
     return [(what, words) for what, words in rows if words] + edit_rows(report, most)
 
 

@@ -104,20 +104,17 @@ def write_page(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     rows = site_rows(report)
-    return (
-        environment()
-        .get_template("page.html.jinja")
-        .render(
-            report=report,
-            results=text.results_text(report, on_page=True),
-            changes=text.changes_text(report),
-            pictures=figures.before_and_after(report.signals),
-            bounds=figures.bound_and_observed(report.certificate) if report.certificate else [],
-            columns=site_columns(report),
-            rows=rows[:MOST_ROWS],
-            hidden=max(0, len(rows) - MOST_ROWS),
-            provenance=provenance(report),
-        )
+    template = environment().get_template("page.html.jinja")
+    return template.render(
+        report=report,
+        results=text.results_text(report, on_page=True),
+        changes=text.changes_text(report),
+        pictures=figures.before_and_after(report.signals),
+        bounds=figures.bound_and_observed(report.certificate) if report.certificate else [],
+        columns=site_columns(report),
+        rows=rows[:MOST_ROWS],
+        hidden=max(0, len(rows) - MOST_ROWS),
+        provenance=provenance(report),
     )
 
 

@@ -83,8 +83,6 @@ def plan_rows(report: Report) -> list[tuple[str, str]]:
         return []
     moved = (f"times {power(r)}" if r else "not moved" for r in plan.residual_exponents)
     rows = [("residual stream", ", ".join(moved))]
-    for stream, room in report.for_proof.items():
-        rows.append(("for the proof", f"{stream} from {power(room)}, which what was observed asks for"))
     # After a finetune these start from the trained config, which was rescaled once, not from the original's.
     family = named(report.family)
     whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"

@@ -22,23 +22,20 @@ def results_text(report: Report, *, on_page: bool = False) -> str:
     close, run = report.fidelity, report.finetune
     reference = "finetuned model in fp32" if run else close.reference if close is not None else ""
     names = "the same in bf16" if run else "source in bf16", "output in fp16" if on_page else "this in fp16"
-    return (
-        environment()
-        .get_template("results.md.jinja")
-        .render(
-            report=report,
-            on_page=on_page,
-            hub_id=hub_id,
-            revision=revision,
-            regimes=Table(sections.REGIME_COLUMNS, list(report.regimes.items())),
-            tiers=Table(sections.TIER_COLUMNS, facts.tier_rows(report)),
-            unsafe=sections.unsafe_tables(report),
-            unproven=Table(sections.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED]),
-            unproven_count=len(unproven),
-            hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED),
-            remedies=[] if report.next else list(dict.fromkeys(site.remedy for site in unproven)),
-            fidelity=sections.closeness_table(close, reference, *names),
-        )
+    template = environment().get_template("results.md.jinja")
+    return template.render(
+        report=report,
+        on_page=on_page,
+        hub_id=hub_id,
+        revision=revision,
+        regimes=Table(sections.REGIME_COLUMNS, list(report.regimes.items())),
+        tiers=Table(sections.TIER_COLUMNS, facts.tier_rows(report)),
+        unsafe=sections.unsafe_tables(report),
+        unproven=Table(sections.UNPROVEN_COLUMNS, unproven[:MOST_UNCERTIFIED]),
+        unproven_count=len(unproven),
+        hidden_unproven=max(0, len(unproven) - MOST_UNCERTIFIED),
+        remedies=[] if report.next else list(dict.fromkeys(site.remedy for site in unproven)),
+        fidelity=sections.closeness_table(close, reference, *names),
     )
 
 

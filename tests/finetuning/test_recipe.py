@@ -236,9 +236,9 @@ def test_less_headroom_than_was_asked_for_is_unsafe_with_the_command_that_goes_o
         assert after(finetuned(headroom)) == (finetuned(headroom), "")
     result, go_on = after(finetuned(0.9))
     assert result.unsafe[-1].excess_bits == pytest.approx(0.1) and result.unsafe[-1].remedy == go_on
-    assert result.unsafe[-1].reason.startswith("0.90 of 1 bit of headroom (penalty.headroom_bits), at ")
+    assert result.unsafe[-1].reason.startswith("0.90 bits of headroom, of 1 (penalty.headroom_bits), at ")
     # Rounded down, as the headroom of the same site is everywhere else.
-    assert "0.20 of 1 bit" in after(finetuned(0.2087))[0].unsafe[-1].reason
+    assert "0.20 bits of headroom, of 1 " in after(finetuned(0.2087))[0].unsafe[-1].reason
     assert after(finetuned(2.9), penalty={"headroom_bits": 3.0})[0].verdict == "unsafe"
     assert after(finetuned(0.5), penalty={"form": "none"})[0].verdict == "safe"
 
@@ -279,14 +279,14 @@ def test_a_missed_goal_is_called_safe_but_short(tmp_path: Path, capsys: pytest.C
     # The contract's verdict, of which the exit status is made.
     assert result.verdict == "unsafe" and result.short
     sentence = verdict_sentence(result)
-    assert sentence.startswith("Safe in fp16, but short of what was asked: 0.60 of 1 bit of headroom")
+    assert sentence.startswith("Safe in fp16, but short of what was asked: 0.60 bits of headroom, of 1")
     assert "; proven for every input of up to 8 positions; " in sentence
     page, card = render(result), notice(result)
     assert '<span class="badge">safe, but short</span>' in page and "but short of" in page
-    assert card.startswith("**Safe in fp16, but short of what was asked.** 0.60 of 1 bit")
+    assert card.startswith("**Safe in fp16, but short of what was asked.** 0.60 bits of headroom")
     print_conversion(result, tmp_path)
     terminal = capsys.readouterr().out
-    assert "\noutput: safe, but short of what was asked: 0.60 of 1 bit of headroom" in terminal
+    assert "\noutput: safe, but short of what was asked: 0.60 bits of headroom, of 1" in terminal
     assert "; proven for every input" in terminal and f"\nnext: {go_on}\n" in terminal and "\nload: " in terminal
     for said in (page.partition("<title>")[2], card, terminal):
         assert "unsafe" not in said.lower().replace('id="unsafe"', "").partition("<style>")[0]

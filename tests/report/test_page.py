@@ -411,7 +411,7 @@ def test_terminal_page_and_card_say_the_same_numbers(capsys: pytest.CaptureFixtu
     whole = read(Report, report)
     terminal.print_conversion(whole, tmp_path)
     printed = " ".join(capsys.readouterr().out.split())
-    written = card.card_text(whole, "T5ForConditionalGeneration", licensed=False)
+    written = card.render_card(whole, {"architectures": ["T5ForConditionalGeneration"]})
     wrong = {"1.7 bits": "1.8 bits", "1.23 × ": "1.24 × ", "99.9998%": "99.9999%"}
     for view in (printed, text_of(report), written):
         shown = {
