@@ -58,6 +58,12 @@ class Output(VisibleConsole):
     def say(self, text: str) -> None:
         self.print(Text(text), soft_wrap=True)
 
+    def rows(self, *rows: tuple[str, object]) -> None:
+        """Print a line for each (label, words) that has words."""
+        for label, words in rows:
+            if words:
+                self.say(f"{label}: {words}")
+
     def table(self, table: Table) -> None:
         lines, framed = list(table.lines()), self.is_terminal
         shown = [i for i in range(len(table.columns)) if any(line[i] for line in lines)]

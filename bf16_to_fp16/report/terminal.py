@@ -44,20 +44,17 @@ def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = ()
     if report.safe and not then:
         command = shlex.join(["bf16-to-fp16", "verify", str(out)])
         then = f"verify it on the target machine, if possible with your own text (--data): {command}"
-    print_next(screen, then)
-    screen.say(f"written: {out}" if out.is_file() else f"report: {out / schema.PAGE}")
+    screen.rows(("next", then), ("written", out) if out.is_file() else ("report", out / schema.PAGE))
 
 
 def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
-    rest, how = report["linked"] + report["copied"], [f"{report[kind]:,} {kind}" for kind in ("linked", "copied")]
-    size = decimal(report["nbytes"])
-    screen.say(f"the rest: {wording.counted(rest, 'file')}, {size}, byte for byte ({', '.join(how)})")
-    if report["linked"]:
+    linked, copied, size = report["linked"], report["copied"], decimal(report["nbytes"])
+    screen.say(f"the rest: {size}, byte for byte ({linked:,} files linked, {copied:,} copied)")
+    if linked:
         screen.say("a linked file is the source's own: to write to one later, convert with --copy")
-    if report["left_out"]:
-        screen.say(f"left out: {', '.join(report['left_out'])}")
+    screen.rows(("left out", ", ".join(report["left_out"])))
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
         screen.print(bad("pipeline: unsafe", f"{wording.listed(unsafe)} is not safe in fp16, as said above"))
@@ -72,7 +69,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 
 def print_advice(screen: Output, report: schema.Report) -> None:
     held = f"held at {report.plan.eps:g} for a reader that has its own" if report.plan and report.plan.eps_held else ""
-    for what, advice in (
+    screen.rows(
         ("any input", coverage.headroom_by_proof(report)),
         ("accuracy", facts.accuracy(report)),
         ("function", facts.inexactness(report)),
@@ -82,9 +79,7 @@ def print_advice(screen: Output, report: schema.Report) -> None:
         ("older versions", "; ".join(report.older)),
         ("padding", coverage.padding_advice(report)),
         ("not covered", coverage.tower_advice(report)[1]),
-    ):
-        if advice:
-            screen.say(f"{what}: {advice}")
+    )
 
 
 def source_line(report: schema.Report) -> Text:
@@ -119,11 +114,6 @@ def runtimes_line(report: schema.Report) -> str:
 def verdict_line(report: schema.Report, whose: str = "") -> Text:
     label, sentence = facts.verdict_of(report)
     return (good if report.safe else bad)(f"{whose}{label}", sentence)
-
-
-def print_next(screen: Output, then: str) -> None:
-    if then:
-        screen.say(f"next: {then}")
 
 
 def load_line(out: Path) -> str:
@@ -167,9 +157,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
         print_first(screen, "not certified", lines)
         for remedy in () if report.next else dict.fromkeys(site.remedy for site in report.uncertified):
             screen.print(f"what helps: {remedy}")
-    print_next(screen, then or report.next)
-    if page is not None:
-        screen.say(f"report: {page}")
+    screen.rows(("next", then or report.next), ("report", page))
 
 
 def print_certificate(report: schema.Report, then: str = "") -> None:
@@ -177,8 +165,7 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     assert certificate is not None  # certify always has one
     over = certificate.over
     if certificate.holds:
-        sites = wording.counted(len(certificate.sites), "site")
-        screen.print(good("certified", f"{facts.claim(report)}, by bounds at {sites}"))
+        screen.print(good("certified", f"{facts.claim(report)}, by bounds at {len(certificate.sites):,} sites"))
     else:
         screen.print(bad("not certified", facts.claim(report)))
     print_advice(screen, report)
@@ -198,7 +185,7 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     if report.tiers:
         screen.say(runtimes_line(report))
     print_more(screen, len(over) - len(shown), "over their limit")
-    print_next(screen, then or report.next)
+    screen.rows(("next", then or report.next))
 
 
 def brought_back(folder: Path) -> str:
@@ -247,8 +234,7 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         after = max(signal.after for signal in report.signals)
         kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
         screen.print(f"after: the largest of these values would be {wording.magnitude(after)}, {kept}")
-    for what, how in facts.function_rows(report, MOST_EDITS):
-        screen.say(f"{what}: {how}")
+    screen.rows(*facts.function_rows(report, MOST_EDITS))
     if planned is None:
         return
     passed = [each for each in planned.violations if each.excess_bits > (planned.plan.margin_bits or 0.0)]
@@ -280,8 +266,7 @@ def print_verification(result: answers.Verification) -> None:
     for problem, after in zip_longest(result.problems, result.problems[1:]):
         remedy = "" if after is not None and after.remedy == problem.remedy else f"; {problem.remedy}"
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}{remedy}")
-    for note in result.notes:
-        screen.say(f"note: {note}")
+    screen.rows(*(("note", note) for note in result.notes))
     if result.verified and result.certificate is not None:
         kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
         said = "nothing was run" if kept is None else f"the largest value run is {wording.below_limit(kept)}"

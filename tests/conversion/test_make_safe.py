@@ -217,7 +217,7 @@ def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
     for inside in (wrapped, model):
         with pytest.raises(UserError, match="before get_peft_model"):
             make_fp16_safe(inside)
-    with pytest.raises(UserError, match="give the PEFT model around it, or merge"):
+    with pytest.raises(UserError, match="write it for the original with adapter"):
         safe.undo(model)
     merged = wrapped.merge_and_unload()
     moved = outputs(merged)
