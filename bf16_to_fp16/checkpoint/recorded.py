@@ -65,7 +65,7 @@ def check_below(source: str | Path, reports: Iterable[str]) -> None:
 def recorded_plan(path: Path, target: str | None) -> tuple[Path, dict[str, Any]]:
     file = path / REPORT if path.is_dir() else path
     if not file.exists():
-        raise UserError(f"{file}: No such file or directory; give an {REPORT} or a converted folder")
+        raise UserError(f"{file} does not exist; give an {REPORT} or a converted folder")
     try:
         data = report_data(file, {"plan": NO_PLAN})
     except UserError as error:

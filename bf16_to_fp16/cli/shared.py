@@ -94,7 +94,7 @@ def check_given(
                 (read_header if file.suffix == ".safetensors" else zip_records)(file)
     check_text(data)
     if config is not None and not Path(config).exists():
-        raise UserError(f"{config}: No such file or directory; give the config.json of SOURCE's weights")
+        raise UserError(f"{config} does not exist; give the config.json of SOURCE's weights")
 
 
 def check_text(data: str | None) -> None:

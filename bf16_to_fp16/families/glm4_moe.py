@@ -32,7 +32,10 @@ def turned_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
     size = whole_number("head_dim", config["head_dim"], "a number")
     turned = int(size * part)
     if not 0 < turned <= size or (turned % 2 and size != UNEVEN):
-        raise UserError(f"config.json: {PARTIAL!r} is {part!r}: {turned} of {size} channels cannot turn in pairs")
+        raise UserError(
+            f"config.json: {PARTIAL!r} is {part!r}, and {turned} of {size} channels cannot turn in pairs; take it from"
+            " the original checkpoint"
+        )
     return turned % size
 
 

@@ -66,7 +66,10 @@ def check_capacity(config: Mapping[str, object]) -> None:
 def activation(config: Mapping[str, object]) -> str:
     name = str(config[ACTIVATION])
     if name.startswith("gated-"):
-        raise UserError(f"config.json: {ACTIVATION!r} is {name!r}, and stock Switch Transformers has no gates")
+        raise UserError(
+            f"config.json: {ACTIVATION!r} is {name!r}, and stock Switch Transformers has no gates; take it from the"
+            " original checkpoint"
+        )
     return name
 
 

@@ -173,7 +173,7 @@ class ActivationPenalty:
         """Return the site nearest its target, or furthest over it, and what it reached; raise ``UserError`` before the
         first complete step."""
         if not self._last:
-            raise UserError("the penalty has seen no complete optimizer step yet")
+            raise UserError("the penalty has seen no complete optimizer step; ask after the first one")
         return max(self._last.items(), key=lambda item: item[1].excess_bits)
 
     def drop_step(self) -> None:

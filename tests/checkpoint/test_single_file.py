@@ -216,4 +216,4 @@ def test_gguf_and_what_is_no_weights_is_refused(t5: Path, tmp_path: Path, capsys
     (tmp_path / "notes.txt").write_text("weights")
     assert "is not a folder" in refused(capsys, "certify", tmp_path / "notes.txt")
     assert "leave out --subfolder" in refused(capsys, "certify", t5, "--subfolder", "a")
-    assert "none.json: No such file" in refused(capsys, "certify", t5, "--config", tmp_path / "none.json")
+    assert "none.json does not exist" in refused(capsys, "certify", t5, "--config", tmp_path / "none.json")
