@@ -53,6 +53,7 @@ def build(
     if (soft := measured.soft) is not None:
         more |= {"exceptions": soft.found, "searched": soft.searched}
     more |= {} if max_kl is None else {"max_kl": max_kl}
+    more |= {} if decided.observed is None else {"signals": decided.signals}
     # Clean runs prove nothing where a search found an overflow.
     tiers = tiers_of(layout, measured.tiers, {} if broken else regimes)
     report = schema.Report(
@@ -76,7 +77,6 @@ def build(
         plan=Plan.model_validate(describe_plan(plan)),
         moved=moved_by(layout, plan),
         for_proof={} if planned is None or decided.observed is None else dict(planned.for_proof),
-        signals=decided.signals,
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
         **more,
