@@ -43,11 +43,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def overflowing(model: Any) -> Any:
     """Multiply the stream by 2^18, and not the logits."""
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name == "shared.weight" or name.endswith((".o.weight", ".wo.weight")):
-                weight.mul_(2.0**18)
-        model.decoder.final_layer_norm.weight.mul_(2.0**-18)
+    for name, weight in model.named_parameters():
+        if name == "shared.weight" or name.endswith((".o.weight", ".wo.weight")):
+            weight.data.mul_(2.0**18)
+    model.decoder.final_layer_norm.weight.data.mul_(2.0**-18)
     return model
 
 

@@ -149,13 +149,12 @@ def test_what_is_more_than_four_times_as_large_or_small_is_flagged_and_nothing_e
     torch.manual_seed(0)
     model = tiny.t5(d_model=96, num_layers=3, num_decoder_layers=2)
     block = model.encoder.block[1].layer
-    with torch.no_grad():
-        block[0].SelfAttention.o.weight.mul_(5)
-        block[1].DenseReluDense.wi.weight.mul_(0.2)
-        block[1].layer_norm.weight.mul_(3)
-        for stack, times in (("encoder", (4.0, 4.125, 1.0)), ("decoder", (0.25, 0.24))):
-            for i, factor in enumerate(times):
-                model.get_submodule(f"{stack}.block.{i}.layer.0.layer_norm").weight.fill_(factor)
+    block[0].SelfAttention.o.weight.data.mul_(5)
+    block[1].DenseReluDense.wi.weight.data.mul_(0.2)
+    block[1].layer_norm.weight.data.mul_(3)
+    for stack, times in (("encoder", (4.0, 4.125, 1.0)), ("decoder", (0.25, 0.24))):
+        for i, factor in enumerate(times):
+            model.get_submodule(f"{stack}.block.{i}.layer.0.layer_norm").weight.data.fill_(factor)
     found = advise_init(tiny.save(model, tmp_path / "model"))
     found["far"] = [name for name in found["far"] if "relative_attention_bias" not in name]
     norms = [f"{stack}.block.1.layer.0.layer_norm.weight" for stack in ("decoder", "encoder")]

@@ -41,8 +41,7 @@ def test_the_roundings_of_a_norm_need_their_allowance() -> None:
     """n = √17 rounds up by 0.94 units, its product with the gain by 0.99 more."""
     model = tiny.build("t5", 0, factor=1.0, d_model=17, num_layers=1, num_decoder_layers=1)
     norm = model.encoder.block[0].layer[0].layer_norm
-    with torch.no_grad():
-        norm.weight.fill_(1.96875)
+    norm.weight.data.fill_(1.96875)
     half = model.half()
     _, certificate = certified(half)
     with torch.no_grad():
@@ -58,9 +57,8 @@ def test_a_layer_norms_subnormals_need_their_allowance() -> None:
     model = tiny.build("pegasus", 0, factor=1.0)
     path = "model.encoder.layers.0.self_attn_layer_norm"
     norm = model.get_submodule(path)
-    with torch.no_grad():
-        norm.weight.fill_(2.0**-24)
-        norm.bias.zero_()
+    norm.weight.data.fill_(2.0**-24)
+    norm.bias.data.zero_()
     half = model.half()
     _, certificate = certified(half)
     with torch.no_grad():
@@ -154,9 +152,8 @@ def test_the_partial_sums_of_scores_need_their_allowance() -> None:
 def test_the_position_bias_is_in_the_bound_of_the_scores() -> None:
     model = tiny.build("t5", factor=1.0)
     attention = model.encoder.block[0].layer[0].SelfAttention
-    with torch.no_grad():
-        attention.q.weight.zero_()
-        attention.relative_attention_bias.weight.fill_(-300.0)
+    attention.q.weight.data.zero_()
+    attention.relative_attention_bias.weight.data.fill_(-300.0)
     half = model.half()
     layout, certificate = certified(half)
     seen = observe(half, layout, adverse_inputs(copy.deepcopy(half).float(), layout, 2, 0))
@@ -275,10 +272,9 @@ class RoundingUp(TorchDispatchMode):
 def test_roundings_that_all_go_up_stay_under_the_bounds_and_come_close(kind: str, subnormal: bool) -> None:
     model = aligned(kind)
     if subnormal:
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if name.endswith(("v.weight", "v_proj.weight", "v_proj.bias", "wi.weight", "fc1.weight", "fc1.bias")):
-                    weight.mul_(2.0**-20)
+        for name, weight in model.named_parameters():
+            if name.endswith(("v.weight", "v_proj.weight", "v_proj.bias", "wi.weight", "fc1.weight", "fc1.bias")):
+                weight.data.mul_(2.0**-20)
     _, certificate = certified(model, Arithmetic(max_length=1))
     model.set_attn_implementation("eager")
     observer, one = SiteObserver(model, fast_products=False), torch.ones(1, 1, dtype=torch.long)
@@ -317,11 +313,10 @@ def test_activations_below_zero_need_their_allowance(activation: str) -> None:
     lowest = float(x[ACT2FN[activation](x).argmin()])
     model = tiny.build("pegasus", 0, factor=1.0, activation_function=activation)
     layer = model.model.encoder.layers[0]
-    with torch.no_grad():
-        layer.fc1.weight.mul_(1e-3)
-        layer.fc1.bias.fill_(lowest)
-        layer.fc2.weight.fill_(-1.0)
-        layer.fc2.bias.zero_()
+    layer.fc1.weight.data.mul_(1e-3)
+    layer.fc1.bias.data.fill_(lowest)
+    layer.fc2.weight.data.fill_(-1.0)
+    layer.fc2.bias.data.zero_()
     half = model.half()
     layout, certificate = certified(half)
     seen = observe(half, layout, adverse_inputs(copy.deepcopy(half).float(), layout, 8, 0))

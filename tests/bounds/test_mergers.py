@@ -167,8 +167,7 @@ def test_the_stream_begins_with_the_larger_of_tokens_and_images() -> None:
 
 def test_a_norm_reads_vectors_as_long_as_images_bring() -> None:
     model = tiny.build("gemma3-images", 3, factor=2.0).half()
-    with torch.no_grad():
-        model.model.multi_modal_projector.mm_input_projection_weight.mul_(64)
+    model.model.multi_modal_projector.mm_input_projection_weight.data.mul_(64)
     layout = resolve(source := ModelTensors(model))
     certificate = bound(layout, source_weights(source, layout), target="norm-safe")
     w, first = layout.family.projector, layout.stacks()[0].sublayers[0].norm

@@ -79,15 +79,14 @@ def test_dropout_that_keeps_everything_reaches_every_bound(kind: str) -> None:
 def test_a_stream_that_begins_behind_a_norm_begins_at_what_the_norm_can_give() -> None:
     """One channel of an embedding and of its positions as large as can be, and sublayers that add nothing."""
     model = tiny.build("mbart", 0, factor=1.0)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if "shared" in name or "embed_positions" in name:
-                weight.zero_()
-                weight[:, 3] = 900.0
-            elif "layernorm_embedding" in name:
-                weight.copy_(torch.full((24,), 2.0) if name.endswith("weight") else 0.5 * torch.eye(24)[3])
-            elif name.endswith(("out_proj.weight", "out_proj.bias", "fc2.weight", "fc2.bias")):
-                weight.zero_()
+    for name, weight in model.named_parameters():
+        if "shared" in name or "embed_positions" in name:
+            weight.data.zero_()
+            weight.data[:, 3] = 900.0
+        elif "layernorm_embedding" in name:
+            weight.data.copy_(torch.full((24,), 2.0) if name.endswith("weight") else 0.5 * torch.eye(24)[3])
+        elif name.endswith(("out_proj.weight", "out_proj.bias", "fc2.weight", "fc2.bias")):
+            weight.data.zero_()
     layout, certificate = certified(model.half())
     seen, bounds = seen_at_one_position(model, layout), {s.name: s for s in certificate.sites}
     for stack in layout.stacks():
@@ -116,11 +115,10 @@ def test_neurons_that_share_an_inputs_length_reach_the_feed_forwards_bound(kind:
     rows = torch.eye(24)
     if pairs:
         rows[12:] = -rows[:12]
-    with torch.no_grad():
-        inner.layer_norm.weight.fill_(1.0)
-        dense.wo.weight.fill_(1.0)
-        for linear in (dense.wi,) if kind == "t5" else (dense.wi_0, dense.wi_1):
-            linear.weight.copy_(30 * rows)
+    inner.layer_norm.weight.data.fill_(1.0)
+    dense.wo.weight.data.fill_(1.0)
+    for linear in (dense.wi,) if kind == "t5" else (dense.wi_0, dense.wi_1):
+        linear.weight.data.copy_(30 * rows)
     layout, certificate = certified(model, Arithmetic(exact=True), refine=0)
     path = "encoder.block.0.layer.1"
     seen = observe(model, layout, {f"{path}.layer_norm": 300 * rows.abs().amax(0).expand(1, 9, 24)})
@@ -136,12 +134,11 @@ def test_a_few_neurons_that_outweigh_the_others_reach_the_bound_of_all_rows() ->
     dense = inner.DenseReluDense
     rows = torch.eye(24)[0].repeat(60, 1)
     rows[:3] = torch.eye(24)[:3]
-    with torch.no_grad():
-        inner.layer_norm.weight.fill_(1.0)
-        dense.wo.weight.fill_(2.0**-12)
-        dense.wo.weight[:, :3] = 1.0
-        for linear in (dense.wi_0, dense.wi_1):
-            linear.weight.copy_(30 * rows)
+    inner.layer_norm.weight.data.fill_(1.0)
+    dense.wo.weight.data.fill_(2.0**-12)
+    dense.wo.weight.data[:, :3] = 1.0
+    for linear in (dense.wi_0, dense.wi_1):
+        linear.weight.data.copy_(30 * rows)
     layout, certificate = certified(model, Arithmetic(exact=True), refine=0)
     path = "encoder.block.0.layer.1"
     seen = observe(model, layout, {f"{path}.layer_norm": 300 * torch.eye(24)[0].expand(1, 9, 24)})
@@ -261,9 +258,8 @@ def test_layer_norms_of_nearly_constant_inputs_stay_under_their_bound(magnitude:
     """Where all channels are almost the same, fp32 cancellation makes n longer than √d; the bound allows for it."""
     model = tiny.build("pegasus", 0, factor=1.0)
     width = model.config.d_model
-    with torch.no_grad():
-        model.model.shared.weight.fill_(magnitude / math.sqrt(width))
-        model.model.encoder.embed_positions.weight.zero_()
+    model.model.shared.weight.data.fill_(magnitude / math.sqrt(width))
+    model.model.encoder.embed_positions.weight.data.zero_()
     _, certificate = certified(model.half())
     path = "model.encoder.layers.0.self_attn_layer_norm"
     norm = copy.deepcopy(model.get_submodule(path)).to(dtype)

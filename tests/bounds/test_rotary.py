@@ -264,8 +264,7 @@ def test_a_sum_over_a_block_and_what_is_left_of_a_row_reaches_its_bound() -> Non
 
 def test_keys_and_values_of_sums_reach_their_bounds() -> None:
     model, layout, w = model_with_one_sum()
-    with torch.no_grad():
-        model.get_submodule(w.block_norm).weight.mul_(4)
+    model.get_submodule(w.block_norm).weight.data.mul_(4)
     for path in (w.key, w.value):
         rows = model.get_submodule(path).weight * model.get_submodule(w.block_norm).weight
         inputs = adverse_inputs(model, layout, 4, 0)

@@ -26,8 +26,7 @@ def cohere2(folder: Path, factor: float) -> Path:
     torch.manual_seed(0)
     ids = {"pad_token_id": 0, "eos_token_id": [1, 2]}
     model = transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**SMALL, **ids, num_key_value_heads=2))
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.mul_(factor)
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(factor)
     model.bfloat16().save_pretrained(folder)
     return folder
 
@@ -69,8 +68,7 @@ def test_a_weight_past_fp16s_range_is_unsafe_though_no_input_met_it(tmp_path: Pa
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=20_000, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False)
     model = transformers.GPT2LMHeadModel(config)
-    with torch.no_grad():
-        model.transformer.wte.weight[14_321, 3] = -1e5
+    model.transformer.wte.weight.data[14_321, 3] = -1e5
     model.save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("amp", "half"), attention=("eager",))
     (lost,) = report["unsafe"]
@@ -92,8 +90,7 @@ def test_a_classifier_of_rows_has_one_end_token_in_each(tmp_path: Path, end: int
     config = transformers.BartConfig(max_position_embeddings=64, forced_eos_token_id=None, **ONE_LAYER)
     config.eos_token_id, config.pad_token_id, config.decoder_start_token_id = end, 1 - end, 1 - end
     model = transformers.BartForSequenceClassification(config)
-    with torch.no_grad():
-        model.classification_head.out_proj.bias.fill_(7e4)
+    model.classification_head.out_proj.bias.data.fill_(7e4)
     model.save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
     assert report["verdict"] == "unsafe"
@@ -112,8 +109,7 @@ def test_a_model_of_sound_is_refused_by_its_name(tmp_path: Path) -> None:
 def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = transformers.PegasusXConfig(block_size=8, num_global_tokens=4, **ONE_LAYER)
     model = transformers.PegasusXForConditionalGeneration(config)
-    with torch.no_grad():
-        model.model.encoder.layers[0].fc1.bias.fill_(1e5)
+    model.model.encoder.layers[0].fc1.bias.data.fill_(1e5)
     model.save_pretrained(tmp_path / "m")
     assert cli.main(["audit", str(tmp_path / "m"), "--regime", "half", "--json", str(tmp_path / "r.json")]) == 1
     said = capsys.readouterr()
@@ -162,8 +158,7 @@ def test_a_model_whose_outputs_have_names_of_their_own_is_audited_by_the_first(t
     model = transformers.BertForPreTraining(
         transformers.BertConfig(**SMALL)
     )  # prediction_logits, seq_relationship_logits
-    with torch.no_grad():
-        model.cls.predictions.bias.fill_(7e4)
+    model.cls.predictions.bias.data.fill_(7e4)
     model.save_pretrained(tmp_path / "m")
     report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
     assert report["verdict"] == "unsafe" and report["regimes"]["half"]["nonfinite_logits"] > 0

@@ -136,11 +136,10 @@ def test_a_drift_above_bf16s_error_is_not_called_safe_though_bounds_hold(tmp_pat
 @pytest.mark.usefixtures("first_batch")
 def test_what_is_unproven_decides_only_without_an_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("gated", factor=1.0)
-    with torch.no_grad():
-        # Scores that no coupling moves: their bound passes 65504, what the probe reaches does not.
-        attention = model.encoder.block[1].layer[0].SelfAttention
-        attention.q.weight.mul_(75)
-        attention.k.weight.mul_(75)
+    # Scores that no coupling moves: their bound passes 65504, what the probe reaches does not.
+    attention = model.encoder.block[1].layer[0].SelfAttention
+    attention.q.weight.data.mul_(75)
+    attention.k.weight.data.mul_(75)
     source = tiny.save(model, tmp_path / "source")
     result = convert(source, tmp_path / "out", exact=True)
     assert (result.report["verdict"], result.report["proof"]) == ("safe", "observed")
@@ -173,8 +172,7 @@ def test_the_other_targets_are_certified_too(kind: str, target: str, tmp_path: P
 
 def test_a_runtime_that_is_not_reached_is_short_of_the_goal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("t5-encoder")
-    with torch.no_grad():
-        model.shared.weight[5] *= 1e-3  # whose squares vanish where the others' fit
+    model.shared.weight.data[5] *= 1e-3  # whose squares vanish where the others' fit
     source, out = tiny.save(model, tmp_path / "source"), tmp_path / "out"
     assert cli.main(["convert", str(source), str(out), "--target", "norm-safe"]) == 1
     said = " ".join(capsys.readouterr().out.split())
@@ -211,8 +209,7 @@ def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, m
 @pytest.mark.usefixtures("first_batch")
 def test_an_unsafe_conversion_says_what_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("gated", factor=1.0)
-    with torch.no_grad():
-        model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.mul_(1e5)
+    model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.data.mul_(1e5)
     source = tiny.save(model, tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--exact"]) == 1
     printed = capsys.readouterr().out

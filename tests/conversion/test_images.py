@@ -58,8 +58,7 @@ NAMES = (as_written, as_published, as_in_modules)
 def saved(folder: Path, naming: Callable[[str], str] = as_published, **changes: Any) -> Path:
     """Save a model whose stream overflows, with images larger than any token."""
     model = tiny.build("gemma3-images", vocab_size=384, **changes)
-    with torch.no_grad():
-        model.model.multi_modal_projector.mm_input_projection_weight.mul_(16)
+    model.model.multi_modal_projector.mm_input_projection_weight.data.mul_(16)
     file = tiny.save(model, folder) / "model.safetensors"
     save_file({naming(name): weight for name, weight in load_file(file).items()}, file, metadata={"format": "pt"})
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))

@@ -49,16 +49,14 @@ def saturated_demo(folder: Path) -> Path:
 def saturated_t5(folder: Path, loud: list[int]) -> Path:
     """Write a tiny T5 of which some rows of the tied embedding are 2^13 times louder, and so the logits of these."""
     model = tiny.small("t5", factor=1.0)
-    with torch.no_grad():
-        model.shared.weight[loud] *= 2.0**13
+    model.shared.weight.data[loud] *= 2.0**13
     return tiny.save(model, folder)
 
 
 def saturated_qwen(folder: Path) -> Path:
     """Write a tiny Qwen3 whose gains of queries are 2^13 times louder in one layer."""
     model = tiny.small("qwen3", factor=1.0)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.q_norm.weight.mul_(2.0**13)
+    model.model.layers[0].self_attn.q_norm.weight.data.mul_(2.0**13)
     return tiny.save(model, folder)
 
 

@@ -108,8 +108,7 @@ def test_positions_that_a_file_lacks_are_made_scaled_and_written(tmp_path: Path)
 def test_a_tied_head_that_cannot_hold_the_factor_is_separated(tmp_path: Path) -> None:
     """With d_model a power of 4, T5's d^-1/2 folds into the new head exactly, so the fp32 logits keep every bit."""
     model = tiny.small("t5", factor=3000.0, d_model=16)
-    with torch.no_grad():
-        model.decoder.final_layer_norm.weight.mul_(2.0**18)
+    model.decoder.final_layer_norm.weight.data.mul_(2.0**18)
     source = tiny.save(model, tmp_path / "source")
     result = convert(source, tmp_path / "out", target="half", exact=True)
     assert result.plan.untied_head and result.out is not None
@@ -170,9 +169,8 @@ def test_generated_tensors_do_not_count_as_carried_over() -> None:
 def test_a_source_not_finite_in_fp32_is_refused_where_it_breaks(up: float, value: float, tmp_path: Path) -> None:
     model = tiny.small("t5-encoder")
     broken = model.encoder.block[1].layer[1].DenseReluDense
-    with torch.no_grad():
-        broken.wi_1.weight.mul_(up)
-        broken.wo.weight[0, 0] = value
+    broken.wi_1.weight.data.mul_(up)
+    broken.wo.weight.data[0, 0] = value
     checkpoint = open_checkpoint(tiny.save(model, tmp_path / "source", torch.float32))
     inputs = batches(model.config, None, None)[:1]
     with pytest.raises(UserError, match=r"encoder\.block\.1\.layer\.1\.DenseReluDense\.wo gives inf or NaN in fp32"):

@@ -33,20 +33,11 @@ EXPERTS: dict[str, dict[str, int]] = {
 PEGASUS = ("pegasus", "mbart", "bigbird_pegasus")
 KINDS = ("t5", "gated", "silu", "mt5", "umt5", *PEGASUS, *ENCODERS, *HEADS, *LONG, *SPARSE, *CAUSAL, *EXPERTS)
 MORE = (
-    *(
-        "silu",
-        "mt5",
-        "bigbird_pegasus",
-        "t5-encoder",
-        "umt5-encoder",
-        "t5-states",
-        "t5-token-classifier",
-        "umt5-spans",
-        "longt5-encoder",
-    ),
-    *("switch", "switch-untied", "gemma3-untied", "embeddinggemma", "gemma", "mistral", "qwen2"),
+    *("silu", "mt5", "pegasus", "bigbird_pegasus", "t5-encoder", "umt5-encoder", "t5-states", "t5-token-classifier"),
+    *("umt5-spans", "longt5-encoder", "switch", "switch-untied", "gemma3", "gemma3-untied", "embeddinggemma", "gemma"),
+    *("mistral", "qwen2", "mixtral", "olmoe"),
 )
-"""Those of ``KINDS`` that only ``make test-all`` converts: others have each of their parts."""
+"""Those of ``KINDS`` that only ``make test-all`` converts: others, and the demos, have each of their parts."""
 SCORED = ("gated",)
 DEMOS = ("t5-gated-bytes", "pegasus-bytes", "gemma3-bytes")
 DRIFTING = (*PEGASUS, "pegasus-bytes", "gemma3-bytes", *(kind for kind in CAUSAL if "gemma" in kind))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from compat.harness import compute_logits, relative_error
 from safetensors.torch import load_file
-from support import tiny
+from support import exhaustive, tiny
 from support.folders import rewritten, seen
 
 from bf16_to_fp16 import UserError, audit, convert, undo, verify
@@ -22,6 +22,7 @@ from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.report.terminal import print_verification, runtimes_line, source_line, verdict_line
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "mistral3")
+OF_GEMMA = ("gemma3-images", "gemma4-images")
 LAST = {
     "qwen2_5_vl": ["visual.merger.mlp.2"],
     "qwen3_vl": ["model.visual.merger.linear_fc2", "model.visual.deepstack_merger_list.0.linear_fc2"],
@@ -76,24 +77,22 @@ def test_an_image_that_broke_the_source_is_finite_and_the_sources_in_fp32(kind: 
 def test_no_stricter_arithmetic_takes_the_proof_where_nothing_overflows(tmp_path: Path) -> None:
     """Norms in fp16 square what a tower gives, which has no bound."""
     model = tiny.build("qwen2_5_vl")
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
     result = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out")
     assert (result.report["target"], result.report["proof"]) == ("half", "certified")
     assert "the vision tower aside" in source_line(read(Report, result.report)).plain
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "gemma3-images", "gemma4-images"])
+@pytest.mark.parametrize("kind", exhaustive.beyond(["qwen3_vl", *OF_GEMMA], [*KINDS, *OF_GEMMA]))
 def test_a_tower_that_overflows_alone_is_named(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.build(kind)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if re.search(
-                r"(visual|vision_tower)\..*\.0\.\w+\.(up_proj|down_proj|(linear_)?fc[12])(\.linear)?\.weight$", name
-            ):
-                weight.mul_(1e5)
+    for name, weight in model.named_parameters():
+        if re.search(
+            r"(visual|vision_tower)\..*\.0\.\w+\.(up_proj|down_proj|(linear_)?fc[12])(\.linear)?\.weight$", name
+        ):
+            weight.data.mul_(1e5)
     out = tmp_path / "out"
     result = convert(tiny.save(model, tmp_path / "source"), out)
     told = result.report["next"]
@@ -127,10 +126,9 @@ def test_a_tower_that_overflows_alone_is_named(kind: str, tmp_path: Path, capsys
 
 def test_the_tower_is_not_said_to_be_alone_where_the_text_model_overflows_too(tmp_path: Path) -> None:
     model = tiny.build("qwen3_vl")
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("blocks.0.mlp.linear_fc1.weight", "blocks.0.mlp.linear_fc2.weight")):
-                weight.mul_(1e5)
+    for name, weight in model.named_parameters():
+        if name.endswith(("blocks.0.mlp.linear_fc1.weight", "blocks.0.mlp.linear_fc2.weight")):
+            weight.data.mul_(1e5)
     result = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out", stream=0)
     assert not result.safe and "vision tower" not in result.report["next"]
     assert result.report["next"].startswith("leave out --stream, ")

@@ -70,9 +70,8 @@ def test_what_is_written_of_a_gain_is_rounded_once_and_its_dead_channels_are_see
     drift = result.plan.drift
     assert result.plan.residual_exponent < 0 and drift is not None and 0 < drift.relative_error < 1e-3
     assert gains_round(result.plan) and not gains_round(result.plan.model_copy(update={"family": "gemma4"}))
-    with torch.no_grad():
-        model = tiny.build("gemma3")
-        model.model.layers[0].input_layernorm.weight.fill_(-1)
+    model = tiny.build("gemma3")
+    model.model.layers[0].input_layernorm.weight.data.fill_(-1)
     checkpoint = open_checkpoint(tiny.save(model, tmp_path / "dead"))
     with pytest.raises(UserError, match=r"input_layernorm\.weight is -1 throughout"):
         check_norms(checkpoint, resolve(checkpoint))
@@ -99,9 +98,8 @@ def test_a_gemma_4_config_without_layers_is_stock_codes(own: dict[str, Any], tmp
 
 def test_a_tied_head_whose_norm_cannot_be_larger_is_separated(tmp_path: Path) -> None:
     model = tiny.build("gemma3")
-    with torch.no_grad():
-        model.model.norm.weight.fill_(2047)
-        model.model.embed_tokens.weight.mul_(2.0**-8)
+    model.model.norm.weight.data.fill_(2047)
+    model.model.embed_tokens.weight.data.mul_(2.0**-8)
     source = tiny.save(model, tmp_path / "source")
     result = convert(source, tmp_path / "out", run_model=False)
     assert result.plan.untied_head and result.plan.residual_exponent < 0
@@ -242,10 +240,9 @@ def test_the_decoders_config_caps_the_logits() -> None:
 
 def test_what_a_feed_forward_adds_is_dropped_in_the_layers_own_dropout() -> None:
     model = tiny.build("t5gemma", dropout_rate=0.5)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith(("post_self_attn_layernorm.weight", "post_cross_attn_layernorm.weight")):
-                parameter.fill_(-1.0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("post_self_attn_layernorm.weight", "post_cross_attn_layernorm.weight")):
+            parameter.data.fill_(-1.0)
     _, certificate = certified(model, Arithmetic(train=True))
     for stack in ("encoder", "decoder"):
         at = f"model.{stack}.layers.0"

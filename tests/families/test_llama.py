@@ -72,8 +72,7 @@ def test_pairs_of_queries_too_large_for_fp16_are_balanced_with_their_keys(tmp_pa
 def test_ranges_of_queries_and_keys_are_what_their_turned_channels_reach() -> None:
     """A channel that is always 0 and the other of its pair, which comes into it."""
     model = tiny.build("llama", factor=1.0)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.q_proj.weight[5:10] = 0
+    model.model.layers[0].self_attn.q_proj.weight.data[5:10] = 0
     layout, certificate = certified(model)
     path = "model.layers.0.self_attn.q_proj"
     bound = certificate.ranges[path].output.amax

@@ -49,11 +49,10 @@ def hard_model(seed: int = 0) -> Any:
     """The tiny gated T5, tied, with one head, three gate rows and the logits past fp16's limit."""
     model = tiny_model(seed)
     block = model.encoder.block[0]
-    with torch.no_grad():
-        block.layer[0].SelfAttention.q.weight[:8] *= 1e5
-        block.layer[1].DenseReluDense.wi_0.weight[:3] *= 3e5
-        block.layer[1].DenseReluDense.wi_1.weight[:3] /= 3e5
-        model.decoder.final_layer_norm.weight.mul_(3e5)
+    block.layer[0].SelfAttention.q.weight.data[:8] *= 1e5
+    block.layer[1].DenseReluDense.wi_0.weight.data[:3] *= 3e5
+    block.layer[1].DenseReluDense.wi_1.weight.data[:3] /= 3e5
+    model.decoder.final_layer_norm.weight.data.mul_(3e5)
     return model
 
 
@@ -95,8 +94,7 @@ def test_a_head_of_queries_comes_down_without_the_keys_that_it_shares() -> None:
     """Turned by rotary positions: of four heads of queries one is too loud, and its keys are those of another too."""
     model = tiny.build("llama-biased", factor=1.0)
     attention = model.model.layers[0].self_attn
-    with torch.no_grad():
-        attention.q_proj.weight[10:20] *= 1e4
+    attention.q_proj.weight.data[10:20] *= 1e4
     before = {name: x.clone() for name, x in attention.state_dict().items()}
     site = "model.layers.0.self_attn:scores"
     assert site in {each.name for each in begun(model).over()}
@@ -132,10 +130,9 @@ def test_a_gain_that_is_stored_less_1_is_made_smaller_itself(scaled: bool) -> No
     """Made smaller instead, what is stored would come to 0, and all gains to 1."""
     model = tiny.build("gemma3", factor=1.0)
     attention = model.model.layers[0].self_attn
-    with torch.no_grad():
-        for norm in (attention.q_norm, attention.k_norm):
-            norm.weight.copy_(torch.tensor([0.0, -0.5, -0.75, 0.25, -0.9375] * 2))
-            norm.weight[3] = 1.0
+    for norm in (attention.q_norm, attention.k_norm):
+        norm.weight.data.copy_(torch.tensor([0.0, -0.5, -0.75, 0.25, -0.9375] * 2))
+        norm.weight.data[3] = 1.0
     layout = layout_of(model)
     constraint = BoundConstraint(layout, model)
     before = [1 + norm.weight.detach().clone() for norm in (attention.q_norm, attention.k_norm)]
@@ -292,9 +289,8 @@ def held_for_a_while(model: Any, layout: Layout, whole: Callable[[Any], torch.Te
     constraint = BoundConstraint(layout, model)
     constraint.begin(0)
     for step in range(1, 5):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.mul_(1.05)
+        for parameter in model.parameters():
+            parameter.data.mul_(1.05)
         constraint.hold(step, 4)
     weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
     return {"over": len(constraint.over()), "lowest": constraint.lowest, "weights": weights}

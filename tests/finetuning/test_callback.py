@@ -21,9 +21,8 @@ Make = Callable[..., Any]
 def model() -> Any:
     """One that overflows fp16 as it is, without dropout."""
     made = tiny_model(dropout=0.0)
-    with torch.no_grad():
-        made.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e5)
-        made.encoder.block[0].layer[1].DenseReluDense.wi_1.weight.mul_(1e3)
+    made.encoder.block[0].layer[1].DenseReluDense.wo.weight.data.mul_(1e5)
+    made.encoder.block[0].layer[1].DenseReluDense.wi_1.weight.data.mul_(1e3)
     return made
 
 

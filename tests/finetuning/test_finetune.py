@@ -106,9 +106,8 @@ def test_what_cannot_be_written_is_known_first(source: Path, tmp_path: Path, mon
 
 def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(source: Path, tmp_path: Path) -> None:
     model = tiny_model()
-    with torch.no_grad():
-        model.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e5)
-        model.encoder.block[0].layer[1].DenseReluDense.wi_1.weight.mul_(1e3)
+    model.encoder.block[0].layer[1].DenseReluDense.wo.weight.data.mul_(1e5)
+    model.encoder.block[0].layer[1].DenseReluDense.wi_1.weight.data.mul_(1e3)
     recipe = written(source, tmp_path, source=str(rewritten(model, tmp_path / "model")), rescale=False)
     with pytest.raises(UserError, match=r"encoder.block.0.layer.1.DenseReluDense.wo is not finite in fp16 before"):
         finetune(recipe, overrides=("penalty.form=none",))
@@ -154,10 +153,9 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
 
 def test_a_finetune_of_a_converted_folder_comes_back_to_it_and_then_to_its_source(source: Path, tmp_path: Path) -> None:
     model = tiny_model()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name == "shared.weight" or name.endswith((".o.weight", ".wo.weight")):
-                weight.mul_(2.0**14)
+    for name, weight in model.named_parameters():
+        if name == "shared.weight" or name.endswith((".o.weight", ".wo.weight")):
+            weight.data.mul_(2.0**14)
     first = convert(rewritten(model, tmp_path / "model"), tmp_path / "converted").plan
     recipe = written(source, tmp_path, source=str(tmp_path / "converted"))
     # So much headroom has the start moved further, and leaves the last conversion nothing to do.
@@ -289,8 +287,7 @@ def test_only_a_fitting_start_begins_in_fp16(tmp_path: Path, source: Path, monke
     assert run.converted is None and run.outcome.steps == 2
     assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp16"] * 2
     large = tiny_model()
-    with torch.no_grad():
-        large.encoder.block[0].layer[0].SelfAttention.q.weight.mul_(3e6)
+    large.encoder.block[0].layer[0].SelfAttention.q.weight.data.mul_(3e6)
     loud = rewritten(large, tmp_path / "second" / "loud")
     recipe = written(source, tmp_path / "second", source=str(loud))
     assert converted_alone(read_recipe(recipe), Progress()) is None

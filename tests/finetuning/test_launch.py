@@ -198,10 +198,9 @@ def test_zero_takes_the_steps_of_one_process(
 def uncertified(recipe: Path) -> Path:
     """The recipe, of a model whose scores and gates no rescaling brings under their limits, to end with a proof."""
     model = tiny_model(dropout=0.0)
-    with torch.no_grad():
-        model.encoder.block[0].layer[0].SelfAttention.q.weight[:8] *= 3e3
-        model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight[:3] *= 3e5
-        model.encoder.block[0].layer[1].DenseReluDense.wi_1.weight[:3] /= 3e5
+    model.encoder.block[0].layer[0].SelfAttention.q.weight.data[:8] *= 3e3
+    model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.data[:3] *= 3e5
+    model.encoder.block[0].layer[1].DenseReluDense.wi_1.weight.data[:3] /= 3e5
     folder = recipe.parent / "uncertified"
     saved(folder, 60)
     model.to(torch.bfloat16).save_pretrained(folder)

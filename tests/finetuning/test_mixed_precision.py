@@ -110,11 +110,10 @@ def test_a_relative_learning_rate_goes_with_each_tensor(make: Make, fix: Fix, tm
     moved, losses = [], []
     for arm, factor in (("plain", 1.0), ("scaled", 2.0**-6)):
         model = tiny_model(dropout=0.0)
-        with torch.no_grad():
-            for block in model.encoder.block:
-                # Values are multiplied and outputs divided: the same function.
-                block.layer[0].SelfAttention.v.weight.mul_(factor)
-                block.layer[0].SelfAttention.o.weight.div_(factor)
+        for block in model.encoder.block:
+            # Values are multiplied and outputs divided: the same function.
+            block.layer[0].SelfAttention.v.weight.data.mul_(factor)
+            block.layer[0].SelfAttention.o.weight.data.div_(factor)
         before = model.encoder.block[0].layer[0].SelfAttention.v.weight.detach().clone()
         schedule = {"steps": 3, "learning_rate": 0.01}
         trainer = make(arm, model=model, precision="fp32", optimizer={"relative": True}, schedule=schedule)

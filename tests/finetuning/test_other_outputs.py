@@ -32,8 +32,7 @@ def source_of(kind: str, folder: Path) -> Path:
     """Save a byte-level model whose scores overflow, with its tokenizer and some text."""
     model = tiny.small(kind, 3, factor=1.0, vocab_size=384, relative_attention_num_buckets=8)
     (attention, *_) = [w for w in resolve(ModelTensors(model)).topology if hasattr(w, "query")]
-    with torch.no_grad():
-        model.get_submodule(attention.query).weight.mul_(3e5)
+    model.get_submodule(attention.query).weight.data.mul_(3e5)
     tiny.save(model, folder)
     transformers.ByT5Tokenizer(extra_ids=125).save_pretrained(folder)
     (folder / "text.txt").write_text("\n".join(f"line {i} of a text about numbers" for i in range(80)))

@@ -28,8 +28,7 @@ GATE = "decoder.block.0.layer.2.DenseReluDense.act:cubed"
 def trained(site: str, weight: float | None = None, steps: int = 40) -> tuple[list[float], list[float], float]:
     """Largest values and weights of a site over a training whose target is half of what it starts from."""
     model = built()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(10)
+    model.lm_head.weight.data.mul_(10)
     ids = ids_of(4)
     target = reached(model, ids)[site] / 2
     penalty = ActivationPenalty(model, targets={site: target}, weight=weight, dual_step=0.5)

@@ -314,8 +314,7 @@ def test_another_recipe_is_not_continued_but_more_steps_are(make: Make, tmp_path
 
 def test_a_bad_batch_is_skipped_counted_and_named(make: Make, tmp_path: Path) -> None:
     model = tiny_model()
-    with torch.no_grad():
-        model.shared.weight[BAD] = math.inf
+    model.shared.weight.data[BAD] = math.inf
     bad: list[tuple[tuple[int, int], ...]] = []
 
     def plant(step: int, batch: TrainingBatch) -> TrainingBatch:
@@ -375,8 +374,7 @@ def test_a_probe_that_overflows_skips_no_step(weight: float, make: Make, tmp_pat
 def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(make: Make, fix: Fix, tmp_path: Path) -> None:
     fix("stability", OVERFLOW_STOP=3)
     model = tiny_model()
-    with torch.no_grad():
-        model.encoder.block[0].layer[1].DenseReluDense.wo.weight.mul_(1e7)
+    model.encoder.block[0].layer[1].DenseReluDense.wo.weight.data.mul_(1e7)
     settings: dict[str, Any] = {"penalty": {"form": "smooth-max"}, "distillation": {"weight": 0.0}}
     with pytest.raises(UserError, match=r"3 steps in a row overflow, down to a loss scale of 8") as caught:
         scaled(make(model=model, **settings), 64.0).train()
@@ -455,8 +453,7 @@ def test_gradient_checkpointing_gives_the_same_bits_in_fp16_past_what_a_gates_cu
     weights = []
     for name, on in (("plain", False), ("recomputed", True)):
         model = tiny_model()
-        with torch.no_grad():
-            model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.mul_(100)
+        model.encoder.block[0].layer[1].DenseReluDense.wi_0.weight.data.mul_(100)
         penalty = {"form": "smooth-max", "headroom_bits": 8.0}
         settings: dict[str, Any] = {"gradient_checkpointing": on, "penalty": penalty, "schedule": {"steps": 2}}
         trainer = scaled(make(name, model=model, **settings), 16.0)

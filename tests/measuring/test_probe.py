@@ -305,8 +305,7 @@ def test_the_divergence_of_a_causal_model_is_that_of_its_next_tokens() -> None:
 
 def test_in_training_it_is_pulled_by_its_next_tokens_and_a_token_alone_has_none() -> None:
     model = causal.make("llama")
-    with torch.no_grad():
-        model.lm_head.weight.mul_(1e3)
+    model.lm_head.weight.data.mul_(1e3)
     given = batches(model.config, None, None)[0]
     alone = Batch("one token", given.input_ids[:, :1], given.attention_mask[:, :1])
     pulls: list[torch.Tensor] = []

@@ -111,9 +111,8 @@ def test_shrinking_spares_small_weights_by_sharing_the_factor_between_o_and_v() 
     """With o already near fp16's last bits, the shrinking that the stream asks for goes to v instead."""
     model = tiny.build("gated")
     attention = model.encoder.block[1].layer[0].SelfAttention
-    with torch.no_grad():
-        attention.o.weight.mul_(2.0**-19)
-        attention.v.weight.mul_(2.0**10)
+    attention.o.weight.data.mul_(2.0**-19)
+    attention.v.weight.data.mul_(2.0**10)
     layout, weights, ranges = observed(model)
     plan = make_plan(layout, weights, ranges).plan
     moved = plan.exponent("encoder.block.1.layer.0.SelfAttention.value")
@@ -123,10 +122,9 @@ def test_shrinking_spares_small_weights_by_sharing_the_factor_between_o_and_v() 
 def test_a_gain_moves_only_where_a_reader_would_lose() -> None:
     model = tiny.build("gated")
     norm = model.encoder.block[1].layer[1]
-    with torch.no_grad():
-        norm.layer_norm.weight.mul_(2.0**14)
-        norm.DenseReluDense.wi_0.weight.mul_(2.0**-14)
-        norm.DenseReluDense.wi_1.weight.mul_(2.0**-14)
+    norm.layer_norm.weight.data.mul_(2.0**14)
+    norm.DenseReluDense.wi_0.weight.data.mul_(2.0**-14)
+    norm.DenseReluDense.wi_1.weight.data.mul_(2.0**-14)
     layout, weights, ranges = observed(model)
     plan = make_plan(layout, weights, ranges).plan
     moved = {name for name in plan.exponents if layout.signals[name].kind is Kind.NORM}
@@ -225,8 +223,7 @@ def test_the_tied_heads_norm_bounds_the_shrinking_from_the_other_side() -> None:
     """Where the final norm times 1/s would overflow, the limits cannot all hold with the head tied, and can with it
     apart."""
     model = tiny.build("t5", factor=30000.0)
-    with torch.no_grad():
-        model.decoder.final_layer_norm.weight.mul_(2.0**19)
+    model.decoder.final_layer_norm.weight.data.mul_(2.0**19)
     assert make_plan(*observed(model)).violations != ()
     planned = make_plan(*observed(model, untie=True))
     assert [v for v in planned.violations if "lm_head" not in v.signal] == []
@@ -239,15 +236,14 @@ def with_large_last_gains(kind: str) -> Any:
     model = tiny.build(kind)
     model.config.tie_word_embeddings = True
     model.lm_head.weight = model.shared.weight
-    with torch.no_grad():
-        model.shared.weight[:, 0] = 30000
-        model.shared.weight[:, 1:] /= 100
-        for name, weight in model.named_parameters():
-            if name.endswith((".o.weight", ".wo.weight")):
-                weight[0] *= 20
-                weight[1:] /= 100
-        model.decoder.final_layer_norm.weight.fill_(5952)
-        model.decoder.final_layer_norm.weight[0] = 2.0**-10
+    model.shared.weight.data[:, 0] = 30000
+    model.shared.weight.data[:, 1:] /= 100
+    for name, weight in model.named_parameters():
+        if name.endswith((".o.weight", ".wo.weight")):
+            weight.data[0] *= 20
+            weight.data[1:] /= 100
+    model.decoder.final_layer_norm.weight.data.fill_(5952)
+    model.decoder.final_layer_norm.weight.data[0] = 2.0**-10
     return model
 
 

@@ -186,11 +186,10 @@ def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attenti
 def scaled(model: Any, seed: int, spread: int) -> Any:
     """Multiply rows of every linear by random powers of two, so that some signals are subnormal and some large."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear) and module is not getattr(model, "lm_head", None):
-                powers = torch.randint(-spread, spread // 4 + 1, (module.out_features, 1), generator=generator)
-                module.weight.mul_(2.0**powers)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not getattr(model, "lm_head", None):
+            powers = torch.randint(-spread, spread // 4 + 1, (module.out_features, 1), generator=generator)
+            module.weight.data.mul_(2.0**powers)
     return model
 
 
