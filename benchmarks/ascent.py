@@ -22,12 +22,11 @@ from torch.nn.functional import normalize
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.findings import Certificate
-from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.walk import walk
+from bf16_to_fp16.families.layout import Layout, walk
+from bf16_to_fp16.families.resolve import ModelTensors, source_weights
 from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.stock import set_attention
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 SIZE = 300.0  # of what a norm reads
 Seen = Mapping[str, tuple[Tensor, Tensor]]  # inputs and outputs of linears by path

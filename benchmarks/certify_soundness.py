@@ -35,8 +35,7 @@ from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.findings import Certificate
-from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.walk import walk
+from bf16_to_fp16.families.layout import Layout, walk
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.numerics import FP16_MAX
 

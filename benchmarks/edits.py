@@ -52,7 +52,7 @@ from torch import Tensor
 from bf16_to_fp16 import UserError, audit, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Attention, Experts
 from bf16_to_fp16.measuring.attack import attack
 from bf16_to_fp16.measuring.batch import run_batch
@@ -64,7 +64,6 @@ from bf16_to_fp16.measuring.stock import load, load_config, vocabulary_of
 from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.centred import centrable, tables_of
 from bf16_to_fp16.rescaling.edits import MOST_FOR_A_PROOF
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 TEXTS, SEED = 24, 7  # of the judge
 NOISE = 1e-10  # divergences of two fp32 runs

@@ -57,7 +57,9 @@ from bf16_to_fp16.errors import UserError, first_line
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.recipe import read_recipe
 from bf16_to_fp16.finetuning.run import finetune
+from bf16_to_fp16.measuring.probe import audit_batches
 from bf16_to_fp16.measuring.regimes import REGIMES, audit_folder
+from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.numerics import FP16_STEP
 
 
@@ -211,7 +213,8 @@ def run_audit(session: Session) -> None:
         for way, arithmetic in session.ways():
             certificate = bound(layout, fp16_weights(checkpoint, layout), arithmetic)
             regimes = REGIMES if session.on_cuda else ("half",)
-            results = audit_folder(folder, regimes=regimes, device=session.device)
+            inputs = audit_batches(load_config(folder), folder, None)
+            results = audit_folder(folder, inputs=inputs, regimes=regimes, device=session.device)
             for regime, result in results.items():
                 where = f"{name}, {regime}, {way}"
                 limited = {site.name: site.amax for site in result.sites if site.limit is not None}  # those in fp16

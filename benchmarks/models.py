@@ -14,14 +14,13 @@ import transformers
 from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.finetuning.corpus import Corpus
 from bf16_to_fp16.finetuning.recipe import Data
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "bf16_to_fp16" / "demo_data"

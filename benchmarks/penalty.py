@@ -21,10 +21,9 @@ from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from bf16_to_fp16 import ActivationPenalty
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.finetuning.bound_constraint import BoundConstraint
 from bf16_to_fp16.measuring.stock import set_attention
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 SIZES = {
     "small": {"num_layers": 6, "d_model": 512, "d_kv": 64, "d_ff": 1024, "num_heads": 8, "vocab_size": 8192},

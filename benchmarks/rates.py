@@ -29,13 +29,12 @@ from models import DEMOS, demo_corpus
 from results import print_header, print_row
 
 from bf16_to_fp16 import convert, convert_adapter
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.finetuning.corpus import TrainingBatch
 from bf16_to_fp16.measuring.stock import load, load_config
 from bf16_to_fp16.quiet import quiet
 from bf16_to_fp16.rescaling.follow import exponents_by_parameter, follow
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 TARGETS = {"default": "auto", "train": "train", "norm-safe": "norm-safe"}
 

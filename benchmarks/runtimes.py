@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.measuring import interface, probe
+from bf16_to_fp16.measuring import probe, stock
 from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.batch import Batch, values_of
 from bf16_to_fp16.measuring.stock import load, load_config
@@ -53,7 +53,7 @@ class Outputs(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor | None = None) -> Tensor:
         options: dict[str, Any] = {} if decoder_input_ids is None else {"decoder_input_ids": decoder_input_ids}
-        if options or interface.is_causal(interface.config_of(self.model)):
+        if options or stock.is_causal(stock.config_of(self.model)):
             options["use_cache"] = False
         return values_of(self.model(input_ids=input_ids, attention_mask=attention_mask, **options))
 

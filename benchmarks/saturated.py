@@ -28,9 +28,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Attention, FeedForward
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 sys.path.append(str(ROOT / "recipes"))
 import train_demo

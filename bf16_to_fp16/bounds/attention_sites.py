@@ -75,7 +75,11 @@ class AttentionSites:
             self.scored(made, max(largest(query[0].bound), largest(key[0].bound)))
         elif sublayer.query_norm:
             norms = (sublayer.query_norm, *query, self.heads), (sublayer.key_norm, *key, self.kv_heads)
-            self.turned_scores(rotary, *(self.head_norm(*each) for each in norms))
+            normed = (self.head_norm(*each) for each in norms)
+            one, other = (attention.turned(source, self.a, together, rotary) for source, together in normed)
+            self.turn({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
+            factors = self.rotation(rotary, one.bound, other.bound)
+            self.scored(attention.turned_score_bounds(one, other, self.heads, self.a, self.scale), factors)
         else:
             self.rotated_scores(rotary, query[0], key[0])
 
@@ -91,13 +95,6 @@ class AttentionSites:
         source, _ = self.head_norm(self.sublayer.value_norm, made, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)
-
-    def turned_scores(self, rotary: Rotary, query: tuple[NormOutput, int], key: tuple[NormOutput, int]) -> None:
-        """Bound the rotation of normalised queries and keys, and their scores."""
-        one, other = (attention.turned(source, self.a, together, rotary) for source, together in (query, key))
-        self.turn({self.sublayer.query_norm: one.bound.flatten(), self.sublayer.key_norm: other.bound.flatten()})
-        factors = self.rotation(rotary, one.bound, other.bound)
-        self.scored(attention.turned_score_bounds(one, other, self.heads, self.a, self.scale), factors)
 
     def rotated_scores(self, rotary: Rotary, query: LinearBound, key: LinearBound) -> None:
         """Bound the rotation of queries and keys without norms, and their scores."""
@@ -143,7 +140,8 @@ class AttentionSites:
             self.note(f"{sublayer.at}:div", SiteKind.SCORES, capped.quotient)
             steps = torch.maximum(scaled, capped.quotient)  # of a cap under 1 that is the larger one
             self.note(f"{sublayer.at}:tanh", SiteKind.SCORES, capped.tanh)
-            self.note(sublayer.capping, SiteKind.SCORES, capped.result)
+            # Eager attention multiplies tanh by the cap after it has scaled the scores.
+            self.note(sublayer.scaling[1], SiteKind.SCORES, capped.result)
             scaled, span = capped.result, attention.capped_span(span, capped)
         offset = self.position_bias()
         biased = self.rounded(scaled + offset)

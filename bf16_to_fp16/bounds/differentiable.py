@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..families.layout import Layout, ResolvedStack, TensorReader
+from ..families.layout import Layout, ResolvedStack, TensorReader, walk
 from ..families.signals import Kind
-from ..families.walk import walk
 from ..families.wiring import (
     MOST_MEAN,
     Attention,
@@ -37,8 +36,7 @@ from .linear import (
     stream_itself,
     summed_axes,
 )
-from .live_sublayers import attention_output, feed_forward_output, masked, scores
-from .live_weights import LiveWeights, rows_of, wide
+from .live_sublayers import LiveWeights, attention_output, feed_forward_output, masked, rows_of, scores, wide
 from .power_iteration import lengths
 
 ROWS_AT_A_TIME = 1 << 14  # rows of a head that are measured at a time

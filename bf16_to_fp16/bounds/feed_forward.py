@@ -26,7 +26,6 @@ from .linear import (
     magnitudes,
     matrix_vector,
     row_norms,
-    row_products,
 )
 from .spectral import Spectra, largest_eigenvalues, product_of_rows
 
@@ -79,7 +78,8 @@ class GatedNeurons:
         self.scale = gate.radius * other.radius / keep
         self.given = (*bytes_of(gate.matrix.columns, other.matrix.columns), *centres, math.isfinite(self.scale))
         scale = gate.norms * other.norms
-        self.products = row_products(gate.matrix, other.matrix)
+        pairs = zip(gate.matrix.parts(), other.matrix.parts(), strict=True)
+        self.products = torch.cat([(left * right).sum(1, dtype=torch.float64) for left, right in pairs])
         cosine = self.products * gate.radius * other.radius
         self.cosine = (cosine / scale.clamp(min=1e-300)).clamp(-1, 1)
         self.caps = ((1 + self.cosine.abs()) / 2 * COMPUTED).clamp(0.5, 1)

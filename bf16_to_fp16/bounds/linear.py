@@ -291,12 +291,6 @@ def column_norms(matrix: Tensor) -> Tensor:
     return total.sqrt()
 
 
-def row_products(one: Factored, other: Factored) -> Tensor:
-    """Return the inner product of every row with the other matrix's row, fp64 [m], summed in fp64."""
-    pairs = zip(one.parts(), other.parts(), strict=True)
-    return torch.cat([(left * right).sum(1, dtype=torch.float64) for left, right in pairs])
-
-
 def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
     """Return the matrix of squared entries times a vector, fp64 [m], computed in fp64."""
     return torch.cat([part.double().square() @ vector for part in chunks(matrix)])

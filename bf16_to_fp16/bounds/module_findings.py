@@ -1,20 +1,27 @@
-"""The bounds of norms and linears on the way of the walk, each recorded at its sites with its mean squares."""
+"""What a walk has bounded so far, and the bounds of norms and linears on its way, each recorded at its sites with its
+mean squares."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError
+from ..families.configs import config_value
+from ..families.layout import Layout, TensorReader
+from ..families.places import places
+from ..families.types import DropoutKind
 from ..families.wiring import MOST_MEAN
-from ..numerics import FP16_MAX
-from ..ranges import NormRange
-from .arithmetic import TINY, UNIT, growth, largest
-from .findings import Findings
+from ..numerics import FP16_MAX, headroom_bits
+from ..ranges import ChannelRange, ModuleRange, NormRange, ScoreRange
+from ..results import BoundEntry
+from .arithmetic import TINY, UNIT, Arithmetic, growth, largest
+from .findings import Certificate
 from .kinds import SiteKind
 from .linear import (
     LinearBound,
@@ -28,21 +35,132 @@ from .linear import (
 )
 from .spectral import Spectra
 
+HOPELESS = 2.0**62
+"""Weights this large cannot be planned for: an element has three exponents of 24 at most, and squares overflow fp32."""
+
 Normed = tuple[NormOutput, Tensor]  # a norm's output, and the mean square of each component
 Projected = tuple[Projection, Tensor]  # the same of a sublayer's output projection
 
 
-@dataclass(eq=False)
-class ModuleFindings(Findings):
-    """refine: rows of one feed-forward output that get an eigenvalue of their own."""
+def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
+    return ChannelRange(pair[0].float(), pair[1].float(), 1)
 
+
+@dataclass(eq=False)
+class ModuleFindings:
+    """The bounds found so far, by site and by module, and the weights from which they are computed. limits: of kinds of
+    sites, FP16_MAX for others. refine: rows of one feed-forward output that get an eigenvalue of their own."""
+
+    layout: Layout
+    read: TensorReader
+    arithmetic: Arithmetic
+    limits: Mapping[str, float]
     refine: int
     spectra: Spectra
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.rounded = self.arithmetic.rounded
+        self.place, self.rounded = places(self.layout), self.arithmetic.rounded
+        self.sites: dict[str, BoundEntry] = {}
+        self.inner: dict[str, float] = {}
+        self.unlimited: dict[str, float] = {}
+        self.inputs: dict[str, tuple[Tensor, Tensor]] = {}
+        self.outputs: dict[str, tuple[Tensor, Tensor]] = {}
+        self.norms: dict[str, NormRange] = {}
+        self.scores: dict[str, ScoreRange] = {}
         self.tables: dict[str, tuple[Tensor, Tensor, float]] = {}
+
+    def certificate(self) -> Certificate:
+        paths = [*self.outputs, *(p for p in self.scores if p not in self.outputs)]
+        empty = (torch.zeros(0), torch.zeros(0))
+        ranges = {
+            path: ModuleRange(
+                channels(self.inputs.get(path, empty)),
+                channels(self.outputs.get(path, empty)),
+                self.norms.get(path),
+                self.scores.get(path),
+            )
+            for path in paths
+        }
+        return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
+
+    def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
+        """Record a site. If it runs twice (dropout at both ends of a stack) the larger bound counts."""
+        top = largest(bound)
+        sums = top if partial is None else largest(partial)
+        before = self.sites.get(name)
+        if before is not None:
+            top, sums = max(top, before.bound), max(sums, before.partial)
+        limit, most = self.limits.get(kind, FP16_MAX), max(top, sums)
+        self.sites[name] = BoundEntry(
+            name=name,
+            kind=str(kind),
+            bound=top,
+            partial=sums,
+            limit=limit,
+            headroom_bits=headroom_bits(most, limit),
+            observed=None,
+            holds=most <= limit,
+            **self.place(name).to_json(),
+        )
+
+    def record(
+        self,
+        path: str,
+        kind: SiteKind,
+        bounds: tuple[Tensor, Tensor],
+        expected: Tensor,
+        entering: tuple[Tensor, Tensor],
+    ) -> None:
+        """Record a linear's bounds and mean squares. entering: the same of its input."""
+        self.note(path, kind, *bounds)
+        self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
+
+    def dropout(self, path: str, keep: float, kind: SiteKind, bound: Tensor) -> None:
+        """Record a dropout's output and its mask, divided by 1 − p. Of several in a module the largest counts."""
+        self.note(f"{path}:mul", kind, bound)
+        self.mask(path, keep)
+
+    def mask(self, path: str, keep: float) -> None:
+        for site in (f"{path}:bernoulli", f"{path}:div"):
+            self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
+
+    def kept(self, what: DropoutKind) -> float:
+        """Return a lower bound of 1 over dropout's factor; 1 outside training."""
+        if not self.arithmetic.train:
+            return 1.0
+        key = self.layout.family.dropout.get(what)
+        if key is None:
+            return 1.0
+        rate = float(str(config_value(self.layout.family, self.layout.config, key)))
+        # Kernels may round the factor 1/(1−p) to fp16 first.
+        return (1 - rate) / (1 + UNIT) if rate else 1.0
+
+    def tensor(self, name: str) -> Tensor | None:
+        if name not in self.layout.tensors:
+            return None
+        return self.checked(name, self.read(name))
+
+    def checked(self, name: str, weight: Tensor) -> Tensor:
+        """Return a tensor and record its largest entry. One that fp16 cannot hold becomes a site that fails."""
+        low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
+        self.note_weight(name.rsplit(".", 1)[0], max(-low, high))
+        if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
+            raise UserError(
+                f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which no exponent brings under 65504;"
+                " use another revision of the checkpoint or repair the tensor"
+            )
+        if not (math.isfinite(low) and math.isfinite(high)):
+            self.note(name, SiteKind.WEIGHT, math.inf)
+            weight = torch.nan_to_num(weight.float(), 0.0, FP16_MAX, -FP16_MAX)
+        return weight
+
+    def note_weight(self, path: str, amax: float) -> None:
+        self.inner[f"{path}:weight"] = max(amax, self.inner.get(f"{path}:weight", 0.0))
+
+    def weight(self, path: str) -> tuple[Tensor, Tensor | None]:
+        weight = self.tensor(f"{path}.weight")
+        assert weight is not None
+        return weight, self.tensor(f"{path}.bias")
 
     def table(self, name: str) -> tuple[Tensor, Tensor, float]:
         if name not in self.tables:

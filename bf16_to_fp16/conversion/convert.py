@@ -42,7 +42,7 @@ from ..report.steps import Decided, Rewritten
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import edited_config, writes
 from ..rescaling.edits import listed_edits
-from ..rescaling.outputs import output_factors
+from ..rescaling.exponents import output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..results import dump

@@ -15,6 +15,7 @@ from ..checkpoint.folder import has_tokenizer
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from ..families.layout import Layout, TensorReader
+from ..families.resolve import source_weights
 from ..families.signals import LOGITS, columns_of
 from ..families.wiring import Attention
 from ..measuring import probe
@@ -40,9 +41,8 @@ from ..rescaling.centred import centrable, centred, shared_biases, tables_of
 from ..rescaling.columns import column_exponents
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, excess_of_signals, exponents_for, least
 from ..rescaling.exponents import OfChannels
-from ..rescaling.norm_drift import CHANNEL_RANGE
+from ..rescaling.losses import CHANNEL_RANGE
 from ..rescaling.plan import Plan
-from ..rescaling.weights import source_weights
 from ..wording import counted
 
 MOST_ON_TEXT = 1.5  # times bf16's divergence; the verdict counts the conversion's own inputs only

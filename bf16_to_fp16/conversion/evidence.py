@@ -47,7 +47,7 @@ from ..progress import Advance, Progress
 from ..report.remedies import tower_in_fp32
 from ..report.steps import Decided, Measured
 from ..rescaling.edits import edits_of, listed_edits
-from ..rescaling.outputs import output_factors
+from ..rescaling.exponents import output_factors
 from ..rescaling.plan import Drift, Plan, inverse
 from ..results import Fidelity, InexactEntry, OutputEntry
 from .editing import TEXT, some_of

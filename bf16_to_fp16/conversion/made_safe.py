@@ -21,13 +21,12 @@ from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.staging import check_out
 from ..errors import UserError
 from ..families.layout import Layout
-from ..families.resolve import resolve
+from ..families.resolve import ModelTensors, resolve
 from ..report.coverage import tower_aside
 from ..rescaling.apply import apply, eps_attribute
 from ..rescaling.exponents import OfChannels
 from ..rescaling.follow import check_whole, exponents_by_parameter, follow
 from ..rescaling.plan import Plan, inverse
-from ..rescaling.weights import ModelTensors
 from ..targets import WHERE
 from .adapter import check_tying, rescale_adapter
 

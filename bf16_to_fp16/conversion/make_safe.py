@@ -23,13 +23,12 @@ from ..errors import UserError
 from ..families.configs import with_value
 from ..families.known import FAMILIES, class_named, names_of
 from ..families.layout import Layout, TensorReader
-from ..families.resolve import effective, resolve, stored
+from ..families.resolve import ModelTensors, effective, resolve, source_weights, stored
 from ..measuring.agreement import check_modules
 from ..measuring.batch import Batch
-from ..measuring.interface import config_of
 from ..measuring.meter import observe_ranges
 from ..measuring.probe import batches, chosen_ids
-from ..measuring.stock import set_attention
+from ..measuring.stock import config_of, set_attention
 from ..numerics import FP16_MAX
 from ..progress import Progress
 from ..quiet import quiet
@@ -38,13 +37,10 @@ from ..report.steps import signals_of
 from ..report.stored import originals as stored_originals
 from ..report.stored import read_origin, read_plan, read_start
 from ..rescaling.apply import apply, scale
-from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.centred import centred, centred_tensors, tables_of
-from ..rescaling.exponents import exponents_of, norm_exponents
-from ..rescaling.outputs import input_factor, output_factors
+from ..rescaling.exponents import exponents_of, input_factor, norm_exponents, output_factors
 from ..rescaling.plan import Plan, composed, mark_of
-from ..rescaling.planner import make_plan
-from ..rescaling.weights import ModelTensors, source_weights
+from ..rescaling.planner import make_plan, with_smaller_gradients
 from ..targets import MARGIN_BITS, TARGETS
 from .adapter import head_gain
 from .made_safe import EMBEDDINGS, MARK, MadeSafe, check_plain, on_the_cpu, set_eps_of_configs

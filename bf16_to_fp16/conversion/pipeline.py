@@ -29,7 +29,7 @@ from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import answers, schema
 from ..report.facts import giving_states
-from ..rescaling.outputs import LAST
+from ..rescaling.exponents import LAST
 from ..results import dump
 from ..wording import counted, listed
 from .convert import Conversion, convert_by, next_of

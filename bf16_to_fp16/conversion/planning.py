@@ -34,13 +34,12 @@ from ..numerics import PROOF_MARGIN_BITS
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..report.steps import Decided
-from ..rescaling.before_norms import with_smaller_gradients
 from ..rescaling.channels import RESIDUAL_RANGE
 from ..rescaling.costs import PROOF_WORTH
 from ..rescaling.edits import changed_by, edited_weights, edits_of, with_edits
 from ..rescaling.exponents import check_plan_fits
 from ..rescaling.plan import Drift, Plan
-from ..rescaling.planner import PROOF_FIRST, TRAIN_MARGIN_BITS, Planned, make_plan
+from ..rescaling.planner import PROOF_FIRST, TRAIN_MARGIN_BITS, Planned, make_plan, with_smaller_gradients
 from ..rescaling.rounding_loss import Tables
 from ..results import Fidelity
 from ..targets import AUTO, TIERS, WHERE

@@ -44,8 +44,7 @@ from ..report.remedies import CONVERT_AGAIN, SHORT, UNSAFE_BY_REPORT, tower_alon
 from ..report.steps import Decided
 from ..report.stored import originals, read_packed
 from ..rescaling.edits import listed_edits
-from ..rescaling.exponents import check_plan_fits
-from ..rescaling.outputs import output_factors
+from ..rescaling.exponents import check_plan_fits, output_factors
 from ..rescaling.plan import Plan, mark_of
 from ..results import CertificateEntry, dump
 from ..targets import TARGETS

@@ -17,12 +17,13 @@ class Expert(nn.Module):
         super().__init__()
         self.names, self.act_fn = names, copy.deepcopy(act)
         for name, weight in ((names.gate, gate), (names.linear, linear), (names.output, output)):
-            self.add_module(name, linear_of(weight))
+            module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            module.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
+            self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, linear, output = (getattr(self, name) for name in (self.names.gate, self.names.linear, self.names.output))
-        outputs: Tensor = output(self.act_fn(gate(x)) * linear(x))
-        return outputs
+        return output(self.act_fn(gate(x)) * linear(x))
 
 
 class ExpertsApart(nn.ModuleList):
@@ -45,12 +46,6 @@ class ExpertsApart(nn.ModuleList):
                 outputs = expert(x[tokens]) * weights[tokens, places, None]
                 joined.index_add_(0, tokens, outputs.to(joined.dtype))
         return joined
-
-
-def linear_of(weight: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=weight.requires_grad)
-    return linear
 
 
 def experts_apart(model: Any, family: Family | None) -> Any:

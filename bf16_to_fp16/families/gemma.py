@@ -22,7 +22,8 @@ from dataclasses import replace
 from . import llama
 from .nested import keys_inside
 from .parts import Style, attention, ends, feed_forward, states, table
-from .signals import RESIDUAL, Kind, Signal, Tensor, multiplied_by, output_of
+from .parts import projector as projector_records
+from .signals import RESIDUAL, Tensor, multiplied_by
 from .types import OLDER_ROTARY, Part
 from .wiring import ImageInput, Projector, StackEnds, StockAttributes
 
@@ -50,7 +51,7 @@ GEMMA3 = replace(
     llama.LLAMA,
     name="gemma3",
     title="Gemma 3 (text), EmbeddingGemma",
-    model_type="gemma3_text",
+    config_type="gemma3_text",
     classes=llama.classes("Gemma3", STYLE, bare="TextModel", labels=(f"Text{llama.OF_ROWS}",)),
     defaults={
         "vocab_size": 262_208,
@@ -97,42 +98,33 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
     """Return the records from a vision tower to the stream, where its outputs replace scaled embeddings."""
     at = "multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
-    part = Part(
-        signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(at),)),
-            Signal(norm, Kind.FIXED, "vision", (output_of(norm),)),
-        ),
-        tensors=(
-            *STYLE.norm(norm, None, "vision"),
-            Tensor(weight, ("vision", "model"), (None, multiplied_by(RESIDUAL))),
-        ),
-        topology=Projector(
-            at=at,
-            pool=f"{at}.avg_pool:avg_pool2d",
-            add=":masked_scatter",
-            norm=norm,
-            weight=weight,
-            gives="image_hidden_states",
-            tower="vision_tower",
-            image=ImageInput(
-                token="image_token_index",
-                channels="vision_config.num_channels",
-                size="vision_config.image_size",
-                tokens="mm_tokens_per_image",
-                marks="token_type_ids",
-            ),
+    wiring = Projector(
+        at=at,
+        pool=f"{at}.avg_pool:avg_pool2d",
+        add=":masked_scatter",
+        norm=norm,
+        weight=weight,
+        gives="image_hidden_states",
+        tower="vision_tower",
+        image=ImageInput(
+            token="image_token_index",
+            channels="vision_config.num_channels",
+            size="vision_config.image_size",
+            tokens="mm_tokens_per_image",
+            marks="token_type_ids",
         ),
     )
-    return (part,)
+    written = Tensor(weight, ("vision", "model"), (None, multiplied_by(RESIDUAL)))
+    return (projector_records(wiring, at, *STYLE.norm(norm, None, "vision"), written),)
 
 
-TEXT = keys_inside(replace(GEMMA3, **llama.heads(STYLE, body=llama.INSIDE, cap=CAP)), "text_config")
+TEXT = keys_inside(replace(GEMMA3, **llama.heads(STYLE, body=llama.INSIDE, cap=CAP)))
 
 GEMMA3_WITH_IMAGES = replace(
     TEXT,
     name="gemma3-images",
     title="Gemma 3 (text and images)",
-    model_type="gemma3",
+    config_type="gemma3",
     classes=llama.image_classes("Gemma3ForConditionalGeneration", "Gemma3Model", STYLE),
     sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
     defaults={**TEXT.defaults, "vision_config.hidden_size": 768, "tie_word_embeddings": True},
@@ -144,7 +136,6 @@ GEMMA3_WITH_IMAGES = replace(
         "image_token_index",
         "mm_tokens_per_image",
     ),
-    tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
     brings=projector,
 )
 
@@ -156,7 +147,7 @@ GEMMA2 = replace(
     GEMMA3,
     name="gemma2",
     title="Gemma 2",
-    model_type="gemma2",
+    config_type="",
     classes=llama.classes("Gemma2", STYLE),
     older_rotary=OLDER_ROTARY,
     older_notes={"attn_logit_softcapping": WITHOUT_CAP},
@@ -186,7 +177,6 @@ GEMMA = replace(
     GEMMA2,
     name="gemma",
     title="Gemma",
-    model_type="gemma",
     classes=llama.classes("Gemma", STYLE),
     defaults={key: value for key, value in GEMMA2.defaults.items() if key not in OTHERS}
     | {

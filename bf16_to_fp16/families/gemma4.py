@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..errors import UserError
 from . import gemma, llama
 from .nested import keys_inside
 from .parts import PLAIN, Style, attention, feed_forward, states
@@ -20,22 +19,11 @@ from .signals import RESIDUAL, Kind, Signal, Tensor, multiplied_by, output_of
 from .types import OfLayers, Part, SameAs
 from .wiring import ImageInput, Projector
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-def sees_all(config: Mapping[str, object], i: int) -> bool:
-    """Return whether layer ``i`` sees every position: as the config says, and always the last one."""
-    kinds = config["layer_types"]
-    if kinds is None:
-        kinds = [FULL if (n + 1) % 6 == 0 else SLIDING for n in range(i + 1)]
-    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) <= i:
-        raise UserError("config.json: 'layer_types' has too few kinds; take it from the original checkpoint")
-    return kinds[i] == FULL or i + 1 == llama.number(config, "num_hidden_layers")
-
 
 def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     llama.check_window(config)
-    at, whole = f"layers.{i}", sees_all(config, i)
+    at, is_last = f"layers.{i}", i + 1 == llama.number(config, "num_hidden_layers")
+    whole = llama.kind_of_layer(config, i, 6) == llama.FULL or is_last  # the last layer sees every position
     equal = whole and bool(config["attention_k_eq_v"])
     style, kv_heads = PLAIN, "num_global_key_value_heads" if equal else "num_key_value_heads"
     if whole:
@@ -67,7 +55,7 @@ GEMMA4 = replace(
     gemma.GEMMA3,
     name="gemma4",
     title="Gemma 4 (text)",
-    model_type="gemma4_text",
+    config_type="gemma4_text",
     classes=llama.classes("Gemma4", bare="TextModel", labels=()),
     sizes={
         **gemma.GEMMA3.sizes,
@@ -140,13 +128,13 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
     return (Part((Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(linear),)),), written, topology),)
 
 
-TEXT = keys_inside(replace(GEMMA4, **llama.heads(body=llama.INSIDE, cap=gemma.CAP)), "text_config")
+TEXT = keys_inside(replace(GEMMA4, **llama.heads(body=llama.INSIDE, cap=gemma.CAP)))
 
 GEMMA4_WITH_IMAGES = replace(
     TEXT,
     name="gemma4-images",
     title="Gemma 4 (text and images)",
-    model_type="gemma4",
+    config_type="gemma4",
     classes=llama.image_classes("Gemma4ForConditionalGeneration", "Gemma4Model"),
     sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
     defaults={**TEXT.defaults, "tie_word_embeddings": True},
@@ -156,6 +144,5 @@ GEMMA4_WITH_IMAGES = replace(
         *(f"{kind}_token_id" for kind in ("audio", "boa", "boi", "eoi", "image", "video")),
         "eoa_token_index",
     ),
-    tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
     brings=projector,
 )

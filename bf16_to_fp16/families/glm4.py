@@ -1,18 +1,31 @@
-"""GLM-4-0414 and GLM-4: causal language models with one matrix for gate and neurons; GLM-4-0414 has norms on both sides
-of every sublayer, GLM-4 before it only. As Llama, with these differences. Gains behind a sublayer are stored as they
-are, so the stream's factor on them rounds nothing. Rotary positions turn channels 2i and 2i + 1 of each head's first
-half; the other channels are not turned, and count as pairs too. ``gate_up_proj`` has the gate's rows first, then the
-neurons', which alone carry a factor."""
+"""GLM-4-0414, GLM-4 and GLM-4.5: causal language models. As Llama, with these differences.
+
+GLM-4 has one matrix for gate and neurons; GLM-4-0414 has norms on both sides of every sublayer, GLM-4 before it only.
+Gains behind a sublayer are stored as they are, so the stream's factor on them rounds nothing. Rotary positions turn
+channels 2i and 2i + 1 of each head's first half; the other channels are not turned, and count as pairs too.
+``gate_up_proj`` has the gate's rows first, then the neurons', which alone carry a factor.
+
+GLM-4.5 has routed experts and a shared expert for every token; the first layers are dense. The router computes in fp32
+whatever the dtype is: sigmoids of its logits and, for the choice alone, a correction that files keep in fp32. If the
+config says so, the weights of a token's experts are divided by their sum; then they are multiplied by a factor.
+Together they are at most that factor, or without the division that factor times the number of a token's experts. Of
+each head's channels the first half turns in pairs; the others stay, and count as pairs too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..errors import UserError
 from . import llama
+from .configs import looked_up, positive, whole_number
+from .moe import ROUTER
 from .parts import Style, attention, feed_forward
-from .types import Part
+from .types import Part, StoredExperts
 from .wiring import Rotary
+
+PARTIAL = "partial_rotary_factor"
 
 
 def block(config: Mapping[str, object], i: int, *, behind: bool = True) -> Sequence[Part]:
@@ -33,7 +46,6 @@ GLM4 = replace(
     llama.LLAMA,
     name="glm4",
     title="GLM-4-0414",
-    model_type="glm4",
     classes=llama.classes("Glm4"),
     sizes={**llama.LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2)},
     defaults={
@@ -47,14 +59,95 @@ GLM4 = replace(
     },
     encoder=llama.layers(block),
     eps=1.5625e-7,
-    free_keys=(*llama.LLAMA.free_keys, "partial_rotary_factor"),
+    free_keys=(*llama.LLAMA.free_keys, PARTIAL),
 )
 
 GLM = replace(
     GLM4,
     name="glm",
     title="GLM-4",
-    model_type="glm",
     classes=llama.classes("Glm"),
     encoder=llama.layers(block, behind=False),
+)
+
+UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names are read
+
+
+def turned_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
+    """Return how many of a head's channels rotary positions turn, 0 for all. otherwise: their share where the config
+    has none. Raises UserError for channels that cannot turn in pairs."""
+    inner = looked_up(config, f"rope_parameters.{PARTIAL}")
+    part = positive(PARTIAL, config.get(PARTIAL, otherwise) if inner is None else inner, "a share of a head's channels")
+    size = whole_number("head_dim", config["head_dim"], "a number")
+    turned = int(size * part)
+    if not 0 < turned <= size or (turned % 2 and size != UNEVEN):
+        raise UserError(
+            f"config.json: {PARTIAL!r} is {part!r}, and {turned} of {size} channels cannot turn in pairs; take it from"
+            " the original checkpoint"
+        )
+    return turned % size
+
+
+def sparse_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    at, style = f"layers.{i}", Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
+    normed = {"norms_by_position": True, **llama.head_norms(at)} if config["use_qk_norm"] else {}
+    wiring = llama.wired_attention(
+        config, at, **normed, rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=turned_of(config))
+    )
+    if i < whole_number("first_k_dense_replace", config["first_k_dense_replace"], "a number of layers", least=0):
+        last = feed_forward(llama.wired_feed_forward(at, config["hidden_act"]), style)
+    else:
+        last = llama.sparse(
+            at,
+            config,
+            "n_routed_experts",
+            replace(style, ff="expert_ff"),
+            sigmoid=True,
+            normalised="norm_topk_prob",
+            scaling="routed_scaling_factor",
+            correction=f"{at}.mlp.gate.e_score_correction_bias",
+            shared=llama.placed(llama.wired_feed_forward(at, config["hidden_act"]), f"{at}.mlp.shared_experts"),
+            sum=f"{at}.mlp:add",
+        )
+    return attention(wiring, style, llama.shared_values(config)), last
+
+
+GLM4_MOE = replace(
+    llama.LLAMA,
+    name="glm4_moe",
+    title="GLM-4.5",
+    classes=llama.classes("Glm4Moe", labels=()),
+    sizes={
+        **llama.LLAMA.sizes,
+        "experts": ("n_routed_experts",),
+        "expert_ff": ("moe_intermediate_size",),
+        "shared_ff": ("moe_intermediate_size", "n_shared_experts"),
+    },
+    defaults={
+        **llama.WITHOUT_MLP_BIAS,
+        "vocab_size": 151_552,
+        "intermediate_size": 10_944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    },
+    encoder=llama.layers(sparse_block),
+    eps=1e-5,
+    ignorable=("layers.46.*", "layers.92.*"),
+    kept_in_fp32=("e_score_correction_bias",),
+    # Layers that predict further tokens, which stock classes do not load.
+    free_keys=(*llama.LLAMA.free_keys, *ROUTER, PARTIAL, "num_mtp_layers", "num_nextn_predict_layers"),
+    alone={"n_group": (1, "transformers 4.57 and 5 choose among groups of experts in different ways")},
+    stored_experts=StoredExperts(),
+    variants=({"first_k_dense_replace": 0},),
 )

@@ -21,7 +21,6 @@ GRANITE = replace(
     llama.LLAMA,
     name="granite",
     title="Granite",
-    model_type="granite",
     classes=llama.classes("Granite", labels=()),
     defaults={**llama.LLAMA.defaults, **dict.fromkeys(MULTIPLIERS.values(), 1.0)},
     encoder_ends=ends(StackEnds("", llama.EMBEDDING, "norm", multiplies=True), table(f"{llama.EMBEDDING}.weight")),

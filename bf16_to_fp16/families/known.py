@@ -6,31 +6,25 @@ import math
 from collections.abc import Collection, Mapping
 
 from ..errors import UserError
-from .bigbird_pegasus import BIGBIRD_PEGASUS
 from .configs import full_config
 from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WITH_IMAGES
 from .gemma4 import GEMMA4, GEMMA4_WITH_IMAGES
-from .glm4 import GLM, GLM4
-from .glm4_moe import GLM4_MOE
+from .glm4 import GLM, GLM4, GLM4_MOE
 from .granite import GRANITE
 from .llama import ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS, SMOLLM3
-from .longt5 import LONGT5
-from .mbart import MBART
 from .mistral3 import MINISTRAL3, MISTRAL3
 from .moe import MIXTRAL, OLMOE, QWEN3_MOE
-from .nested import family_inside
+from .nested import INNER, family_inside
 from .olmo import EXAONE4, OLMO2, OLMO3
-from .pegasus import PEGASUS
+from .pegasus import BIGBIRD_PEGASUS, MBART, PEGASUS
 from .phi3 import PHI3
 from .places import Roles, roles
 from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN2_VL, QWEN2_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
 from .switch import SWITCH
-from .t5 import MT5, T5, UMT5
+from .t5 import LONGT5, MT5, T5, UMT5
 from .t5gemma import T5GEMMA
 from .types import Family, StockClass
 from .wiring import Attention
-
-INNER = "text_config"  # key of a text model's nested config
 
 FAMILIES: tuple[Family, ...] = (
     *(T5, MT5, UMT5, LONGT5, SWITCH, PEGASUS, MBART, BIGBIRD_PEGASUS),

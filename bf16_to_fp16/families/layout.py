@@ -1,9 +1,10 @@
-"""A family resolved against one checkpoint: the role of each tensor, and the connections of its modules."""
+"""A family resolved against one checkpoint: the role of each tensor, the connections of its modules, and the walk along
+the residual stream, whose readers pass every signal of a model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -266,16 +267,14 @@ class Layout:
 
     @property
     def eps(self) -> float:
-        said = {self.family.eps}
-        for number, key in enumerate(self.family.eps_keys):
-            eps = positive(key, looked_up(self.config, key, self.family.eps), "a small positive number such as 1e-06")
-            said = {eps} if not number else {*said, eps}
-        if len(said) > 1:
+        values = {key: looked_up(self.config, key, self.family.eps) for key in self.family.eps_keys}
+        eps = {positive(key, value, "a small positive number such as 1e-06") for key, value in values.items()}
+        if len(eps) > 1:
             raise UserError(
                 f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, and one exponent of the stream"
                 " serves all norms; such a checkpoint is not supported"
             )
-        return said.pop()
+        return next(iter(eps), self.family.eps)
 
     @property
     def fixed_eps(self) -> float | None:
@@ -288,3 +287,36 @@ class Layout:
     @property
     def shares_table(self) -> bool:
         return len({self.table(stack.ends) for stack in self.stacks()}) == 1
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A reader of the residual stream. ``norm``: module path, "" where a sublayer's linears read it. ``entrance``: a
+    module that reads it. ``site``: the site that made the stream, as audits name it. ``sublayer``: None for a final
+    norm. ``is_first``: whether no sublayer has added to the stream yet."""
+
+    norm: str
+    entrance: str
+    site: str
+    sublayer: Sublayer | None
+    stack: ResolvedStack
+    is_first: bool
+
+
+def walk(layout: Layout) -> Iterator[Reader]:
+    """Yield the readers of the residual stream in the order of running, the encoder's first."""
+    for stack in layout.stacks():
+        first = site = layout.stream(stack.ends)
+        for sublayer in stack.sublayers:
+            yield Reader(sublayer.norm, sublayer.entrance, site, sublayer, stack, site == first)
+            site = (isinstance(sublayer, FeedForward) and sublayer.scaled) or sublayer.add
+        yield Reader(stack.ends.norm, stack.ends.norm, site, None, stack, site == first)
+
+
+def norms_inside(sublayer: Sublayer | None) -> list[str]:
+    if sublayer is None:
+        return []
+    norms = [sublayer.post_norm]
+    if isinstance(sublayer, Attention):
+        norms += [sublayer.block_norm, sublayer.query_norm, sublayer.key_norm, sublayer.value_norm]
+    return [norm for norm in norms if norm]

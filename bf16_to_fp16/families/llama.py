@@ -39,6 +39,19 @@ def check_window(config: Mapping[str, object], key: str = "sliding_window") -> N
         )
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def kind_of_layer(config: Mapping[str, object], i: int, every: object) -> object:
+    """Return layer ``i``'s kind, by default ``FULL`` for each of so many layers' last and ``SLIDING`` for others."""
+    kinds = config["layer_types"]
+    if kinds is None and isinstance(every, int):
+        return FULL if every > 0 and (i + 1) % every == 0 else SLIDING
+    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) <= i:
+        raise UserError("config.json: 'layer_types' has too few kinds; take it from the original checkpoint")
+    return kinds[i]
+
+
 def number(config: Mapping[str, object], key: str) -> int:
     return whole_number(key, config[key], "a number")
 
@@ -197,9 +210,9 @@ def block(
     check_window(config)
     style = parts.Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
-    wiring = wired_attention(config, at, norms_by_position=normed, **(head_norms(at) if normed else {}))
     rotary = Rotary("rotary_emb", rotary_factor(config), interleaved=interleaved) if turned else UNTURNED
-    wiring = replace(wiring, rotary=rotary)
+    norms = {"norms_by_position": True, **head_norms(at)} if normed else {}
+    wiring = wired_attention(config, at, rotary=rotary, **norms)
     gated = wired_feed_forward(at, config["hidden_act"])
     if dropped:
         wiring, gated = replace(wiring, dropout=wiring.at), replace(gated, dropouts=(gated.at,))
@@ -253,7 +266,6 @@ EMBEDDING = "embed_tokens"
 LLAMA = Family(
     name="llama",
     title="Llama",
-    model_type="llama",
     classes=classes("Llama"),
     sizes={
         "vocab": ("vocab_size",),
@@ -304,7 +316,6 @@ MISTRAL = replace(
     LLAMA,
     name="mistral",
     title="Mistral",
-    model_type="mistral",
     classes=classes("Mistral"),
     defaults=SHARED_DEFAULTS | {"intermediate_size": 14_336, "num_key_value_heads": 8},
     encoder=layers(block, biases={}),
@@ -315,7 +326,6 @@ QWEN2 = replace(
     LLAMA,
     name="qwen2",
     title="Qwen2",
-    model_type="qwen2",
     classes=classes("Qwen2"),
     defaults=SHARED_DEFAULTS | {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32},
     encoder=layers(block, biases={"": QUERIES_KEYS_VALUES}),
@@ -326,7 +336,6 @@ QWEN3 = replace(
     QWEN2,
     name="qwen3",
     title="Qwen3",
-    model_type="qwen3",
     classes=classes("Qwen3"),
     defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
     encoder=layers(block, biases={"attention_bias": ATTENTION}, normed=True),
@@ -336,7 +345,6 @@ SEED_OSS = replace(
     LLAMA,
     name="seed_oss",
     title="Seed-OSS",
-    model_type="seed_oss",
     classes=classes("SeedOss"),
     defaults={
         **LLAMA.defaults,
@@ -373,7 +381,6 @@ SMOLLM3 = replace(
     LLAMA,
     name="smollm3",
     title="SmolLM3",
-    model_type="smollm3",
     classes=classes("SmolLM3"),
     defaults={
         **LLAMA.defaults,
@@ -393,7 +400,6 @@ ERNIE4_5 = replace(
     LLAMA,
     name="ernie4_5",
     title="ERNIE 4.5",
-    model_type="ernie4_5",
     classes=classes("Ernie4_5", labels=()),
     defaults={key: value for key, value in SHARED_DEFAULTS.items() if key != "attention_dropout"}
     | {

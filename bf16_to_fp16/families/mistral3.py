@@ -15,7 +15,8 @@ from .configs import looked_up
 from .llama import INSIDE, MISTRAL, block, classes, heads, image_classes, layers
 from .nested import keys_inside
 from .parts import Style
-from .signals import RESIDUAL, Kind, Signal, multiplied_by, output_of
+from .parts import projector as projector_records
+from .signals import RESIDUAL, multiplied_by
 from .types import Part
 from .wiring import Attention, FeedForward, ImageInput, Projector
 
@@ -36,38 +37,32 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
         act=f"{at}.act",
         add=add,
     )
-    part = Part(
-        signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(wiring.output),)),
-            Signal(norm, Kind.FIXED, "vision", (output_of(norm),)),
+    whole = Projector(
+        at=at,
+        add=add,
+        norm=norm,
+        tower="vision_tower",
+        image=ImageInput(
+            token="image_token_index",
+            channels="vision_config.num_channels",
+            patch="vision_config.patch_size",
+            merged=ACROSS,
+            sizes="image_sizes",
         ),
-        tensors=(
-            *style.norm(norm, None, "vision"),
-            *style.linear(merging, "vision", "merged", None, None),
-            *style.linear(wiring.linear, "model", "vision", None, None),
-            *style.linear(wiring.output, "model", "model", multiplied_by(RESIDUAL), None),
-        ),
-        topology=Projector(
-            at=at,
-            add=add,
-            norm=norm,
-            tower="vision_tower",
-            image=ImageInput(
-                token="image_token_index",
-                channels="vision_config.num_channels",
-                patch="vision_config.patch_size",
-                merged=ACROSS,
-                sizes="image_sizes",
-            ),
-            joined=across * across if isinstance(across, int) else 1,
-            by_channel=True,
-            shares_eps=True,
-            merging=merging,
-            feed_forward=wiring,
-            gives="image_hidden_states",
-        ),
+        joined=across * across if isinstance(across, int) else 1,
+        by_channel=True,
+        shares_eps=True,
+        merging=merging,
+        feed_forward=wiring,
+        gives="image_hidden_states",
     )
-    return (part,)
+    tensors = (
+        *style.norm(norm, None, "vision"),
+        *style.linear(merging, "vision", "merged", None, None),
+        *style.linear(wiring.linear, "model", "vision", None, None),
+        *style.linear(wiring.output, "model", "model", multiplied_by(RESIDUAL), None),
+    )
+    return (projector_records(whole, wiring.output, *tensors),)
 
 
 def growth(config: Mapping[str, object]) -> tuple[float, float]:
@@ -111,7 +106,6 @@ MINISTRAL3 = replace(
     MISTRAL,
     name="ministral3",
     title="Ministral 3",
-    model_type="ministral3",
     classes=classes("Ministral3"),
     defaults={**MISTRAL.defaults, "vocab_size": 131_072, "num_hidden_layers": 34, "head_dim": 128},
     encoder=layers(growing),
@@ -121,15 +115,12 @@ MINISTRAL3 = replace(
 SIZES = {"vocab_size": 131_072, "hidden_size": 5120, "intermediate_size": 32_768, "num_hidden_layers": 40}
 SMALL = {**MISTRAL.defaults, **SIZES, "head_dim": 128}
 TEXT_TYPE = "text_config.model_type"
-TEXT = keys_inside(
-    replace(MISTRAL, defaults=SMALL, eps=1e-5, encoder=layers(of_either), **heads(body=INSIDE)), "text_config"
-)
+TEXT = keys_inside(replace(MISTRAL, defaults=SMALL, eps=1e-5, encoder=layers(of_either), **heads(body=INSIDE)))
 
 MISTRAL3 = replace(
     TEXT,
     name="mistral3",
     title="Mistral 3",
-    model_type="mistral3",
     classes=image_classes("Mistral3ForConditionalGeneration", "Mistral3Model"),
     sizes={
         **TEXT.sizes,
@@ -146,6 +137,5 @@ MISTRAL3 = replace(
         "tie_word_embeddings": True,
     },
     free_keys=(*TEXT.free_keys, "vision_config.*", "image_token_index", "vision_feature_layer"),
-    tie_keys=("tie_word_embeddings", *TEXT.tie_keys),
     brings=projector,
 )

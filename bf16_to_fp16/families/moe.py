@@ -51,7 +51,6 @@ MIXTRAL = replace(
     llama.MISTRAL,
     name="mixtral",
     title="Mixtral",
-    model_type="mixtral",
     classes=llama.classes("Mixtral"),
     sizes={**llama.MISTRAL.sizes, "experts": ("num_local_experts",)},
     defaults={**llama.MISTRAL.defaults, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
@@ -65,7 +64,6 @@ QWEN3_MOE = replace(
     llama.QWEN3,
     name="qwen3_moe",
     title="Qwen3-MoE",
-    model_type="qwen3_moe",
     classes=llama.classes("Qwen3Moe"),
     sizes={**llama.QWEN3.sizes, "experts": ("num_experts",), "expert_ff": ("moe_intermediate_size",)},
     defaults={
@@ -93,7 +91,6 @@ OLMOE = replace(
     llama.LLAMA,
     name="olmoe",
     title="OLMoE",
-    model_type="olmoe",
     classes=llama.classes("Olmoe", labels=()),
     sizes={**llama.LLAMA.sizes, "experts": ("num_experts",)},
     defaults={

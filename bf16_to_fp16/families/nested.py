@@ -9,9 +9,10 @@ from .signals import RESIDUAL, ROOT, Axis, ObservationPoint
 from .types import Family, OfLayers, Part, Quotient, SameAs, Stack
 from .wiring import FeedForward, Rotary, Topology
 
+INNER = "text_config"  # key of a text model's nested config
+
 _KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"})
 """Fields of a topology that are config keys."""
-
 
 _OF_CONFIG = _KEYS | {"activation", "gives"}  # fields of a topology that are not paths
 
@@ -64,11 +65,12 @@ def inside(part: Part, body: str) -> Part:
     )
 
 
-def keys_inside(family: Family, part: str) -> Family:
-    """Return a family of one stack with its config nested under ``part``; keys set afterwards stay unnested."""
+def keys_inside(family: Family) -> Family:
+    """Return a family of one stack with its config nested, and a further tie key outside; keys set afterwards stay
+    unnested."""
 
     def key(name: str) -> str:
-        return f"{part}.{name}" if name else name
+        return f"{INNER}.{name}" if name else name
 
     def keys(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(map(key, names))
@@ -88,9 +90,9 @@ def keys_inside(family: Family, part: str) -> Family:
         return replace(of, topology=keyed)
 
     def block(config: Mapping[str, object], i: int) -> list[Part]:
-        inner, dotted = config.get(part), {n: value for n, value in config.items() if n.startswith(f"{part}.")}
+        inner = config.get(INNER)
         own = dict(inner) if isinstance(inner, Mapping) else {}
-        own |= {name.removeprefix(f"{part}."): value for name, value in dotted.items()}
+        own |= {n.removeprefix(f"{INNER}."): value for n, value in config.items() if n.startswith(f"{INNER}.")}
         return [moved(each) for each in family.encoder.block(own, i)]
 
     return replace(
@@ -107,7 +109,7 @@ def keys_inside(family: Family, part: str) -> Family:
         nullable=keys(family.nullable),
         alone={key(name): of for name, of in family.alone.items()},
         initialisation=replace(family.initialisation, factor=key(family.initialisation.factor)),
-        tie_keys=keys(family.tie_keys),
+        tie_keys=("tie_word_embeddings", *keys(family.tie_keys)),
     )
 
 

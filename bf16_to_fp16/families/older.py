@@ -51,19 +51,17 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
     family = layout.family
     if not family.older_rotary:
         return ["transformers 4.57 has no class that loads it"]
-    told = set(family.older_rotary)
     lost = []
     for place in rotations(config):
         rotation = looked_up(config, f"{place}.{ROTATION}" if place else ROTATION)
         assert isinstance(rotation, Mapping)
         by_layer = rotation if is_nested(rotation) else {"": rotation}
         for layers, own in by_layer.items():
-            scaling = family.older_rotary.get(layers, ("", ""))[1]
+            base, scaling = family.older_rotary.get(layers, ("", ""))
             kind = kind_of(own) if isinstance(own, Mapping) else "default"
-            base = family.older_rotary.get(layers, ("", ""))[0]
             written = looked_up(config, f"{place}.{base}" if place else base)
             apart = isinstance(own, Mapping) and own.get("rope_theta") not in (None, written)
-            if apart or layers not in told or (kind != "default" and not (scaling and kind in SCALED)):
+            if apart or layers not in family.older_rotary or (kind != "default" and not (scaling and kind in SCALED)):
                 lost.append(f"transformers 4.57 makes other rotary positions for {layers or 'all layers'}")
     said = [n for key, n in family.older_notes.items() if config_value(family, config, key) is not None]
     lost += dict.fromkeys(said)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..errors import UserError
 from . import llama
 from .parts import Style, attention, feed_forward
 from .types import Part, Stack
@@ -34,7 +33,6 @@ OLMO2 = replace(
     llama.LLAMA,
     name="olmo2",
     title="OLMo 2",
-    model_type="olmo2",
     classes=llama.classes("Olmo2", labels=(llama.OF_ROWS,)),
     defaults={**llama.WITHOUT_MLP_BIAS, "vocab_size": 50_304},
     encoder=llama.layers(block),
@@ -47,7 +45,6 @@ OLMO3 = replace(
     OLMO2,
     name="olmo3",
     title="OLMo 3",
-    model_type="olmo3",
     classes=llama.classes("Olmo3", labels=(llama.OF_ROWS,)),
     free_keys=(*llama.LLAMA.free_keys, "layer_types", "sliding_window"),
     older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_theta", "")},
@@ -56,19 +53,14 @@ OLMO3 = replace(
 
 def unturned_without_window(config: Mapping[str, object], i: int) -> Sequence[Part]:
     """Return the parts of EXAONE 4's layer ``i``."""
-    kinds, pattern = config["layer_types"], config.get("sliding_window_pattern", 4)
-    if kinds is None and isinstance(pattern, int):
-        kinds = [("sliding_attention", "full_attention")[pattern > 0 and (n + 1) % pattern == 0] for n in range(i + 1)]
-    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) <= i:
-        raise UserError("config.json: 'layer_types' has too few kinds; take it from the original checkpoint")
-    return block(config, i, whole=False, turned=config["sliding_window"] is None or kinds[i] == "sliding_attention")
+    kind = llama.kind_of_layer(config, i, config.get("sliding_window_pattern", 4))
+    return block(config, i, whole=False, turned=config["sliding_window"] is None or kind == llama.SLIDING)
 
 
 EXAONE4 = replace(
     llama.LLAMA,
     name="exaone4",
     title="EXAONE 4",
-    model_type="exaone4",
     classes=llama.classes("Exaone4"),
     defaults={
         **llama.SHARED_DEFAULTS,

@@ -23,7 +23,7 @@ from .signals import (
     output_of,
 )
 from .types import Part
-from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, StackEnds, Sublayer
+from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector, StackEnds, Sublayer
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,12 @@ def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool
         tensors=(*dict.fromkeys(t for part in each for t in part.tensors), *router, *others),
         topology=wiring,
     )
+
+
+def projector(wiring: Projector, writer: str, *tensors: Tensor, size: str = "vision") -> Part:
+    """Return the records of a projector. writer: the module whose output joins the stream. size: of its norm."""
+    stream = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(writer),))
+    return Part((stream, Signal(wiring.norm, Kind.FIXED, size, (output_of(wiring.norm),))), tensors, wiring)
 
 
 def table(name: str, model: str = "model") -> Tensor:

@@ -1,7 +1,22 @@
-"""Pegasus: pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head. Three deviations from
+"""Pegasus, mBART and BigBird-Pegasus.
+
+Pegasus is pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head. Three deviations from
 T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream drifts by about eps/(2·s²·var),
 which the plan weighs. The positions are added to the residual stream and must be scaled with it, so they are written
-even where a file lacks them. Scores are multiplied by head_dim^-1/2 after the product."""
+even where a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
+
+mBART has learned positions, with two rows before the first one's, an embedding that multiplies itself by √d with
+``scale_embedding``, and a norm between the embedding and each stack's stream. That norm takes out any factor of its
+input, so the residual stream begins with the norm's gain and bias. The embedding, the positions and a tied head carry
+no factor, and each stack's stream has an exponent of its own. The norm's eps, which no config holds, does not drift,
+since its input is never scaled.
+
+BigBird-Pegasus has learned positions, other modules in the encoder's attention, and biases by the config. Its embedding
+multiplies itself by √d, its final norms are called ``layernorm_embedding``, and the encoder's scores are divided by
+√head_dim. Its checkpoints ask for block-sparse attention, which sums each context from four products and rounds each
+time. Only ``attention_type: original_full`` is supported, full attention, which stock code also uses by itself for
+inputs of up to (5 + 2·num_random_blocks)·block_size positions.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +24,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .parts import Style, ends, feed_forward, head, states, table, tied_head, untied_head
+from .nested import renamed_signals
+from .parts import Style, ends, feed_forward, head, logits, states, table, tied_head, untied_head
 from .parts import attention as attention_part
-from .signals import LOGITS, RESIDUAL, Tensor, multiplied_by
+from .signals import LOGITS, RESIDUAL, Kind, Signal, Tensor, input_of, multiplied_by, output_of
 from .types import Deviation, Family, Initialisation, Part, Stack, StockClass
 from .wiring import Attention, FeedForward, StackEnds, StockAttributes
 
@@ -97,7 +113,6 @@ LOGITS_BIAS = Tensor(
 PEGASUS = Family(
     name="pegasus",
     title="Pegasus",
-    model_type="pegasus",
     classes=(StockClass(("PegasusForConditionalGeneration",), decodes=True, takes_decoder_ids=True, body=BODY),),
     sizes={
         "vocab": ("vocab_size",),
@@ -153,3 +168,117 @@ PEGASUS = Family(
 def learned_positions() -> Initialisation:
     rules = {name: rule for name, rule in PEGASUS.initialisation.modules.items() if rule is not None}
     return replace(PEGASUS.initialisation, modules=rules)
+
+
+def mbart_ends(at: str, *tensors: Tensor) -> Part:
+    norm, positions = f"{at}.layernorm_embedding", f"{at}.embed_positions"
+    return Part(
+        signals=(
+            Signal(f"{at}.embedding", Kind.FIXED, "model", (output_of(f"{at}.embed_tokens"), output_of(positions))),
+            Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(norm), input_of(f"{at}.layer_norm"))),
+        ),
+        tensors=(
+            *tensors,
+            Tensor(f"{positions}.weight", ("positions", "model"), (None, None), ahead=2),
+            *STYLE.norm(norm, multiplied_by(RESIDUAL)),
+        ),
+        topology=stack_ends(at, scales_itself=True, first_norm=norm),
+    )
+
+
+DECODER_RESIDUAL = "decoder.residual"  # the decoder's stream, which nothing ties to the encoder's
+
+
+def of_decoder(part: Part) -> Part:
+    return renamed_signals(part, lambda name: DECODER_RESIDUAL if name == RESIDUAL else name)
+
+
+def mbart_decoder(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    return [of_decoder(part) for part in decoder_block(config, i)]
+
+
+FINAL_STATES = states(FINAL_NORM, STYLE)
+
+MBART = replace(
+    PEGASUS,
+    name="mbart",
+    title="mBART, mBART-50",
+    classes=(
+        StockClass(("MBartForConditionalGeneration",), decodes=True, takes_decoder_ids=True, body=BODY),
+        StockClass(
+            ("MBartModel",),
+            decodes=True,
+            takes_decoder_ids=True,
+            end=states("decoder.layer_norm", STYLE),
+            gives=("last_hidden_state",),
+        ),
+    ),
+    encoder_ends=mbart_ends("encoder", Tensor("shared.weight", ("vocab", "model"), (None, None))),
+    decoder=Stack("decoder_layers", mbart_decoder),
+    decoder_ends=of_decoder(mbart_ends("decoder")),
+    tied_head=Part(
+        (*FINAL_STATES.signals, logits(HEAD)), (*STYLE.norm(FINAL_NORM, multiplied_by(LOGITS)), LOGITS_BIAS), HEAD
+    ),
+    initialisation=learned_positions(),
+)
+
+BLOCKS = (
+    'attention over blocks has no bound yet; write "original_full" there: the weights are the same, and stock code'
+    " does so by itself for short inputs, while long ones are then attended as a whole"
+)
+
+
+def bigbird_style(config: Mapping[str, object]) -> Style:
+    return replace(STYLE, biased=("query", "key", "value", "output", *LINEARS) if config["use_bias"] else ())
+
+
+def bigbird_encoder(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    at = f"encoder.layers.{i}"
+    m = f"{at}.self_attn.self"
+    wiring = Attention(
+        m,
+        f"{at}.self_attn_layer_norm",
+        f"{m}.query",
+        f"{m}.key",
+        f"{m}.value",
+        f"{at}.self_attn.output",
+        heads="encoder_attention_heads",
+        add=f"{at}:add",
+        divides=True,
+        weights_dropout=f"{m}.dropout",
+        attributes=StockAttributes(heads="num_attention_heads", head_size="attention_head_size"),
+    )
+    return attention_part(wiring, bigbird_style(config)), neurons(at, config)
+
+
+def bigbird_decoder(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    return decoder_block(config, i, bigbird_style(config))
+
+
+FINAL = "layernorm_embedding"
+BIGBIRD_NORM = f"{BODY}.decoder.{FINAL}"
+
+BIGBIRD_PEGASUS = replace(
+    PEGASUS,
+    name="bigbird_pegasus",
+    title="BigBird-Pegasus",
+    classes=(StockClass(("BigBirdPegasusForConditionalGeneration",), decodes=True, takes_decoder_ids=True, body=BODY),),
+    defaults={
+        **PEGASUS.defaults,
+        "max_position_embeddings": 4096,
+        "activation_function": "gelu_new",
+        "scale_embedding": True,
+        "use_bias": False,
+        "attention_type": "block_sparse",
+    },
+    alone={"attention_type": ("original_full", BLOCKS)},
+    encoder=Stack("encoder_layers", bigbird_encoder),
+    decoder=Stack("decoder_layers", bigbird_decoder),
+    encoder_ends=stack_records(stack_ends("encoder", norm=FINAL, scales_itself=True), SHARED),
+    encoder_output=states(f"encoder.{FINAL}", STYLE),
+    decoder_ends=stack_records(stack_ends("decoder", norm=FINAL, scales_itself=True)),
+    tied_head=tied_head(BIGBIRD_NORM, HEAD, STYLE, LOGITS_BIAS),
+    untied_head=untied_head(BIGBIRD_NORM, head("lm_head.weight"), STYLE, LOGITS_BIAS),
+    free_keys=(*PEGASUS.free_keys, "block_size", "num_random_blocks"),
+    initialisation=learned_positions(),
+)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from . import llama
-from .glm4_moe import PARTIAL, turned_of
+from .glm4 import PARTIAL, turned_of
 from .parts import attention, feed_forward
 from .types import Part, Sum
 from .wiring import Rotary
@@ -36,7 +36,6 @@ PHI3 = replace(
     llama.LLAMA,
     name="phi3",
     title="Phi-3, Phi-4",
-    model_type="phi3",
     classes=llama.classes("Phi3"),
     sizes={
         **llama.LLAMA.sizes,

@@ -6,14 +6,13 @@ Roles are read from the first block of each stack under the stock defaults; with
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from .configs import full_config
-from .layout import Layout
-from .types import Family, Stack
-from .walk import walk
+from .layout import Layout, walk
+from .types import Family
 from .wiring import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
 
 STACKS = ("encoder", "decoder")  # names of stacks in order; an only stack has the last
@@ -35,19 +34,15 @@ class Roles:
 def roles(family: Family) -> Roles:
     first = {stack.layers: 1 for stack in family.stacks}
     configs = [full_config(family, {**first, **variant}) for variant in ({}, *family.variants)]
-    every = [sublayer for stack in family.stacks for config in configs for sublayer in sublayers(stack, config)]
-    attentions = [sublayer for sublayer in every if isinstance(sublayer, Attention)]
-    feed_forwards = [each for sublayer in every for each in feed_forwards_of(sublayer)]
+    every = [p.topology for stack in family.stacks for config in configs for p in stack.block(config, 0)]
+    sublayers = [part for part in every if isinstance(part, Attention | FeedForward | Experts)]
+    attentions = [sublayer for sublayer in sublayers if isinstance(sublayer, Attention)]
+    feed_forwards = [each for sublayer in sublayers for each in feed_forwards_of(sublayer)]
     return Roles(
         attentions=frozenset(last(sublayer.at) for sublayer in attentions),
         attention_outputs=tuple(dict.fromkeys(last(sublayer.output) for sublayer in attentions)),
         feed_forward_outputs=tuple(dict.fromkeys(last(sublayer.output) for sublayer in feed_forwards)),
     )
-
-
-def sublayers(stack: Stack, config: Mapping[str, object]) -> list[Sublayer]:
-    topology = [part.topology for part in stack.block(config, 0)]
-    return [sublayer for sublayer in topology if isinstance(sublayer, Attention | FeedForward | Experts)]
 
 
 def last(path: str) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 from .configs import looked_up
 from .llama import INSIDE, QWEN2, QWEN3, STACK, heads, image_classes
 from .nested import keys_inside
-from .parts import PLAIN, Style, states
-from .signals import RESIDUAL, Kind, Signal, multiplied_by, output_of
+from .parts import PLAIN, Style, projector, states
+from .signals import RESIDUAL, multiplied_by
 from .types import Family, Part, StockClass
 from .wiring import FeedForward, ImageInput, Projector
 
@@ -47,18 +47,13 @@ def merger(at: str, linears: tuple[str, str], norm: str, size: str = "vision", *
         act=act,
         add=own["add"],
     )
-    return Part(
-        signals=(
-            Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(wiring.output),)),
-            Signal(normed, Kind.FIXED, size, (output_of(normed),)),
-        ),
-        tensors=(
-            *style.norm(normed, None, size),
-            *style.linear(wiring.linear, "merged", "merged", None, None),
-            *style.linear(wiring.output, "model", "merged", multiplied_by(RESIDUAL), None),
-        ),
-        topology=Projector(at=at, norm=normed, tower=TOWER, image=IMAGE, feed_forward=wiring, **own),
+    tensors = (
+        *style.norm(normed, None, size),
+        *style.linear(wiring.linear, "merged", "merged", None, None),
+        *style.linear(wiring.output, "model", "merged", multiplied_by(RESIDUAL), None),
     )
+    whole = Projector(at=at, norm=normed, tower=TOWER, image=IMAGE, feed_forward=wiring, **own)
+    return projector(whole, wiring.output, *tensors, size=size)
 
 
 def patches(config: Mapping[str, object]) -> int:
@@ -87,7 +82,6 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
         family,
         name=name,
         title=title,
-        model_type=name,
         classes=(stock,),
         defaults={key: value for key, value in family.defaults.items() if key not in family.tie_keys} | dict(defaults),
         eps=eps,
@@ -104,16 +98,10 @@ def with_images(
         text,
         name=name,
         title=title,
-        model_type=name,
         classes=image_classes(*kinds),
-        sizes={
-            **text.sizes,
-            "vision": (wide,),
-            "merged": (wide, across, across),
-        },
+        sizes={**text.sizes, "vision": (wide,), "merged": (wide, across, across)},
         defaults={**text.defaults, wide: width, across: 2, "tie_word_embeddings": False},
         free_keys=(*text.free_keys, "vision_config.*", *ids),
-        tie_keys=tuple(dict.fromkeys(("tie_word_embeddings", *text.tie_keys))),
         **heads(body=INSIDE),
         **own,
     )
@@ -135,20 +123,20 @@ QWEN3_VL_TEXT = alone(
 IN_QWEN2 = ("qwen2_vl", "Qwen2-VL", ("Qwen2VLForConditionalGeneration", "Qwen2VLModel"), 1280)
 OF_QWEN2: dict[str, Any] = {"key": "embed_dim", "brings": partial(of_qwen2, layer_norm_eps=1e-6)}
 QWEN2_VL = with_images(
-    keys_inside(QWEN2_VL_TEXT, "text_config"),
+    keys_inside(QWEN2_VL_TEXT),
     *IN_QWEN2,
     **OF_QWEN2,
     flat=with_images(QWEN2_VL_TEXT, *IN_QWEN2, **OF_QWEN2),
 )
 IN_QWEN2_5 = ("qwen2_5_vl", "Qwen2.5-VL", ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel"), 3584)
 QWEN2_5_VL = with_images(
-    keys_inside(QWEN2_5_VL_TEXT, "text_config"),
+    keys_inside(QWEN2_5_VL_TEXT),
     *IN_QWEN2_5,
     brings=of_qwen2,
     flat=with_images(QWEN2_5_VL_TEXT, *IN_QWEN2_5, brings=of_qwen2),
 )
 QWEN3_VL = with_images(
-    keys_inside(QWEN3_VL_TEXT, "text_config"),
+    keys_inside(QWEN3_VL_TEXT),
     "qwen3_vl",
     "Qwen3-VL",
     ("Qwen3VLForConditionalGeneration", "Qwen3VLModel"),

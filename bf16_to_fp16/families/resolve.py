@@ -1,13 +1,15 @@
 """Resolve a family against a checkpoint: find the role of every tensor. Whether a head is tied is decided from the
 tensors, because the flag in the config has meant different things: transformers 5 writes ``true`` beside a head of its
 own. Every tensor must be accounted for, since stock code fills a missing one with random numbers and drops an unknown
-one."""
+one. ``source_weights`` then reads a layout's weights before any exponent, of a checkpoint or of a model in memory
+(``ModelTensors``)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -16,8 +18,9 @@ from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .configs import axis_size, looked_up
 from .declared import declared, in_folder
-from .known import named_as
-from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorSource
+from .experts import experts_apart
+from .known import named_as, of_model_type
+from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader, TensorSource
 from .signals import Tensor, carried_by
 from .spread import channels_along
 from .types import Family, OutputScale, Part, StockClass
@@ -273,6 +276,34 @@ def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
 
 def unscaled(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
     return effective(tensor, stored(checkpoint, tensor))
+
+
+def source_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
+    return lambda name: unscaled(checkpoint, layout.tensors[name])
+
+
+@dataclass(frozen=True)
+class _Stored:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ModelTensors:
+    def __init__(self, model: Any) -> None:
+        experts_apart(model, of_model_type(model.config.model_type))
+        self.source = type(model).__name__
+        self.config: dict[str, object] = model.config.to_dict() | {"architectures": [self.source]}
+        self._state = model.state_dict()
+        names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+        self.tensors = {
+            name: _Stored(names.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in self._state.items()
+        }
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._state[name]
+
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._state[name][start:stop].contiguous()
 
 
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:

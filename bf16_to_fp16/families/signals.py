@@ -53,20 +53,11 @@ class Kind(StrEnum):
 
 
 ROOT = "model"  # the model itself in names of sites
-
-
 RESIDUAL = "residual"  # name of the residual signal, or the encoder's where each stack has one
-
-
 LOGITS = "logits"  # name of the signal that a softmax over choices reads
 
-
 Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
-
-
 Side = Literal["input", "output"]  # side of a module
-
-
 Spread = tuple[int, ...]
 """How the elements of an axis share the channels of a signal: factors of the axis, outermost first, of which every
 second one only repeats. () where each element has a channel of its own.

@@ -19,10 +19,6 @@ def without_ends(spread: Spread) -> tuple[int, Spread, int]:
     return before, tuple(factor for factor in spread if factor > 0), after
 
 
-def all_carry(spread: Spread) -> bool:
-    return all(factor > 0 for factor in spread)
-
-
 def channels_along(length: int, spread: Spread) -> int:
     if not spread:
         return length

@@ -19,16 +19,14 @@ from .wiring import Experts, FeedForward
 
 ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
 DENSE = {"feed_forward_proj": "relu"}
-SPARSE = {"encoder": "num_sparse_encoder_layers", "decoder": "num_sparse_decoder_layers"}
 LAYERS = {"encoder": "num_layers", "decoder": "num_decoder_layers"}
 
 
 def is_sparse(config: Mapping[str, object], stack: str, i: int) -> bool:
     """Return whether block ``i`` of a stack has experts, as stock code decides: every n-th block from the second on. n:
     the number of blocks over the number of sparse ones, rounded down; without sparse ones the number of blocks."""
-    layers, sparse = (
-        number_of(SWITCH, config, names[stack], "a number of layers", least=0) for names in (LAYERS, SPARSE)
-    )
+    keys = LAYERS[stack], f"num_sparse_{stack}_layers"
+    layers, sparse = (number_of(SWITCH, config, key, "a number of layers", least=0) for key in keys)
     step = layers // sparse if sparse else layers
     return step == 1 or (step > 0 and i % step == 1)
 
@@ -57,12 +55,6 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
     return parts_of_experts(wiring, parts, biased=bool(config[BIAS]))
 
 
-def check_capacity(config: Mapping[str, object]) -> None:
-    capacity = config.get(CAPACITY)
-    if isinstance(capacity, int) and capacity >= 2**63:
-        raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits count; write the number of tokens")
-
-
 def activation(config: Mapping[str, object]) -> str:
     name = str(config[ACTIVATION])
     if name.startswith("gated-"):
@@ -74,7 +66,9 @@ def activation(config: Mapping[str, object]) -> str:
 
 
 def block(config: Mapping[str, object], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
-    check_capacity(config)
+    capacity = config.get(CAPACITY)
+    if isinstance(capacity, int) and capacity >= 2**63:
+        raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits count; write the number of tokens")
     *attending, _ = dense.block(DENSE, i)
     at = f"{stack}.block.{i}.layer.{len(attending)}"
     sparse = is_sparse(config, stack, i)
@@ -85,7 +79,6 @@ SWITCH = replace(
     T5,
     name="switch_transformers",
     title="Switch Transformers",
-    model_type="switch_transformers",
     classes=t5.classes("SwitchTransformers")[:3],
     sizes=t5.SIZES | {"experts": ("num_experts",)},
     defaults=DEFAULTS

@@ -1,7 +1,15 @@
-"""T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), mT5 and UMT5. Pre-norm, RMSNorm with its eps in the
-config, no biases, no scaling of scores. v1.0 has ReLU and uses the embedding as head after multiplying by d^-1/2; v1.1
-and its descendants have a gate and a head of their own. The relative attention bias lives in the first block of each
-stack and is shared by the others."""
+"""T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), mT5, UMT5 and LongT5.
+
+Pre-norm, RMSNorm with its eps in the config, no biases, no scaling of scores. v1.0 has ReLU and uses the embedding as
+head after multiplying by d^-1/2; v1.1 and its descendants have a gate and a head of their own. The relative attention
+bias lives in the first block of each stack and is shared by the others.
+
+LongT5 is T5 v1.1 whose encoder attends locally and, with ``transient-global``, to sums of all blocks of positions.
+Local attention differs from T5's in its mask alone. In transient-global attention the output of the sublayer's norm is
+summed over blocks of positions, the sums go through a norm of their own, and keys and values are made of both. That
+norm has the eps of all others, scaled by the square of the residual stream's factor. So the sums, and with them the
+output of the first norm, must carry the stream's factor too, the same in every channel.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..errors import UserError
 from .parts import Style, ends, feed_forward, head, head_linear, states, table, tied_head, untied_head
 from .parts import attention as attention_part
-from .signals import Tensor
+from .signals import RESIDUAL, Axis, Kind, Signal, Tensor, input_of, multiplied_by, output_of
 from .types import Deviation, Family, Initialisation, OutputScale, Part, SameAs, Stack, StockClass
 from .wiring import Attention, FeedForward, Head, StackEnds, StockAttributes
 
@@ -40,6 +49,8 @@ def with_table(part: Part, name: str) -> Part:
 
 
 def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
+    """Return a feed-forward's records. projection: the config's name, of which stock code reads "gated-gelu" as
+    gelu_new."""
     m, gated = f"{at}.{module}", projection.startswith("gated-")
     return feed_forward(
         FeedForward(
@@ -48,18 +59,12 @@ def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
             gate=f"{m}.wi_0" if gated else "",
             linear=f"{m}.wi_1" if gated else f"{m}.wi",
             output=f"{m}.wo",
-            activation=activation_of(projection),
+            activation="gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-"),
             act=f"{m}.act",
             add=f"{at}:add",
             dropouts=(f"{m}.dropout", f"{at}.dropout"),
         )
     )
-
-
-def activation_of(projection: str) -> str:
-    """Return the activation named by ``feed_forward_proj``; stock code reads "gated-gelu" as gelu_new."""
-    name = projection.removeprefix("gated-")
-    return "gelu_new" if projection == "gated-gelu" else name
 
 
 def blocks(*, every: bool = False) -> tuple[Stack, Stack]:
@@ -154,7 +159,6 @@ QUERIES, INPUTS = Deviation(("model", "head")), Deviation(("model",))
 T5 = Family(
     name="t5",
     title="T5 v1.0, T5 v1.1, Flan-T5, ByT5, UL2",
-    model_type="t5",
     # t5-3b and t5-11b on the Hub still carry the class name of 2020.
     classes=classes("T5", "T5WithLMHeadModel"),
     sizes=SIZES,
@@ -198,7 +202,6 @@ MT5 = replace(
     T5,
     name="mt5",
     title="mT5",
-    model_type="mt5",
     classes=classes("MT5"),
     defaults=DEFAULTS | {"feed_forward_proj": "gated-gelu"},
     output_scale=OutputScale.NEVER,
@@ -213,7 +216,6 @@ UMT5 = replace(
     MT5,
     name="umt5",
     title="UMT5",
-    model_type="umt5",
     classes=classes("UMT5"),
     encoder=UMT5_ENCODER,
     decoder=UMT5_DECODER,
@@ -222,3 +224,60 @@ UMT5 = replace(
 )
 """mT5 with a position bias in every block. Before an untied head transformers 5 always multiplies the decoder's output
 by d^-1/2, transformers 4 only where the config ties; rescaling keeps what each computes on the source."""
+
+TYPE = "encoder_attention_type"
+LOCAL, GLOBAL = "local", "transient-global"
+MODULES = {LOCAL: "LocalSelfAttention", GLOBAL: "TransientGlobalSelfAttention"}
+
+
+def long_attention(at: str, config: Mapping[str, object], i: int) -> Part:
+    module = MODULES.get(str(config[TYPE]))
+    if module is None:
+        raise UserError(
+            f"config.json: {TYPE!r} is {config[TYPE]!r}; it is {' or '.join(map(repr, MODULES))} in stock code"
+        )
+    first = f"encoder.block.0.layer.0.{module}"
+    part = attention(at, module, bias=i == 0, shared=first)
+    wiring = part.topology
+    assert isinstance(wiring, Attention)
+    wiring = replace(wiring, radius="local_radius")
+    if module != MODULES[GLOBAL]:
+        return replace(part, topology=wiring)
+    norm, inner = wiring.norm, f"{wiring.at}.global_input_layer_norm"
+    bias = f"{first}.global_relative_attention_bias.weight"
+
+    def of_the_stream(axis: Axis | None) -> Axis | None:
+        return replace(axis, signal=RESIDUAL) if axis is not None and axis.signal == norm else axis
+
+    tensors = [replace(t, axes=tuple(map(of_the_stream, t.axes))) for t in part.tensors]
+    tensors.append(Tensor(f"{inner}.weight", ("model",), (multiplied_by(RESIDUAL),)))
+    carried = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(norm), input_of(inner), output_of(inner)))
+    signals = tuple(carried if signal.name == norm else signal for signal in part.signals)
+    wiring = replace(wiring, block="global_block_size", block_norm=inner, block_bias=bias)
+    full = Part(signals, tuple(tensors), wiring)
+    return with_table(full, bias) if i == 0 else full
+
+
+def long_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+    at = f"encoder.block.{i}.layer"
+    return long_attention(f"{at}.0", config, i), neurons(f"{at}.1", str(config["feed_forward_proj"]))
+
+
+LONGT5 = replace(
+    T5,
+    name="longt5",
+    title="LongT5",
+    classes=classes("LongT5")[:3],
+    defaults=DEFAULTS | {"feed_forward_proj": "relu", TYPE: LOCAL, "local_radius": 127, "global_block_size": 16},
+    encoder=Stack("num_layers", long_block),
+    kept_in_fp32=(),
+    initialisation=replace(
+        T5.initialisation,
+        modules={
+            **T5.initialisation.modules,
+            "global_relative_attention_bias": INPUTS,
+            "global_input_layer_norm": Deviation(),
+        },
+    ),
+    variants=({TYPE: GLOBAL},),
+)

@@ -87,7 +87,6 @@ T5GEMMA = replace(
     GEMMA2,
     name="t5gemma",
     title="T5Gemma",
-    model_type="t5gemma",
     classes=(StockClass(("T5GemmaForConditionalGeneration",), decodes=True, takes_decoder_ids=True, body=BODY),),
     sizes={"vocab": ("vocab_size",), "model": ("decoder.hidden_size",)}
     | {

@@ -155,7 +155,7 @@ class Family:
 
     name: str
     title: str
-    model_type: str
+    config_type: str = ""  # the config's ``model_type``, where it is not the name
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
     sizes: Mapping[str, tuple[str | int | Sum, ...]]
     """Products of config keys, numbers and sums; a table counts as its length."""
@@ -219,6 +219,10 @@ class Family:
     flat: Family | None = None  # the same family for configs with the text model's keys outside
     brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
     """Returns, by the config, the parts that bring another model's outputs into the first stack; None for no such."""
+
+    @property
+    def model_type(self) -> str:
+        return self.config_type or self.name
 
     @property
     def projector(self) -> Projector | None:

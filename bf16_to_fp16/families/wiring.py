@@ -92,11 +92,6 @@ class Attention:
         return tuple(f"{self.at}:mul#{count}".removesuffix("#1") for count in (first, first + 1))
 
     @property
-    def capping(self) -> str:
-        """The site at which eager attention multiplies a soft cap's tanh by c, after scaling the scores."""
-        return self.scaling[1]
-
-    @property
     def joining(self) -> str:
         """The site at which bias and mask join the scores."""
         return f"{self.at}:add#3" if self.turns else f"{self.at}:add"

@@ -21,8 +21,7 @@ from torch.nn import functional
 from ..errors import UserError
 from ..families.known import spare_padding
 from ..measuring.batch import IGNORED_LABEL, stack
-from ..measuring.interface import class_in, decoder_start, is_causal, longest_sequence, predicts_tokens
-from ..measuring.stock import vocabulary_of
+from ..measuring.stock import class_in, decoder_start, is_causal, longest_sequence, predicts_tokens, vocabulary_of
 from ..measuring.texts import open_texts
 from ..measuring.tokenizer import load_tokenizer, without_end
 from . import objectives

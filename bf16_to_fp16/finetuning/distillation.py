@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from ..measuring.batch import IGNORED_LABEL, Batch, values_of
-from ..measuring.interface import gives_probabilities, is_causal, takes_decoder_ids
+from ..measuring.stock import gives_probabilities, is_causal, takes_decoder_ids
 from .corpus import TrainingBatch
 
 

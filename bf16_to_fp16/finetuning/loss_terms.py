@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..measuring.batch import Batch, values_of
-from ..measuring.padding import spared
+from ..measuring.batch import Batch, spared, values_of
 from ..measuring.probe import batches as probe_batches
 from ..measuring.probe import random_rows
 from .corpus import TrainingBatch

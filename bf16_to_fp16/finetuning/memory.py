@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..families.known import of_model_type
-from ..measuring.interface import config_of, is_causal, takes_decoder_ids
+from ..measuring.stock import config_of, is_causal, takes_decoder_ids
 from .distillation import blocks_of
 from .recipe import Recipe
 

@@ -28,7 +28,7 @@ from ..measuring.probe import batches as probe_batches
 from ..measuring.probe import checkpoint_batches
 from ..progress import Progress
 from ..rescaling.apply import edited_config, set_dtype, writes
-from ..rescaling.outputs import moved, output_factors
+from ..rescaling.exponents import moved, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..targets import MARGIN_BITS
 from .corpus import Corpus

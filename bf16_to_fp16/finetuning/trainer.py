@@ -20,9 +20,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..families.layout import Layout
-from ..families.resolve import resolve
+from ..families.resolve import ModelTensors, resolve
 from ..progress import Progress
-from ..rescaling.weights import ModelTensors
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch

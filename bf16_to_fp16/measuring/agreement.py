@@ -4,12 +4,11 @@ depends on it or its value follows from the layout's keys."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -315,7 +314,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
     for name, value in layout_values(family, layout.config).items():
         nested = with_value(nested, name, value)
     try:
-        expected = expected_attributes(kind, json.dumps(nested))
+        expected = attributes(kind(**deepcopy(nested)))
     except Exception as error:  # which each class raises of its own kind
         raise UserError(
             f"{where}: stock code makes no config of the keys that the bounds are made from ({first_line(error)}); take"
@@ -342,11 +341,6 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
             " remove the key"
         )
     return refused
-
-
-@cache
-def expected_attributes(kind: Any, keys: str) -> Mapping[str, object]:
-    return attributes(kind(**json.loads(keys)))
 
 
 def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, object]:

@@ -17,8 +17,7 @@ from ..families.known import architectures
 from ..numerics import FP16_MAX
 from ..progress import Advance, Progress
 from . import probe
-from .batch import Batch
-from .padding import CAUSAL
+from .batch import CAUSAL, Batch
 from .regime_results import RegimeResult, beside_fp32
 from .regimes import DTYPES, audit_each, audit_model
 from .sites import Site

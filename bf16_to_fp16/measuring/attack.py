@@ -17,15 +17,13 @@ from torch import Tensor
 
 from ..devices import Device
 from ..families.known import spare_padding
-from ..families.layout import Layout
-from ..families.walk import walk
+from ..families.layout import Layout, walk
 from ..numerics import FP16_MAX, headroom_bits
 from ..progress import Progress
 from ..results import AttackedSite, AttackEntry
-from .interface import longest_sequence
 from .observer import SiteObserver
 from .points import watched
-from .stock import load, run_everywhere, set_attention
+from .stock import load, longest_sequence, run_everywhere, set_attention
 
 LENGTH = 16  # positions of an attack's sequences: enough for every score and every mixture of values
 GROUP = 48  # goals attacked in one batch
@@ -200,14 +198,10 @@ class _Adversary:
 
         sides = [logits() for _ in climb.start]
         optimizer = torch.optim.Adam(sides, lr=MIXTURE_RATE)
-        return self.climb(climb, lambda: tuple(map(mixed, sides, climb.start, tables)), optimizer)
-
-    def climb(self, climb: _Climb, make: Callable[[], Inputs], optimizer: torch.optim.Optimizer) -> Inputs:
-        """Step uphill on the embeddings that ``make`` gives; return each row's best, its start included."""
         with torch.no_grad():
             best, kept = self.reached(climb.start, climb.goals), climb.start
         for _ in range(climb.steps):
-            x = make()
+            x = tuple(map(mixed, sides, climb.start, tables))
             reached = self.reached(x, climb.goals)
             better = reached.detach() > best
             best = torch.where(better, reached.detach(), best)
@@ -284,23 +278,18 @@ def attack(
     by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
     in_half = adversary.measure(half, tokens + mixed)
     by = {"random": by_random, "tokens": by_tokens, "embeddings": by_mixture, "half": in_half}
-    entries = [
-        entry_of(name, {key: amax.get(name, 0.0) for key, amax in by.items()}, inputs.get(name))
-        for name in in_half
-        if name in by_random or name in inputs
-    ]
+    entries = []
+    for name in (site for site in in_half if site in by_random or site in inputs):
+        reached = {key: amax.get(name, 0.0) for key, amax in by.items()}
+        worst, ids = max(reached.values()), inputs.get(name)
+        bits = headroom_bits(worst, FP16_MAX)
+        entries.append(AttackedSite(name=name, worst=worst, limit=FP16_MAX, headroom_bits=bits, ids=ids, **reached))
     return AttackEntry(
         steps=steps,
         seed=seed,
         worst_headroom_bits=min((site.headroom_bits for site in entries), default=math.inf),
         sites=sorted(entries, key=lambda site: site.headroom_bits),
     )
-
-
-def entry_of(name: str, reached: Mapping[str, float], ids: tuple[list[int], list[int]] | None) -> AttackedSite:
-    worst = max(reached.values())
-    bits = headroom_bits(worst, FP16_MAX)
-    return AttackedSite(name=name, worst=worst, limit=FP16_MAX, headroom_bits=bits, ids=ids, **reached)
 
 
 def way_to(site: str, known: Sequence[str]) -> str:

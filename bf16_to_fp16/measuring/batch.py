@@ -1,8 +1,11 @@
-"""One batch of token ids, the report's entry about all batches, and a stock model's run on one."""
+"""A batch of token ids: rows of mixed lengths padded as far as stock code allows in fp16, the report's entry about all
+batches, and a stock model's run on one. A family says how much padding a row needs (``spare_padding``), and whether
+padding may attend to nothing (``blind_padding``)."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..errors import UserError, first_line, shortened
-from ..families.known import of_model_type
-from .interface import config_of, is_causal
-from .stock import setting, several_rows
+from ..families.configs import BOTH_WAYS
+from ..families.known import of_model_type, spare_padding
+from .stock import config_of, decoder_start, is_causal, pad_id, setting, several_rows, takes_decoder_ids
 
 IGNORED_LABEL = -100  # the label that stock losses leave out
 LOGIT_BUDGET = 2**27  # most logits of one batch (half a gigabyte in fp32): large vocabularies get fewer rows
@@ -53,11 +57,6 @@ class Batch:
     @property
     def size(self) -> int:
         return sum(x.numel() for x in self.tensors.values() if x is not None)
-
-    @property
-    def unpadded(self) -> Tensor:
-        masks = (self.attention_mask, self.decoder_attention_mask)
-        return torch.stack([mask.bool().all(1) for mask in masks if mask is not None]).all(0)
 
     def rows(self, chosen: slice | Tensor) -> Batch:
         if self.image:
@@ -101,8 +100,13 @@ def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
     nothing: padded rows of blind batches are left out."""
     if attention != "eager":
         return list(inputs)
-    whole = [(batch, batch.unpadded) for batch in inputs]
-    return [batch.rows(full) if batch.blind else batch for batch, full in whole if full.any() or not batch.blind]
+    seen = []
+    for batch in inputs:
+        masks = [mask for mask in (batch.attention_mask, batch.decoder_attention_mask) if mask is not None]
+        full = torch.stack([mask.bool().all(1) for mask in masks]).all(0)
+        if not batch.blind or full.any():
+            seen.append(batch.rows(full) if batch.blind else batch)
+    return seen
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -164,6 +168,9 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
     ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
     stock: Any = model
     if batch.generate:
+        # Stock code's cache has as many layers as the encoder, which may be too few for the decoder.
+        family = of_model_type(stock.config.model_type)
+        layers = setting(stock.config, family.decoder.layers) if family and family.decoder else None
         stock.generate(
             input_ids=ids,
             attention_mask=mask,
@@ -171,7 +178,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
             do_sample=False,
             max_new_tokens=GENERATED_TOKENS,
             min_new_tokens=GENERATED_TOKENS,
-            use_cache=_cacheable(stock.config),
+            use_cache=layers is None or int(layers) <= int(stock.config.num_hidden_layers),
         )
         return None
     images = {name: x.to(device) for name, x in batch.image.items()}
@@ -196,16 +203,99 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
     return stock(**given, **decoder, use_cache=False, **({"labels": batch.labels().to(device)} if labels else {}))
 
 
-def _cacheable(config: Any) -> bool:
-    """Whether stock code's cache, which has as many layers as the encoder, has enough for the decoder."""
-    family = of_model_type(config.model_type)
-    decoder = setting(config, family.decoder.layers) if family and family.decoder else None
-    return decoder is None or int(decoder) <= int(config.num_hidden_layers)
-
-
 def values_of(output: Any) -> Tensor:
     """Return an output's logits, a span's start and end as [rows, positions, 2], or the first output."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
-    values: Tensor = output["logits"] if "logits" in output else output[0]
-    return values
+    return output["logits"] if "logits" in output else output[0]
+
+
+CAUSAL = "attends_causally"  # a config attribute that the audit of an unknown family sets
+
+
+def padded(
+    config: Any,
+    encoder: Sequence[Tensor],
+    decoder: Sequence[Tensor],
+    description: str = "padded, mixed lengths",
+    kind: str = PADDED,
+) -> Batch:
+    """Return rows as one batch, padded on the right. Decoder rows get a start token and lose their last id; a model
+    without a decoder ignores them."""
+    ids, mask = stack(encoder, pad_id(config))
+    if not takes_decoder_ids(config):
+        return Batch(description, ids, mask, kind=kind)
+    start = torch.tensor([decoder_start(config)])
+    shifted = [torch.cat([start, row[:-1]]) for row in decoder]
+    return Batch(description, ids, mask, *stack(shifted, pad_id(config)), kind=kind)
+
+
+def padded_left(config: Any, right: Batch) -> Batch:
+    ids = torch.full_like(right.input_ids, pad_id(config))
+    mask = right.attention_mask.flip(1)
+    ids[mask.bool()] = right.input_ids[right.attention_mask.bool()]
+    return replace(right, description=f"{right.description}, padded on the left", input_ids=ids, attention_mask=mask)
+
+
+def bearable(config: Any, batch: Batch) -> list[Batch]:
+    """Return the batch as stock code can run it in fp16: with the padding that it needs, or as one unpadded batch per
+    length. A batch padded on the left gives none: its rows are another's."""
+    if _is_borne(config, batch):
+        return [batch]
+    if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
+        return []
+    if spare_padding(config.to_dict()) < math.inf:
+        return [spared(config, batch)]
+    lengths = batch.attention_mask.sum(1)
+    parts = [(n, (lengths == n).nonzero()[:, 0]) for n in lengths.unique(sorted=True).tolist()]
+    return [
+        replace(part, input_ids=part.input_ids[:, :n], attention_mask=part.attention_mask[:, :n])
+        for n, rows in parts
+        for part in [batch.rows(rows)]
+    ]
+
+
+def spared(config: Any, batch: Batch) -> Batch:
+    """Return the batch with the padding that stock code needs in fp16; a backward pass needs it in every batch."""
+    spare = spare_padding(config.to_dict())
+    if not 0 < spare < math.inf:
+        return batch
+    ids = functional.pad(batch.input_ids, (0, int(spare)), value=pad_id(config))
+    return replace(batch, input_ids=ids, attention_mask=functional.pad(batch.attention_mask, (0, int(spare))))
+
+
+def bearable_as_one(config: Any, batch: Batch) -> Batch:
+    """Return one batch that stock code can run in fp16: with the padding that it needs or, where it can run none, with
+    rows repeated to the full length."""
+    if _is_borne(config, batch):
+        return batch
+    if spare_padding(config.to_dict()) < math.inf:
+        return spared(config, batch)
+    places = torch.arange(batch.input_ids.shape[1]) % batch.attention_mask.sum(1, keepdim=True)
+    ids = batch.input_ids.gather(1, places)
+    return replace(batch, input_ids=ids, attention_mask=torch.ones_like(batch.attention_mask))
+
+
+def _is_borne(config: Any, batch: Batch) -> bool:
+    return spare_padding(config.to_dict()) == 0 or bool(batch.attention_mask.all())
+
+
+def is_blind(config: Any, batch: Batch) -> bool:
+    """Return whether some padding attends to no position: left of a row under a causal mask, or outside a window. For
+    an unknown family ``CAUSAL`` says whether the mask is causal."""
+    family = of_model_type(config.model_type)
+    if family is not None and not family.blind_padding:
+        return False
+    sides = [(getattr(config, "encoder", config), batch.attention_mask)]
+    if batch.decoder_attention_mask is not None:
+        sides.append((getattr(config, "decoder", config), batch.decoder_attention_mask))
+    causal = not takes_decoder_ids(config) and setting(config, "use_bidirectional_attention") not in BOTH_WAYS
+    causal = causal and (family is not None or getattr(config, CAUSAL, False))
+    return any(_is_blind(own, mask, causal or i > 0) for i, (own, mask) in enumerate(sides))
+
+
+def _is_blind(config: Any, mask: Tensor, causal: bool) -> bool:
+    empty = mask == 0
+    before, behind = (int(padding.cumprod(1).sum(1).amax()) for padding in (empty.long(), empty.flip(1).long()))
+    window = setting(config, "sliding_window")
+    return (causal and before > 0) or 2 * max(before, behind) >= (math.inf if window is None else window)

@@ -1,15 +1,24 @@
 """Choose the ids of a large vocabulary that the probe runs: special ids, the embedding's longest, shortest and outlier
-rows, and ids with the largest values when carried alone through every sublayer. Random ids fill up the rest."""
+rows, and ids with the largest values when carried alone through every sublayer. Random ids fill up the rest.
+
+A token alone in its row is carried in fp32 (``forward``), and the weights are read one after another. Attention then
+returns the token's own value. ``soft_side`` takes its suspects from it, too."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
-from ..families.layout import Layout, TensorSource
-from .alone import Weights, forward
+from ..families.configs import config_value
+from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource
+from ..families.resolve import source_weights, unscaled
+from ..families.spread import spread_out
+from ..families.wiring import Attention, Experts, FeedForward, Sublayer
 
 CHOSEN, WHOLE = 256, 384  # how many ids are chosen, and the largest vocabulary that is run whole instead
 SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
@@ -101,3 +110,155 @@ def scanned(weights: Weights) -> dict[str, list[int]]:
         SHORTEST: order[:CHOSEN].tolist(),
         CHANNELS: ids[:, channels].t().flatten().tolist(),
     }
+
+
+class Weights:
+    """A layout's weights in fp32, from ``reader`` or before any exponent. ``vocabulary``, ``width``: its
+    embedding's."""
+
+    def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
+        self.source, self.layout = source, layout
+        self.reader = reader or source_weights(source, layout)
+        table = layout.tensors[layout.family.embedding]
+        self.table, (self.vocabulary, self.width) = str(table.source), table.shape
+
+    def read(self, name: str) -> Tensor | None:
+        return self.reader(name).float() if name in self.layout.tensors else None
+
+    def matrix(self, module: str) -> Tensor:
+        weight = self.read(f"{module}.weight")
+        assert weight is not None
+        return weight
+
+    def query_key_value(self, sublayer: Attention, x: Tensor, read: Tensor) -> list[Tensor]:
+        if sublayer.fused:
+            return list(self.linear(sublayer.query, x).split(sublayer.fused, 1))
+        return [self.linear(sublayer.query, x), *(self.linear(path, read) for path in (sublayer.key, sublayer.value))]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        return self.source.read_rows(self.table, start, stop).float()
+
+    def looked_up(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
+        table = str(self.layout.tensors[self.layout.table(stack.ends)].source)
+        return torch.cat([self.source.read_rows(table, i, i + 1).float() for i in ids])
+
+    def linear(self, module: str, x: Tensor) -> Tensor:
+        return functional.linear(x, self.matrix(module), self.read(f"{module}.bias"))
+
+    def norm(self, module: str, x: Tensor) -> Tensor:
+        if not module:
+            return x
+        gain, shift, eps = self.read(f"{module}.weight"), self.read(f"{module}.bias"), self.layout.eps_of(module)
+        if self.layout.family.centred_norm:
+            return functional.layer_norm(x, x.shape[-1:], gain, shift, eps)
+        return functional.rms_norm(x, x.shape[-1:], gain, eps)
+
+    def embedded(self, stack: ResolvedStack, rows: Tensor) -> Tensor:
+        rows = rows * self.layout.embedding_scale(stack.ends)
+        positions = self.layout.tensors.get(stack.ends.positions)
+        return rows if positions is None else rows + unscaled(self.source, positions)[positions.ahead].float()
+
+    def gathered(self, sublayer: Attention, values: Tensor) -> Tensor:
+        heads = self.layout.kv_heads(sublayer)
+        spread = (heads, self.layout.heads(sublayer) // heads, values.shape[1] // heads)
+        values = self.norm(sublayer.value_norm, values.unflatten(1, (heads, -1))).flatten(1)
+        return spread_out(values.t(), spread).t()
+
+    def joined(self, sublayer: Sublayer, stream: Tensor, output: Tensor) -> Tensor:
+        joined = stream + self.norm(sublayer.post_norm, output)
+        scalar = self.read(sublayer.scalar) if isinstance(sublayer, FeedForward) and sublayer.scalar else None
+        return joined if scalar is None else joined * scalar
+
+    def feed_forward_outputs(self, sublayer: FeedForward, x: Tensor) -> list[Tensor]:
+        if sublayer.gate:
+            outputs = [self.linear(module, x) for module in dict.fromkeys((sublayer.gate, sublayer.linear))]
+            outputs = list(outputs[0].split(sublayer.fused, 1)) if sublayer.fused else outputs
+            outputs.append(self.activated(sublayer, outputs[0]) * outputs[1])
+        else:
+            outputs = [self.linear(sublayer.linear, x)]
+            outputs.append(self.activated(sublayer, outputs[0]))
+        return [*outputs, self.linear(sublayer.output, outputs[-1])]
+
+    def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
+        """Return a router's logits, what ``feed_forward_outputs`` has inside a token's first expert, and the sum."""
+        logits = self.linear(sublayer.classifier, x)
+        numbers, shares = self.chosen(sublayer, logits)
+        outputs: list[Tensor] = []
+        for number in numbers.unique().tolist():
+            tokens, places = torch.where(numbers == number)
+            *inside, output = self.feed_forward_outputs(sublayer.experts[number], x[tokens])
+            outputs = outputs or [x.new_zeros(len(x), value.shape[1]) for value in (*inside, output)]
+            for whole, value in zip(outputs, inside, strict=False):
+                whole[tokens[places == 0]] = value[places == 0]
+            outputs[-1].index_add_(0, tokens, output * shares[tokens, places, None])
+        if sublayer.shared is not None:
+            outputs[-1] += self.feed_forward_outputs(sublayer.shared, x)[-1]
+        return [logits, *outputs]
+
+    def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each token's experts and weights, [tokens, experts per token], the largest first; ignores expert
+        groups."""
+        number, weight, _ = self.layout.experts_together(sublayer)
+        scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
+        correction = self.read(sublayer.correction) if sublayer.correction else None
+        numbers = (scores if correction is None else scores + correction).topk(number).indices
+        shares = scores.gather(1, numbers)
+        key = sublayer.normalised
+        if sublayer.chosen and (not key or config_value(self.layout.family, self.layout.config, key)):
+            shares = shares / shares.sum(1, keepdim=True)
+        return numbers, shares * weight
+
+    def activated(self, sublayer: FeedForward, x: Tensor) -> Tensor:
+        from transformers.activations import ACT2FN
+
+        return ACT2FN[sublayer.activation](x)
+
+    def head_output(self, states: Tensor) -> Tensor:
+        """Return the head's output for the last states; without a head the states."""
+        head = self.layout.head
+        if head is None:
+            return states
+        x = states * self.layout.head_scale
+        for each in head.linears:
+            x = functional.linear(x, self.matrix(each.weight.removesuffix(".weight")), self.read(each.bias))
+            x = x.tanh() if each.tanh else x
+        cap = self.layout.cap(head)
+        return x if cap is None else cap * (x / cap).tanh()
+
+
+@dataclass
+class Step:
+    """The outputs of a norm and its sublayer for lone tokens, [tokens, channels]. ``norm`` is "" and ``sublayer`` None
+    where absent. ``stream`` is the norm's input. ``outputs`` holds the norm's output, a router's logits and the
+    linears' outputs, with the neurons before the last. With experts they are those of each token's first expert, and
+    the last is the experts' sum."""
+
+    stack: ResolvedStack
+    norm: str
+    sublayer: Sublayer | None
+    stream: Tensor
+    outputs: list[Tensor]
+
+
+def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
+    memory = torch.empty(0)
+    for stack in weights.layout.stacks():
+        stream = weights.embedded(stack, weights.looked_up(stack, ids))
+        if stack.ends.first_norm:
+            begun = weights.norm(stack.ends.first_norm, stream)
+            yield Step(stack, stack.ends.first_norm, None, stream, [begun])
+            stream = begun
+        for sublayer in stack.sublayers:
+            normed = weights.norm(sublayer.norm, stream)
+            if isinstance(sublayer, Attention):
+                read = memory if sublayer.memory else normed
+                outputs = weights.query_key_value(sublayer, normed, read)
+                outputs.append(weights.linear(sublayer.output, weights.gathered(sublayer, outputs[-1])))
+            elif isinstance(sublayer, Experts):
+                outputs = weights.expert_outputs(sublayer, normed)
+            else:
+                outputs = weights.feed_forward_outputs(sublayer, normed)
+            yield Step(stack, sublayer.norm, sublayer, stream, [normed, *outputs])
+            stream = weights.joined(sublayer, stream, outputs[-1])
+        memory = weights.norm(stack.ends.norm, stream)
+        yield Step(stack, stack.ends.norm, None, stream, [memory])

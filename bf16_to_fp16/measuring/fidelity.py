@@ -4,7 +4,7 @@ compared with the fp32 source: logits by KL, an encoder's states by relative squ
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
-from ..rescaling.exponents import OfChannels
-from ..rescaling.outputs import LAST
+from ..rescaling.exponents import LAST, OfChannels
 from ..results import Fidelity, OutputEntry
 from .batch import Batch, run_batch, values_of
 from .lanes import Lane, Walk, results_of
@@ -103,19 +102,25 @@ class Difference:
         self.divergence = self.error = self.agreeing = self.scale = 0.0
         self.positions = 0
 
-    def add(self, a: Tensor, p: Tensor | None, other: Tensor) -> None:
-        b = other.double()
-        error = (a - b).abs_().max()
-        self.error = max(self.error, float(error) if math.isfinite(error) else math.inf)
-        if p is not None:
-            self.agreeing += float((a.argmax(-1) == b.argmax(-1)).sum())
-            self.scale += len(a)
-            divergence = float(b.log_softmax(-1).sub_(p).mul_(p.exp()).sum().neg())
-        else:
-            self.scale += float(a.square().sum())
-            divergence = float((a - b).square_().sum())
-        self.divergence += divergence if math.isfinite(divergence) else math.inf
-        self.positions += len(a)
+    @torch.no_grad()
+    def add(self, expected: Tensor, found: Tensor, *, probabilities: bool) -> Difference:
+        """Add the difference of two outputs, [positions, channels]; return the sum."""
+        positions = max(1, _ELEMENTS_AT_A_TIME // expected.shape[1])
+        for start in range(0, len(expected), positions):
+            a, b = (output[start : start + positions].double() for output in (expected, found))
+            error = (a - b).abs_().max()
+            self.error = max(self.error, float(error) if math.isfinite(error) else math.inf)
+            if probabilities:
+                self.agreeing += float((a.argmax(-1) == b.argmax(-1)).sum())
+                self.scale += len(a)
+                p = a.log_softmax(-1)
+                divergence = float(b.log_softmax(-1).sub_(p).mul_(p.exp()).sum().neg())
+            else:
+                self.scale += float(a.square().sum())
+                divergence = float((a - b).square_().sum())
+            self.divergence += divergence if math.isfinite(divergence) else math.inf
+            self.positions += len(a)
+        return self
 
     @property
     def mean(self) -> float:
@@ -124,20 +129,8 @@ class Difference:
         return self.divergence / self.scale
 
 
-def parts_of(expected: Tensor, *, probabilities: bool) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    positions = max(1, _ELEMENTS_AT_A_TIME // expected.shape[1])
-    for start in range(0, len(expected), positions):
-        part = slice(start, start + positions)
-        a = expected[part].double()
-        yield part, a, a.log_softmax(-1) if probabilities else None
-
-
-@torch.no_grad()
 def difference(expected: Tensor, found: Tensor, *, probabilities: bool) -> Difference:
-    made = Difference()
-    for part, a, p in parts_of(expected, probabilities=probabilities):
-        made.add(a, p, found[part])
-    return made
+    return Difference().add(expected, found, probabilities=probabilities)
 
 
 def mean_divergence(differences: Sequence[Difference]) -> float:
@@ -148,15 +141,13 @@ def mean_divergence(differences: Sequence[Difference]) -> float:
     return total.mean
 
 
-@torch.no_grad()
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
     """Return how far ``bf16`` and ``fp16`` are from ``reference``. Raises ValueError without batches."""
     from_bf16, from_fp16 = Difference(), Difference()
     for i, expected in enumerate(reference):
-        for part, a, p in parts_of(expected, probabilities=probabilities):
-            from_fp16.add(a, p, fp16[i][part])
-            if bf16 is not None:
-                from_bf16.add(a, p, bf16[i][part])
+        from_fp16.add(expected, fp16[i], probabilities=probabilities)
+        if bf16 is not None:
+            from_bf16.add(expected, bf16[i], probabilities=probabilities)
     count = from_fp16.positions
     if not count:
         raise ValueError("no batch to compare on: each generates or has no head")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..results import GradientsEntry, GradientSiteEntry
 from .batch import IGNORED_LABEL, Batch, run_batch, values_of
-from .interface import config_of, predicts_tokens
 from .observer import SiteObserver
+from .stock import config_of, predicts_tokens
 
 FIRST_EXPONENT = 16
 """log2 of the loss scale at which torch's dynamic scaler begins; it doubles after 2,000 steps without an overflow."""
@@ -66,7 +66,16 @@ def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int =
         # ``past`` is in the order of the backward pass.
         first = GradientSiteEntry(name=past[0], amax=math.inf, flushed=0.0) if past else None
         return GradientsEntry(loss_scale=None, flushed=0.0, largest=first, sites=[])
-    return _range(2.0**fits, sites, _backward(model, inputs, 1.0, autocast=False, seed=seed))
+    exact = _backward(model, inputs, 1.0, autocast=False, seed=seed)
+    lost = {name: max(0.0, site.share - exact.get(name, _Sum()).share) for name, site in sites.items()}
+    every = [GradientSiteEntry(name=name, amax=site.amax, flushed=lost[name]) for name, site in sites.items()]
+    elements = sum(site.elements for site in sites.values())
+    return GradientsEntry(
+        loss_scale=2.0**fits,
+        flushed=sum(lost[name] * site.elements for name, site in sites.items()) / elements,
+        largest=max(every, key=lambda site: site.amax),
+        sites=sorted((site for site in every if site.flushed), key=lambda site: -site.flushed)[:SHOWN],
+    )
 
 
 @dataclass
@@ -102,15 +111,3 @@ def _backward(
             total.amax = max(total.amax, site.amax)
             total.zeros, total.elements = total.zeros + site.zeros, total.elements + site.elements
     return found
-
-
-def _range(scale: float, sites: dict[str, _Sum], exact: dict[str, _Sum]) -> GradientsEntry:
-    lost = {name: max(0.0, site.share - exact.get(name, _Sum()).share) for name, site in sites.items()}
-    every = [GradientSiteEntry(name=name, amax=site.amax, flushed=lost[name]) for name, site in sites.items()]
-    elements = sum(site.elements for site in sites.values())
-    return GradientsEntry(
-        loss_scale=scale,
-        flushed=sum(lost[name] * site.elements for name, site in sites.items()) / elements,
-        largest=max(every, key=lambda site: site.amax),
-        sites=sorted((site for site in every if site.flushed), key=lambda site: -site.flushed)[:SHOWN],
-    )

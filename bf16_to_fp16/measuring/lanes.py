@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -32,7 +31,6 @@ Change = Callable[[str, Tensor], Tensor]
 _AT_ONCE = 4  # most lanes that run at once: Python code, a fifth of a small model's time, runs in one at a time
 _TOGETHER = 600 << 20  # most bytes of a place's weights, in several precisions, in memory at once
 _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
-_COLLECTIONS = (dict, OrderedDict, set)
 
 
 class _Ended(BaseException):
@@ -46,21 +44,17 @@ class _Model:
         self.module = structure(checkpoint, dtype, half=half)
         self.names = _move_to(self.module, device, checkpoint.tensors)
         self.places = dict(_places("", self.module))
-        self.stored = {path: self._stored(place) for path, place in self.places.items()}
+        self.stored = {
+            path: [(self.names[each], each) for each in place.parameters() if each in self.names]
+            for path, place in self.places.items()
+        }
         self.placeholders = {parameter: parameter.data for parameter in self.names}
         self.shared: dict[int, Any] = {id(each): each for each in (*self.module.parameters(), *self.module.buffers())}
-        # Every module has a dozen empty collections, for hooks and the like, that deepcopy would take to pieces.
-        attributes = [value for module in self.module.modules() for value in vars(module).values()]
-        self.empty = {id(value): type(value) for value in attributes if type(value) in _COLLECTIONS and not value}
 
     def copy(self, attention: str) -> Any:
-        copied = {key: kind() for key, kind in self.empty.items()}
-        model = copy.deepcopy(self.module, self.shared | copied)
+        model = copy.deepcopy(self.module, dict(self.shared))
         set_attention(model, attention)
         return model
-
-    def _stored(self, place: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        return [(self.names[each], each) for each in place.parameters() if each in self.names]
 
 
 def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
@@ -147,7 +141,10 @@ class Walk:
         model = weights.copy(attention)
         for path, module in model.named_modules():
             if path in weights.places:
-                if _is_lookup(module):
+                # A table of positions may be an embedding too, and asked for a shape instead of ids.
+                takes = list(inspect.signature(type(module).forward).parameters)[1:]
+                is_lookup = isinstance(module, nn.Embedding) and takes in (["input"], ["input_ids"])
+                if is_lookup:
                     self._hook_lookup(module, weights.names[module.weight])
                     continue
                 module.register_forward_pre_hook(lambda module, args, path=path: self._pause(path))
@@ -168,21 +165,17 @@ class Walk:
         """Run all lanes to their ends; raise the error of the first that fails. advance: called after every place."""
         with STOCK_LOCK:
             self._threads = torch.get_num_threads()
-            steps = [0, max((len(lane.weights.places) for lane in self.lanes), default=0)]
-
-            def count() -> None:
-                steps[0] = min(steps[0] + 1, steps[1] - 1)
-                if advance is not None:
-                    advance(*steps)
-
+            done, total = 0, max((len(lane.weights.places) for lane in self.lanes), default=0)
             try:
                 with one_arena(), weights_widened_once() as widened:
                     self._resume(self.lanes)
                     while waiting := [lane for lane in self.lanes if not lane.done]:
                         self._run_place(waiting, widened)
-                        count()
+                        done = min(done + 1, total - 1)
+                        if advance is not None:
+                            advance(done, total)
                 if advance is not None:
-                    advance(steps[1], steps[1])
+                    advance(total, total)
             finally:
                 self._end()
 
@@ -190,7 +183,9 @@ class Walk:
         order = {path: i for i, path in enumerate(waiting[0].weights.places)}
         place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
         here = [lane for lane in waiting if lane.waits_at == place]
-        rounds = self._together(place, here)
+        every = list(dict.fromkeys(lane.weights for lane in here))
+        small = sum(p.numel() * p.element_size() for each in every for _, p in each.stored[place]) <= _TOGETHER
+        rounds = [every] if small else [[each] for each in every]
         for models in rounds:
             lanes = [lane for lane in here if lane.weights in models]
             plain: dict[_Model, dict[str, Tensor]] = {weights: {} for weights in models}
@@ -205,14 +200,9 @@ class Walk:
                 self._resume(now)
             widened.clear()
             for weights in models:
-                self._drop(weights, place)
-
-    @staticmethod
-    def _together(place: str, lanes: Iterable[Lane[Any]]) -> list[list[_Model]]:
-        """Return the models of lanes that wait at a place, in groups whose weights are in memory together."""
-        models = list(dict.fromkeys(lane.weights for lane in lanes))
-        small = sum(p.numel() * p.element_size() for each in models for _, p in each.stored[place]) <= _TOGETHER
-        return [models] if small else [[each] for each in models]
+                for _, parameter in weights.stored[place]:
+                    parameter.data = weights.placeholders[parameter]
+            torch.clear_autocast_cache()
 
     def _load(
         self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
@@ -226,11 +216,6 @@ class Walk:
             if parameter.dtype == torch.float32:
                 widened.offer(parameter.data)
         torch.clear_autocast_cache()  # it may hold the same parameters under another change
-
-    def _drop(self, weights: _Model, place: str) -> None:
-        for _, parameter in weights.stored[place]:
-            parameter.data = weights.placeholders[parameter]
-        torch.clear_autocast_cache()
 
     def _resume(self, lanes: Sequence[Lane[Any]]) -> None:
         apart = {(lane.casts, None if lane.casts else id(lane)) for lane in lanes}
@@ -342,11 +327,5 @@ class Walk:
 
 
 def _compute_on(threads: int) -> None:
-    if torch.get_num_threads() != threads:
+    if torch.get_num_threads() != threads:  # setting it clears oneDNN's caches
         torch.set_num_threads(threads)
-
-
-def _is_lookup(module: nn.Module) -> bool:
-    # A table of positions may be an embedding too, and asked for a shape instead of ids.
-    takes = list(inspect.signature(type(module).forward).parameters)[1:]
-    return isinstance(module, nn.Embedding) and takes in (["input"], ["input_ids"])

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import torch
@@ -24,24 +23,22 @@ _STEPS_IN_A_BINADE = 8
 
 class RangeObserver:
     """Context manager that meters, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and
-    attentions. Padding counts: fp16 must hold it. Scores need ``attn_implementation="eager"``. scratch: memory that
-    observers may share."""
+    attentions. Padding counts: fp16 must hold it. Scores need ``attn_implementation="eager"``."""
 
-    def __init__(self, model: nn.Module, scratch: Scratch | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.model = model
         family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
         ends = roles_of(family).attentions
         self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
         self.observer = SiteObserver(model, only=self.attentions)
         self.meters: dict[str, _Meter] = {}
-        self.totals = _Totals(scratch or Scratch())
         self._hooks = ExitStack()
 
     def __enter__(self) -> RangeObserver:
         for path, module in self.model.named_modules():
             metered = isinstance(module, nn.Embedding) or is_linear(module) or is_norm(module)
             if metered or path in self.attentions:
-                meter = self.meters.setdefault(path, _Meter(module, self.totals))
+                meter = self.meters.setdefault(path, _Meter(module))
                 self._hooks.enter_context(module.register_forward_hook(meter, with_kwargs=True))
         self._hooks.enter_context(self.observer)
         return self
@@ -58,7 +55,7 @@ class RangeObserver:
 
     def ranges(self, others: Sequence[RangeObserver] = ()) -> Ranges:
         self.take(others)
-        every = [_scores(observer.observer) for observer in (self, *others)]
+        every = [observer.observer.score_ranges() for observer in (self, *others)]
         scores = {path: [each[path] for each in every if path in each] for path in self.attentions}
         return {path: meter.result(scores.get(path, ())) for path, meter in self.meters.items() if meter.output.rows}
 
@@ -96,14 +93,6 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
 
 
-def _scores(observer: SiteObserver) -> dict[str, ScoreRange]:
-    ranges = {}
-    for path, amax in observer.from_scores_on().items():
-        after = [amax[name] for name in ("scores", "mul", "div", "add") if name in amax]
-        ranges[path] = ScoreRange(amax["scores"], max(after[1:] or after))
-    return ranges
-
-
 @dataclass(frozen=True)
 class _Total:
     amax: Tensor
@@ -112,37 +101,19 @@ class _Total:
     version: int
 
 
-class Scratch:
-    """Reused memory for products: fresh memory would cost more time than the arithmetic."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0)
-        self.used = Lock()
-
-    def sum_of_squares(self, x: Tensor) -> Tensor:
-        with self.used:
-            if self.memory.numel() < x.numel():
-                self.memory = x.new_empty(x.numel())
-            return torch.mul(x, x, out=self.memory[: x.numel()].view_as(x)).sum(0)
+_TOTAL = "_bf16_to_fp16_total"
 
 
-class _Totals:
-    """Totals of tensors [..., channels]. Each is computed once though several modules read the tensor."""
-
-    NAME = "_bf16_to_fp16_total"
-
-    def __init__(self, scratch: Scratch) -> None:
-        self.scratch = scratch
-
-    def of(self, x: Tensor) -> _Total:
-        total: _Total | None = getattr(x, self.NAME, None)
-        if total is None or total.version != x._version:
-            flat = x.reshape(-1, x.shape[-1]).float()
-            # A row shorter than LongT5's block has an empty tensor here.
-            amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
-            total = _Total(amax, self.scratch.sum_of_squares(flat), len(flat), x._version)
-            setattr(x, self.NAME, total)
-        return total
+def _total(x: Tensor) -> _Total:
+    """Return the total of a tensor [..., channels], computed once though several modules read it."""
+    total: _Total | None = getattr(x, _TOTAL, None)
+    if total is None or total.version != x._version:
+        flat = x.reshape(-1, x.shape[-1]).float()
+        # A row shorter than LongT5's block has an empty tensor here.
+        amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
+        total = _Total(amax, flat.square().sum(0), len(flat), x._version)
+        setattr(x, _TOTAL, total)
+    return total
 
 
 class _Channels:
@@ -204,8 +175,7 @@ def _first(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 class _Meter:
-    def __init__(self, module: nn.Module, totals: _Totals) -> None:
-        self.totals = totals
+    def __init__(self, module: nn.Module) -> None:
         self.input = _Channels()
         self.output = _Channels()
         self.norm = NormMeter(module) if is_norm(module) else None
@@ -217,10 +187,10 @@ class _Meter:
         with torch._C._DisableTorchDispatch():
             # An embedding of positions may be given embeddings, of which it takes the shape alone.
             if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(module, nn.Embedding):
-                self.input.add(self.totals.of(x))
+                self.input.add(_total(x))
                 if self.norm is not None:
                     self.norm.add(x)
-            self.output.add(self.totals.of(y))
+            self.output.add(_total(y))
 
     def take(self, other: _Meter) -> None:
         self.input.add(other.input)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..numerics import FP16_MAX, FP16_STEP, GELU_CUBE_BACKWARD_LIMIT, SATURATED_FROM
+from ..ranges import ScoreRange
 from . import origins
 from .products import is_computed, is_matrix_product, product_in_fp32
 from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, is_linear, site_name
@@ -71,7 +73,6 @@ class SiteObserver(TorchDispatchMode):
         self.outputs = 0
         """Floating-point op outputs seen in the model, without views."""
         self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {}
-        self._operators: dict[Any, _Operator] = {}
         self._stack: list[_Frame] = []
         self._frame: _Frame | None = None
         self._hooks = ExitStack()
@@ -133,29 +134,25 @@ class SiteObserver(TorchDispatchMode):
     def sites(self) -> list[Site]:
         return [site for sites in self._sites.values() for site in sites.values()]
 
-    def from_scores_on(self) -> dict[str, dict[str, float]]:
-        """Return the largest |x| of each attention's operations from the scores on, by path and operation."""
-        by_path: dict[str, dict[str, float]] = {}
+    def score_ranges(self) -> dict[str, ScoreRange]:
+        """Return each attention's largest score, and its largest after scale and bias, by path."""
+        ranges = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
             for (name, *_), site in sites.items():  # in the order in which they first ran
                 if name == "scores" or amax:
                     amax[name] = max(amax.get(name, 0.0), site.amax)
             if amax:
-                by_path[path] = amax
-        return by_path
+                after = [amax[name] for name in ("mul", "div", "add") if name in amax]
+                ranges[path] = ScoreRange(amax["scores"], max(after, default=amax["scores"]))
+        return ranges
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        operator = self._operators.get(func)
-        if operator is None:
-            operator = self._operators[func] = _describe(func)
+        operator = _describe(func)
         if operator.matmul and self.fast_products and is_computed(args):
             out = product_in_fp32(func, args, kwargs)
-        elif kwargs:
-            out = func(*args, **kwargs)
         else:
-            out = func(*args)
-
+            out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             if operator.view:
                 self._carry(func, args, out)
@@ -226,13 +223,6 @@ class SiteObserver(TorchDispatchMode):
         if operator.softmax:
             _count_masked(frame, args, out)
             frame.unseen = math.isnan(high) and origins.sees_nothing(args[0])
-        if masked is None and low > origins.MASK_FROM and high < -origins.MASK_FROM:
-            amax = max(high, -low)
-            if amax > site.amax:
-                site.amax = amax
-            if constant:
-                site.reason, site.limit = CONSTANT_REASON, None
-            return
         whole = site.nonfinite == 0
         if constant:
             _note_constant(site, out)
@@ -301,6 +291,7 @@ class SiteObserver(TorchDispatchMode):
         site.amax = max(site.amax, amax if math.isfinite(amax) else math.inf)
 
 
+@cache
 def _describe(func: Any) -> _Operator:
     schema = func._schema
     base = schema.name.split("::")[1]

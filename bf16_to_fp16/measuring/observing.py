@@ -16,6 +16,7 @@ from ..checkpoint.reader import Checkpoint
 from ..devices import Device
 from ..errors import UserError
 from ..families.layout import Layout, TensorReader, TensorSource
+from ..families.resolve import source_weights
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange
 from ..rescaling.apply import eps_attribute, through_fp16
@@ -23,11 +24,10 @@ from ..rescaling.centred import centred, centred_tensors
 from ..rescaling.edits import edited, edits_of, without_edits
 from ..rescaling.exponents import exponents_of, norm_exponents
 from ..rescaling.plan import Plan
-from ..rescaling.weights import source_weights
 from .batch import Batch
 from .fidelity import EveryOutput, Outputs, Reference, add_outputs, compared, output_on, run_recording, smallest_batches
 from .lanes import Change, Walk, results_of
-from .meter import RangeObserver, Scratch
+from .meter import RangeObserver
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def observe_source(
     def observed(place: torch.device) -> Observed:
         walk = Walk(checkpoint, place)
         unchanged = inputs if change is None else []
-        shown, scratch = smallest_batches(compared(unchanged)), Scratch()
+        shown = smallest_batches(compared(unchanged))
         every_fp32: list[EveryOutput] = [{} for _ in shown]
         every_bf16: list[EveryOutput] = []
 
@@ -61,7 +61,7 @@ def observe_source(
             advance(done, total)
 
         fp32 = [walk.add(partial(run, n, batch), torch.float32, change=change) for n, batch in enumerate(inputs)]
-        first, *rest = observers = [RangeObserver(lane.model, scratch) for lane in fp32]
+        first, *rest = observers = [RangeObserver(lane.model) for lane in fp32]
         bf16 = add_outputs(walk, unchanged, torch.bfloat16, every_bf16)
         walk.run(advanced)
         kept = [output for output in results_of(fp32) if output is not None]

@@ -55,8 +55,7 @@ class Origin:
 
 
 def origin_of(tensor: Any) -> Origin | None:
-    origin: Origin | None = getattr(tensor, _ORIGIN, None)
-    return origin
+    return getattr(tensor, _ORIGIN, None)
 
 
 def set_origin(tensor: Tensor, origin: Origin | None) -> None:

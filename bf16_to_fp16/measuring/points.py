@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..families.layout import Layout
-from ..families.walk import norms_inside, walk
+from ..families.layout import Layout, norms_inside, walk
 from ..families.wiring import Attention, Experts, FeedForward, feed_forwards_of
 from .tap import Tap
 
@@ -48,8 +47,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     watch = _Watch(model, layout)
     with watch.hooks as hooks:
         if near:
-            tap = hooks.enter_context(Tap(model, watch.values.__setitem__, only=near.__contains__))
-            tap.without_gradients = True
+            hooks.enter_context(torch.enable_grad())  # else the tap hands nothing over; few inputs make a graph
+            hooks.enter_context(Tap(model, watch.values.__setitem__, only=near.__contains__))
         yield watch.values
 
 

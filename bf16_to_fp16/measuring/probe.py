@@ -21,11 +21,36 @@ from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from . import batch as kinds
-from . import choice, interface
-from .batch import GENERATED_TOKENS, LOGIT_BUDGET, Batch, ended, seeded, stack
-from .padding import bearable, bearable_as_one, is_blind, padded, padded_left
+from . import choice
+from .batch import (
+    GENERATED_TOKENS,
+    LOGIT_BUDGET,
+    Batch,
+    bearable,
+    bearable_as_one,
+    ended,
+    is_blind,
+    padded,
+    padded_left,
+    seeded,
+    stack,
+)
 from .products import FastProducts
-from .stock import load_config, setting, vocabulary_of
+from .stock import (
+    class_in,
+    decoder_start,
+    end_ids,
+    first_ids,
+    is_causal,
+    load_config,
+    longest_sequence,
+    pad_id,
+    predicts_tokens,
+    setting,
+    special_ids,
+    takes_decoder_ids,
+    vocabulary_of,
+)
 from .tokenizer import tokenised
 
 _PROBE_LOGITS = 2**25
@@ -52,14 +77,14 @@ def batches(
     """Return the batches of ``data``, by the tokenizer in ``source``, or without data the built-in probe. data: see
     ``texts``. examples, length: caps, in examples and tokens. sweep: run every id. chosen: the probe's ids by reason,
     by default random. Raises UserError for unusable data or tokenizer."""
-    length = min(length, interface.longest_sequence(config))
+    length = min(length, longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, sweep, chosen)
     elif source is None:
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     else:
         inputs = tokenised(config, source, data, seed=seed, examples=examples, length=length)
-        if interface.predicts_tokens(config):
+        if predicts_tokens(config):
             inputs.append(generation(config, inputs[0]))
     borne = [batch for whole in inputs for batch in bearable(config, whole)]
     return [replace(_readable(config, batch), blind=is_blind(config, batch)) for batch in borne]
@@ -97,7 +122,7 @@ def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int =
     if is_small(config):
         return None
     with FastProducts():
-        return choice.chosen(source, layout, interface.special_ids(config), seeded(seed))
+        return choice.chosen(source, layout, special_ids(config), seeded(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
@@ -108,10 +133,10 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
 
 def _readable(config: Any, batch: Batch) -> Batch:
     """Give every row one end token where the head reads it. Raises UserError where the config has none."""
-    stock = interface.class_in(config)
+    stock = class_in(config)
     if stock is None or not stock.reads_end_token:
         return batch
-    end = interface.end_ids(config)
+    end = end_ids(config)
     if not end:
         raise UserError(
             f"{config.name_or_path}/config.json: {stock.names[0]} reads the end token, and eos_token_id is"
@@ -121,7 +146,7 @@ def _readable(config: Any, batch: Batch) -> Batch:
 
 
 def _begun(config: Any, ids: Tensor) -> Tensor:
-    if first := interface.first_ids(config):
+    if first := first_ids(config):
         ids = ids.clone()
         ids[..., 0] = first[0]
     return ids
@@ -135,7 +160,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
     def batch(kind: str, description: str, encoder: Tensor, decoder: Tensor) -> Batch:
         started = decoder.clone()
-        started[:, 0] = interface.decoder_start(config)
+        started[:, 0] = decoder_start(config)
         return _unpadded(config, kind, description, encoder, started)
 
     repeated = ids(2, 1).repeat(1, min(64, length))
@@ -145,7 +170,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         batch(kinds.REPEATED, "one token repeated", repeated, repeated[:, :32]),
         padded(config, [_begun(config, ids(1, n)[0]) for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
-    if interface.is_causal(config):
+    if is_causal(config):
         inputs.append(padded_left(config, inputs[-1]))
     if past := _past_window(config, length):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
@@ -154,9 +179,9 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
     if sweep or is_small(config):
         inputs += _sweep(config, vocabulary, min(length, 128))
     else:
-        ids_by_reason = choice.drawn(vocabulary, interface.special_ids(config), generator) if chosen is None else chosen
+        ids_by_reason = choice.drawn(vocabulary, special_ids(config), generator) if chosen is None else chosen
         inputs += _chosen(config, ids_by_reason, min(length, 128))
-    if not interface.predicts_tokens(config):
+    if not predicts_tokens(config):
         return inputs
     inputs = _within_budget(inputs, vocabulary)
     return [*inputs, generation(config, next(batch for batch in inputs if batch.kind == kinds.PADDED))]
@@ -164,16 +189,16 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
 def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
     whole = Batch(description, encoder, torch.ones_like(encoder), kind=kind, **options)
-    if not interface.takes_decoder_ids(config):
+    if not takes_decoder_ids(config):
         return whole
     return replace(whole, decoder_input_ids=decoder, decoder_attention_mask=torch.ones_like(decoder))
 
 
 def _past_window(config: Any, length: int) -> int | None:
     window = setting(config, "sliding_window")
-    if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or interface.takes_decoder_ids(config):
+    if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or takes_decoder_ids(config):
         return None
-    return past if (past := window + _BEYOND_WINDOW) <= interface.longest_sequence(config) else None
+    return past if (past := window + _BEYOND_WINDOW) <= longest_sequence(config) else None
 
 
 def images(config: Any) -> list[Batch]:
@@ -228,7 +253,7 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
     """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half are framed as texts, one
     in four has a special token. left: pad the encoder's rows on the left."""
     generator, vocabulary = seeded(seed), vocabulary_of(config)
-    most, special = interface.longest_sequence(config), interface.special_ids(config)
+    most, special = longest_sequence(config), special_ids(config)
 
     def drawn(longest: int, *, framed: bool) -> Tensor:
         share = float(torch.rand((), generator=generator))
@@ -251,15 +276,15 @@ def few_rows(config: Any) -> Batch:
     """Return eight unpadded rows of eight random ids, in the decoder four, to compare checkpoints; 32 rows for models
     with one answer a row."""
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
-    most = interface.longest_sequence(config)
+    most = longest_sequence(config)
 
     def drawn(length: int) -> list[int]:
         return torch.randint(0, vocabulary, (min(length, most),), generator=generator).tolist()
 
-    started = [interface.decoder_start(config)] if interface.takes_decoder_ids(config) else []
+    started = [decoder_start(config)] if takes_decoder_ids(config) else []
     rows = [
         (_framed(config, drawn(_SHORT), most), [*started, *drawn(_SHORT_DECODER)][:most])
-        for _ in range(8 if interface.predicts_tokens(config) else 32)
+        for _ in range(8 if predicts_tokens(config) else 32)
     ]
     return rows_of(config, rows, "a few short rows")
 
@@ -267,23 +292,23 @@ def few_rows(config: Any) -> Batch:
 def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
     """Return ids [rows, length] as one unpadded batch; a decoder gets them behind its start token."""
     started = ids.roll(1, dims=1)
-    started[:, 0] = interface.decoder_start(config)
+    started[:, 0] = decoder_start(config)
     return _readable(config, _unpadded(config, kinds.RANDOM, description, ids, started))
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
     """Put the start token before ids, or else the end token behind; keep ``most`` tokens with that one."""
-    first = interface.first_ids(config)
-    return [*first, *ids][:most] if first else [*ids, *interface.end_ids(config)][-most:]
+    first = first_ids(config)
+    return [*first, *ids][:most] if first else [*ids, *end_ids(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
     """Return pairs of encoder and decoder rows as one batch, padded on the right. Decoder rows include the start
     token."""
-    ids, mask = stack([torch.tensor(row) for row, _ in rows], interface.pad_id(config))
-    if not interface.takes_decoder_ids(config):
+    ids, mask = stack([torch.tensor(row) for row, _ in rows], pad_id(config))
+    if not takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
-    decoder = stack([torch.tensor(row) for _, row in rows], interface.pad_id(config))
+    decoder = stack([torch.tensor(row) for _, row in rows], pad_id(config))
     return bearable_as_one(config, Batch(description, ids, mask, *decoder))
 
 
@@ -293,7 +318,7 @@ def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]
     vocabulary = vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
-    for ids in [*drawn, *([i] for i in interface.special_ids(config))]:
+    for ids in [*drawn, *([i] for i in special_ids(config))]:
         framed = _framed(config, ids, longest)
         rows += [ids] if framed == ids else [ids, framed]
     encoder = [torch.tensor(row) for row in rows]
@@ -328,8 +353,8 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 
 def generation(config: Any, batch: Batch) -> Batch:
     """Return two rows of a batch for beam search; a causal model's are padded on the left, with room for new tokens."""
-    if interface.is_causal(config):
-        kept = slice(-max(1, interface.longest_sequence(config) - GENERATED_TOKENS), None)
+    if is_causal(config):
+        kept = slice(-max(1, longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)
         batch = replace(batch, input_ids=batch.input_ids[:, kept], attention_mask=batch.attention_mask[:, kept])
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]

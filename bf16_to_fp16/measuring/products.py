@@ -6,13 +6,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..bounds.onednn import onednn_linear
+from ..bounds.spectral import onednn_linear
 
 _ELEMENTS_AT_A_TIME = 1 << 18  # of two weights that are compared: 1 MB in fp32
 
@@ -24,10 +25,6 @@ class FastProducts(TorchDispatchMode):
     as well. Exact sums come out identical; else under 1% of 16-bit elements differ, by one rounding. Other devices and
     dtypes, convolutions and fused SDPA are left alone."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._matmuls: dict[Any, bool] = {}
-
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -35,14 +32,12 @@ class FastProducts(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        matmul = self._matmuls.get(func)
-        if matmul is None:
-            matmul = self._matmuls[func] = is_matrix_product(func)
-        if matmul and is_computed(args):
+        if is_matrix_product(func) and is_computed(args):
             return product_in_fp32(func, args, kwargs)
-        return func(*args, **kwargs) if kwargs else func(*args)
+        return func(*args, **(kwargs or {}))
 
 
+@cache
 def is_matrix_product(func: Any) -> bool:
     # The other overloads write into an operand or name the dtype of the result.
     return func._schema.name.split("::")[1] in MATRIX_PRODUCTS and func._overloadname == "default"
@@ -51,7 +46,9 @@ def is_matrix_product(func: Any) -> bool:
 def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor:
     operands = [_widened(a) if isinstance(a, Tensor) else a for a in args]
     *bias, x, weight = operands
-    plain = func in _OF_LINEARS and not kwargs and _is_weight(weight) and all(_is_bias(b, weight) for b in bias)
+    plain = func in _OF_LINEARS and not kwargs and _is_weight(weight)
+    # oneDNN ignores a bias's strides.
+    plain = plain and all(b.shape == weight.shape[1:] and b.is_contiguous() for b in bias)
     if plain and (linear := onednn_linear()) is not None:
         exact: Tensor = linear(x, weight.t(), bias[0] if bias else None, "none", [], "")
     else:
@@ -65,11 +62,6 @@ _OF_LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 def _is_weight(operand: Tensor) -> bool:
     """Whether a factor is a linear's weight: [inputs, outputs], contiguous when transposed."""
     return operand.dim() == 2 and not operand.is_contiguous() and operand.t().is_contiguous()
-
-
-def _is_bias(summand: Tensor, weight: Tensor) -> bool:
-    """Whether a summand has one contiguous number per output: oneDNN ignores a bias's strides."""
-    return summand.shape == weight.shape[1:] and summand.is_contiguous()
 
 
 class Widened:

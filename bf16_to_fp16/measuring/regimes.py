@@ -26,7 +26,6 @@ from ..families.known import stock_class
 from ..progress import Advance
 from ..ranges import NormRange
 from ..results import SiteEntry
-from . import probe
 from .batch import SHORT, Batch, run_batch, seen_padding, values_of
 from .fidelity import EveryOutput, Outputs, add_outputs, compared, output_on
 from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
@@ -36,7 +35,7 @@ from .observer import SiteObserver
 from .regime_results import RegimeResult, beside_fp32, merge, regime_result, run_of
 from .sentence_vectors import SentenceVectors, runs_behind
 from .sites import Site, sites_of_all
-from .stock import attentions_of, load, load_config, set_attention
+from .stock import attentions_of, load, set_attention
 
 REGIMES = ("stock", "amp", "half")
 
@@ -53,36 +52,32 @@ scale alone never breaks pure half. It is lower where gradients under AMP need t
 def audit_folder(
     folder: Path,
     *,
+    inputs: Sequence[Batch],
     regimes: Sequence[str] = REGIMES,
-    inputs: Sequence[Batch] | None = None,
     train_mode: bool = False,
     device: torch.device | None = None,
     advance: Advance | None = None,
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Audit the checkpoint in ``folder`` in each regime, on ``inputs`` or the built-in probe. ``half`` runs all inputs
-    under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over the files, with one
-    block's weights in memory; ``train_mode`` loads the model and runs all. Attentions that the class lacks are left
-    out. Raises UserError for a folder that cannot be used."""
-    place = device or torch.device("cpu")
-    config = load_config(folder)
-    attention = attentions_of(stock_class(config.to_dict()), attention)
-    if inputs is None:
-        inputs = probe.audit_batches(config, folder, None, seed=seed)
+    """Audit the checkpoint in ``folder`` in each regime. ``half`` runs all inputs under the first attention; other runs
+    get fewer, unless ``half`` breaks. Forwards walk over the files, with one block's weights in memory; ``train_mode``
+    loads the model and runs all. Attentions that the class lacks are left out. Raises UserError for a folder that
+    cannot be used."""
+    place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
-        return run_regimes(open_checkpoint(folder), inputs, chosen, attention, device=place, advance=advance).regimes
+        return run_regimes(checkpoint, inputs, chosen, attention, device=place, advance=advance).regimes
     results = audit_each(
         lambda regime: load(folder, DTYPES[regime], half=regime == "half").to(place),
         inputs,
         chosen,
-        attention=attention,
+        attention=attentions_of(stock_class(checkpoint.config), attention),
         train_mode=train_mode,
         advance=advance,
         seed=seed,
     )
-    return _beside_fp32(open_checkpoint(folder), inputs, results, place)
+    return _beside_fp32(checkpoint, inputs, results, place)
 
 
 def audit_each(
@@ -164,7 +159,8 @@ def run_regimes(
     every: list[EveryOutput] = []
     plain = add_outputs(walk, fp32, torch.float32, every)
     walk.run(advance)
-    if "half" in ran and any(seen["half", name].broke() for name in attention):
+    halves = [site for name in attention if "half" in ran for site in seen["half", name].sites()]
+    if any(site.nonfinite or site.saturated for site in halves):
         # Other runs get fewer inputs only because half shows that they fit.
         rest = Walk(checkpoint, device)
         for (_, name), shown in seen.items():
@@ -198,13 +194,10 @@ def _weights(regime: str) -> tuple[torch.dtype, bool]:
 
 
 def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
-    unknown = [regime for regime in regimes if regime not in REGIMES]
-    if unknown:
-        raise UserError(f"{unknown[0]}: no such regime; choose from {', '.join(REGIMES)}")
-    other = [name for name in attention if name not in ATTENTIONS]
-    if other or not attention:
-        named = other[0] if other else "none"
-        raise UserError(f"{named}: no such attention; choose from {', '.join(ATTENTIONS)}")
+    for what, names, known in (("regime", regimes, REGIMES), ("attention", attention or ["none"], ATTENTIONS)):
+        for name in names:
+            if name not in known:
+                raise UserError(f"{name}: no such {what}; choose from {', '.join(known)}")
 
 
 def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
@@ -270,9 +263,6 @@ class _RegimeLanes:
 
     def results(self) -> list[_RunResult]:
         return results_of(self.lanes)
-
-    def broke(self) -> bool:
-        return any(site.nonfinite or site.saturated for shown in self.results() for site in shown.sites)
 
     def sites(self) -> list[Site]:
         return sites_of_all(shown.sites for shown in self.results())
@@ -341,10 +331,8 @@ def audit_model(
     return regime_result(merged, nonfinite_logits, runs, norms_seen(norms))
 
 
-def _autocast(model: nn.Module, regime: str) -> AbstractContextManager[Any]:
-    if regime != "amp":
-        return nullcontext()
-    return torch.autocast(next(model.parameters()).device.type, torch.float16)
+def _autocast(model: nn.Module, regime: str) -> torch.autocast:
+    return torch.autocast(next(model.parameters()).device.type, torch.float16, enabled=regime == "amp")
 
 
 def _step(model: nn.Module, batch: Batch, regime: str, loss_scale: float | None) -> int:

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
-from ..families.wiring import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
+from ..families.wiring import Attention, Experts, FeedForward, feed_forwards_of
 from ..optim.rounding import stochastic
 from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
 from ..results import ExceptionEntry, SearchEntry
-from .alone import Step, Weights, forward
 from .batch import LOGIT_BUDGET, Batch, run_batch
-from .choice import affordable
+from .choice import Step, Weights, affordable, forward
 from .fidelity import Outputs, add_outputs, difference, output_on
 from .lanes import Walk, results_of
 from .probe import whole_rows
@@ -108,11 +107,12 @@ def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> I
     changed = {name.rpartition(".")[0] for name in changed_by(layout, priced)}
     by_site: list[list[tuple[int, ...]]] = []
     for step, after in zip(*(forward(weights, ids.tolist()) for weights in (plain, edited)), strict=True):
+        parts = () if step.sublayer is None else (step.sublayer, *feed_forwards_of(step.sublayer))
         if step.sublayer is None:
             if step.stack.is_last and step.norm == step.stack.ends.norm:
                 change = change_of_output(plain, edited, step.outputs[0], after.outputs[0])
                 yield from ((i,) for i in first_of(change, ids))
-        elif not changed.isdisjoint(modules_of(step.sublayer)):
+        elif any(not changed.isdisjoint(vars(part).values()) for part in parts):
             if isinstance(step.sublayer, Attention):
                 by_site += list(pairs_at(plain, edited, step.sublayer, step, ids))
             else:
@@ -123,13 +123,7 @@ def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> I
 
 def first_of(change: Tensor, ids: Tensor) -> list[int]:
     most = change.nan_to_num(0.0).topk(min(RANKS, len(ids)))
-    indices: list[int] = ids[most.indices[most.values > 0]].tolist()
-    return indices
-
-
-def modules_of(sublayer: Sublayer) -> set[str]:
-    parts = sublayer, *feed_forwards_of(sublayer)
-    return {path for part in parts for path in vars(part).values() if isinstance(path, str)}
+    return ids[most.indices[most.values > 0]].tolist()
 
 
 def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:

@@ -1,11 +1,13 @@
-"""Stock models: the class that a config names, loaded from a folder with no remote code and no network."""
+"""Stock models: the class that a config names, loaded from a folder with no remote code and no network; its inputs and
+outputs by its config. A family's declaration goes before the class's signature, and that before the config's flags."""
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
@@ -20,7 +22,7 @@ from ..errors import UserError, first_line
 from ..families.declared import check_ids, in_folder
 from ..families.experts import experts_apart
 from ..families.known import class_named, may_be_absent, of_model_type, placed_family, stock_class
-from ..families.layout import Layout
+from ..families.layout import NOT_A_CHOICE, Layout
 from ..families.types import Part, StockClass
 from ..progress import Progress
 
@@ -108,16 +110,9 @@ def takes_one_row(model: Any) -> bool:
     return stock is not None and stock.reads_last_token and model.config.get_text_config().pad_token_id is None
 
 
-@contextmanager
-def several_rows(model: Any) -> Iterator[None]:
-    config, changes = model.config.get_text_config(), takes_one_row(model)
-    if changes:
-        config.pad_token_id = NO_PADDING
-    try:
-        yield
-    finally:
-        if changes:
-            config.pad_token_id = None
+def several_rows(model: Any) -> AbstractContextManager[Any]:
+    changed = patch.object(model.config.get_text_config(), "pad_token_id", NO_PADDING)
+    return changed if takes_one_row(model) else nullcontext()
 
 
 def all_half(model: Any) -> Any:
@@ -169,12 +164,13 @@ def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False)
 def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = None) -> tuple[str, ...]:
     import transformers
 
-    lacking = [kind for kind in wanted if kind == "sdpa" and not getattr(transformers, name)._supports_sdpa]
-    kept = tuple(kind for kind in wanted if kind not in lacking)
+    if getattr(transformers, name)._supports_sdpa or "sdpa" not in wanted:
+        return tuple(wanted)
+    kept = tuple(kind for kind in wanted if kind != "sdpa")
     if not kept:
-        raise UserError(f"{name} has no {lacking[0]} attention; give --attention eager")
-    if lacking and progress is not None:
-        progress.say(f"{name} has no {lacking[0]} attention: {' and '.join(kept)} only")
+        raise UserError(f"{name} has no sdpa attention; give --attention eager")
+    if progress is not None:
+        progress.say(f"{name} has no sdpa attention: {' and '.join(kept)} only")
     return kept
 
 
@@ -231,6 +227,8 @@ def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
 
 
 def fill_in(model: Any, checkpoint: Checkpoint) -> None:
+    from transformers import PreTrainedModel
+
     stored = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in checkpoint.tensors}
     drawn = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -249,15 +247,10 @@ def fill_in(model: Any, checkpoint: Checkpoint) -> None:
             module._parameters[attribute] = torch.nn.Parameter(value)
     with torch.random.fork_rng(devices=[]):
         for path, module in drawn.items():
-            owner(model, path)._init_weights(module)
-
-
-def owner(model: Any, path: str) -> Any:
-    from transformers import PreTrainedModel
-
-    parts = path.split(".") if path else []
-    around = [model, *(model.get_submodule(".".join(parts[:n])) for n in range(1, len(parts) + 1))]
-    return next(module for module in reversed(around) if isinstance(module, PreTrainedModel))
+            # By the innermost model around it: each has rules of its own.
+            around = [each for name, each in model.named_modules() if not name or f"{path}.".startswith(f"{name}.")]
+            models = [each for each in around if isinstance(each, PreTrainedModel)]
+            models[-1]._init_weights(module)
 
 
 def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterable[str]) -> None:
@@ -270,3 +263,73 @@ def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterab
 
 def cannot_be_loaded(folder: Path, error: Exception) -> UserError:
     return UserError(f"{folder}: cannot be loaded ({first_line(error)}); check its files")
+
+
+def class_in(config: Any) -> StockClass | None:
+    names = getattr(config, "architectures", None) or ()
+    return next((stock for look in (class_named, described) for name in names if (stock := look(name))), None)
+
+
+def config_of(model: Any) -> Any:
+    """Return a copy of a model's config with its class's name, which a config that was never saved lacks."""
+    config = copy(model.config)
+    config.architectures = [type(model).__name__]
+    return config
+
+
+def takes_decoder_ids(config: Any) -> bool:
+    """Return whether a model needs decoder ids; ``is_encoder_decoder`` is often true of encoders too."""
+    stock = class_in(config)
+    return bool(config.is_encoder_decoder) if stock is None else stock.takes_decoder_ids
+
+
+def predicts_tokens(config: Any) -> bool:
+    stock = class_in(config)
+    return takes_decoder_ids(config) if stock is None else stock.is_language_model
+
+
+def is_causal(config: Any) -> bool:
+    return predicts_tokens(config) and not takes_decoder_ids(config)
+
+
+def gives_probabilities(config: Any) -> bool:
+    stock = class_in(config)
+    if stock is None or stock.is_language_model:
+        return predicts_tokens(config)
+    choices = config.num_labels > 1 and config.problem_type not in NOT_A_CHOICE
+    return stock.gives == ("logits",) and choices
+
+
+def longest_sequence(config: Any) -> int:
+    positions = setting(config, "max_position_embeddings")
+    return int(positions) if positions else 2**30
+
+
+def decoder_start(config: Any) -> int:
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    return next((token for name in names for token in _named(config, name)), 0)
+
+
+def pad_id(config: Any) -> int:
+    return next(iter(_named(config, "pad_token_id")), 0)
+
+
+def special_ids(config: Any) -> list[int]:
+    """Return the config's special ids and the vocabulary's last id, sorted."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "unk_token_id", "decoder_start_token_id")
+    return sorted({vocabulary_of(config) - 1, *(i for name in names for i in _named(config, name))})
+
+
+def end_ids(config: Any) -> list[int]:
+    return _named(config, "eos_token_id")[:1]
+
+
+def first_ids(config: Any) -> list[int]:
+    """Return a causal model's start token as a list of one; [] for other models."""
+    return _named(config, "bos_token_id")[:1] if is_causal(config) else []
+
+
+def _named(config: Any, name: str) -> list[int]:
+    value = setting(config, name)
+    several = value if isinstance(value, list) else [value]
+    return [i for i in several if isinstance(i, int) and 0 <= i < vocabulary_of(config)]

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ _BELOW = {
 }
 
 _WRAPPING = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_SET_GRAD_ENABLED = torch._C._set_grad_enabled
 _COMPILED = "a compiled model hides its operations; use the model without torch.compile"
 
 
@@ -76,8 +75,6 @@ class _TapMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = func(*args, **kwargs) if kwargs else func(*args)
-        if func is _SET_GRAD_ENABLED:
-            self.tap._follow_no_grad()
         call = self.tap._call
         if call is not None:
             outputs = out if isinstance(out, (tuple, list)) else (out,)
@@ -117,13 +114,8 @@ class Tap:
         self.on_site = on_site
         self.only = only
         self.glance = glance
-        self.without_gradients = False
-        """Whether a forward without gradients is tapped as well. Its own ``no_grad`` blocks are not, so that sites are
-        named as in a forward with gradients."""
-        self._inner_no_grads = 0
         self._mode = _TapMode(self)
         self._names: dict[str, dict[tuple[str, int], str | None]] = {}
-        self._functions: dict[Any, _Function] = {}
         self._stack: list[_Call] = []
         self._call: _Call | None = None
         self._handing_over = False
@@ -155,9 +147,7 @@ class Tap:
             outer = stack[-1] if stack else None
             # Inside a node of the backward the forward runs only to be recomputed.
             tapped = torch._C._current_autograd_node() is None and not self._handing_over
-            if outer is None:
-                self._inner_no_grads = 0
-            if tapped and self._hides_gradients():
+            if tapped and not torch.is_grad_enabled():
                 if (outer is None or outer.tapped) and _is_called_by("CheckpointFunction.forward"):
                     raise UserError(
                         "reentrant gradient checkpointing hides the gradient of every site;"
@@ -206,23 +196,8 @@ class Tap:
         self._stack.clear()
         self._call = None
 
-    def _hides_gradients(self) -> bool:
-        """Whether the running operation has no gradients, or would have none in a forward with gradients."""
-        return not torch.is_grad_enabled() and (not self.without_gradients or self._inner_no_grads > 0)
-
-    def _follow_no_grad(self) -> None:
-        """Count open ``no_grad`` blocks of a forward without gradients, where torch's flag does not show them."""
-        if not self.without_gradients:
-            return
-        if _is_called_by("no_grad.__enter__"):
-            self._inner_no_grads += 1
-        elif _is_called_by("no_grad.__exit__"):
-            self._inner_no_grads = max(0, self._inner_no_grads - 1)
-
     def _see(self, call: _Call, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor, index: int) -> None:
-        function = self._functions.get(func)
-        if function is None:
-            function = self._functions[func] = _describe_function(func)
+        function = _describe_function(func)
         if function.factory or (origins.only_constants(args) and origins.only_constants(kwargs.values())):
             origins.set_origin(out, origins.of_constants((*args, *kwargs.values())))
             return
@@ -231,7 +206,7 @@ class Tap:
             return
         # What a wrapper does without gradients is no part of the forward: ZeRO-3 gathers weights, and detaches what
         # enters a module, masks too, in an autograd function of its own.
-        if self._hides_gradients():
+        if not torch.is_grad_enabled():
             return
         if function.inplace:
             origins.forget_origin(out)
@@ -291,9 +266,6 @@ class Tap:
         try:
             if self.glance is not None and not self.glance(name, shown(out.detach())):
                 return
-            if not out.requires_grad:
-                self.on_site(name, shown(out))
-                return
             # In a checkpointed region what is saved is thrown away and made again by running the region again; what
             # on_site saves would not be made again, so it is kept.
             with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
@@ -302,6 +274,7 @@ class Tap:
             self._call, self._handing_over = call, False
 
 
+@cache
 def _describe_function(func: Any) -> _Function:
     own = getattr(func, "__name__", "")
     inplace = own.endswith("_") and not own.endswith("__")

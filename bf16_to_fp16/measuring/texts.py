@@ -8,7 +8,7 @@ import csv
 import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -38,16 +38,15 @@ def choose_columns(
 ) -> tuple[str, str | None]:
     """Return the text's and the target's column: the named ones, else ``input``, ``text`` or the first other column of
     strings, and ``target``. Raises UserError where a named column is missing or there is none."""
+    listed = ", ".join(map(str, names)) or "none"
     for wanted in (target_column, input_column):
         if wanted is not None and wanted not in names:
-            raise UserError(f"{data}: no column {wanted!r} among {_listed(names)}; mend the recipe's data")
+            raise UserError(f"{data}: no column {wanted!r} among {listed}; mend the recipe's data")
     target = target_column or (TARGET_COLUMN if input_column != TARGET_COLUMN else None)
     others = [name for name in strings if name != target]
     column = input_column or next((name for name in (*TEXT_COLUMNS, *others) if name in others), None)
     if column is None:
-        raise UserError(
-            f"{data}: no column of strings among {_listed(names)}; put text into one named `input` or `text`"
-        )
+        raise UserError(f"{data}: no column of strings among {listed}; put text into one named `input` or `text`")
     return column, target
 
 
@@ -66,10 +65,6 @@ def text_pairs(
         if not isinstance(text, str):
             raise UserError(f"{data}: column {column!r} holds something that is not text; make every row a string")
         yield text, answer if isinstance(answer, str) else None
-
-
-def _listed(names: Iterable[Any]) -> str:
-    return ", ".join(map(str, names)) or "none"
 
 
 def file_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -200,7 +195,12 @@ def open_texts(
 
     named = (input_column, target_column)
     files = local_files(path)
-    with _plain_errors(path), _quiet(datasets):
+    with _plain_errors(path), ExitStack() as before:
+        before.callback(datasets.logging.set_verbosity, datasets.logging.get_verbosity())
+        if not datasets.utils.are_progress_bars_disabled():
+            before.callback(datasets.enable_progress_bars)
+        datasets.disable_progress_bars()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)
         if files is None:
             dataset = datasets.load_dataset(path, subset, split=split)
             kinds = {name: getattr(feature, "dtype", None) for name, feature in dataset.features.items()}
@@ -249,17 +249,3 @@ def _plain_errors(path: str) -> Iterator[None]:
             f"{path}: neither a readable file nor a readable dataset of the Hub"
             f" ({first_line(deepest)}); check the name, the file or the split"
         ) from error
-
-
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    shown = datasets.utils.are_progress_bars_disabled()
-    level = datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        if not shown:
-            datasets.enable_progress_bars()

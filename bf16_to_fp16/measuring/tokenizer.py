@@ -12,10 +12,8 @@ from torch import Tensor
 
 from ..checkpoint.folder import check_tokenizer
 from ..errors import UserError, first_line
-from .batch import DATA, LOGIT_BUDGET, Batch, seeded
-from .interface import decoder_start, is_causal, pad_id
-from .padding import padded
-from .stock import vocabulary_of
+from .batch import DATA, LOGIT_BUDGET, Batch, padded, seeded
+from .stock import decoder_start, is_causal, pad_id, vocabulary_of
 from .texts import texts
 
 

@@ -21,8 +21,7 @@ from ..families.older import differences
 from ..families.wiring import Attention, FeedForward
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
-from ..rescaling.exponents import exponents_of
-from ..rescaling.outputs import joined
+from ..rescaling.exponents import exponents_of, joined
 from ..rescaling.plan import Plan, describe_plan, mark_of
 from ..results import Fidelity
 from . import remedies, schema

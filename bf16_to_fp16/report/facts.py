@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..families.known import named
-from ..rescaling.outputs import LAST, on_request
+from ..rescaling.exponents import LAST, on_request
 from ..results import SiteEntry
 from ..targets import MARGIN_BITS, TIERS, Tier
 from ..wording import (

@@ -8,14 +8,13 @@ from typing import Literal
 
 from ..bounds.findings import Certificate
 from ..bounds.kinds import SiteKind, traits
-from ..families.layout import Layout
+from ..families.layout import Layout, walk
 from ..families.signals import RESIDUAL
-from ..families.walk import walk
 from ..measuring.regime_results import verdict
 from ..measuring.soft_side import LEAST, TIMES
 from ..numerics import NOISE
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED
-from ..rescaling.outputs import on_request
+from ..rescaling.exponents import on_request
 from ..rescaling.plan import Fallback, Plan
 from ..rescaling.planner import Planned
 from ..results import ExceptionEntry, Fidelity, InexactEntry, OutputEntry, RegimeEntry

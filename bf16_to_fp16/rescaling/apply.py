@@ -11,11 +11,11 @@ from ..families.configs import with_value
 from ..families.declared import DTYPE_KEYS
 from ..families.layout import Layout, TensorSource
 from ..families.older import with_older_keys
+from ..families.resolve import source_weights
 from ..families.types import OutputScale
 from .centred import centred_tensor, centred_tensors
 from .exponents import check_plan_fits, correction_of, exponents_of, norm_exponents
 from .plan import Plan, mark_of
-from .weights import source_weights
 
 
 def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:

@@ -20,7 +20,7 @@ from ..numerics import FP16_MAX, PROOF_LIMIT, PROOF_MARGIN_BITS
 from ..ranges import ModuleRange
 from ..targets import SQUARING
 from .channels import ROUNDING, as_shares, excess_bits, known_points
-from .norm_drift import CHANNEL_RANGE, EXPONENTS, NormDrift
+from .losses import CHANNEL_RANGE, EXPONENTS, Losses
 from .plan import Fallback
 from .rounding_loss import LossTable, signal_noise
 
@@ -75,7 +75,7 @@ class Total:
 
 
 @dataclass(eq=False)
-class Costs(NormDrift):
+class Costs(Losses):
     proof_worth: float = field(default=PROOF_WORTH, kw_only=True)
 
     def __post_init__(self) -> None:

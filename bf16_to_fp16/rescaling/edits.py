@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
+from ..families.resolve import source_weights
 from ..families.signals import LOGITS, Kind, made_by
 from ..families.wiring import Attention, Experts
 from ..ranges import ModuleRange
@@ -22,7 +23,6 @@ from .centred import centred, centred_tensors
 from .channels import excess_bits, folded, known_points
 from .exponents import OfChannels, exponents_of
 from .plan import Plan
-from .weights import source_weights
 
 MOST_FOR_A_PROOF = 2.0
 """How many times bf16's own divergence edits may cost where the output is proven only with them."""

@@ -1,16 +1,20 @@
-"""The powers of two that a plan gives to the axes of a checkpoint's tensors, and whether it fits that checkpoint."""
+"""The powers of two that a plan gives to the axes of a checkpoint's tensors and to each output of its stock class, and
+whether it fits that checkpoint. Logits keep every bit; states between layers have the stream's exponent, last states
+that of the last norm."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
-from ..families.signals import RESIDUAL, Axis, Kind, before, carried_by
-from ..families.spread import all_carry, channels_along, spread_out
+from ..families.signals import LOGITS, RESIDUAL, Axis, Kind, before, carried_by
+from ..families.spread import channels_along, spread_out
 from .centred import centrable
+from .channels import folded
 from .plan import Plan
 
 OfChannels = int | list[int]  # exponents of a signal: one for all its channels, or one for each
@@ -44,7 +48,7 @@ def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tenso
 
     def carried(axis: Axis, size: int) -> int | torch.Tensor:
         exponent = plan.exponent(axis.signal)
-        if isinstance(exponent, int) and all_carry(axis.spread):
+        if isinstance(exponent, int) and all(factor > 0 for factor in axis.spread):
             return axis.sign * exponent
         channels = channels_along(size, axis.spread)
         exponent = [exponent] * channels if isinstance(exponent, int) else exponent
@@ -104,3 +108,47 @@ def check_centred(layout: Layout, plan: Plan) -> None:
             f"the plan centres the keys of {unknown[0]!r}, which has no free key bias and no table here; use the plan"
             " of this checkpoint"
         )
+
+
+LAST = "last_hidden_state"
+"""The output of the class without a head, and the last of ``hidden_states``, the decoder's if there is one."""
+
+
+def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
+    """Return the log2 of the factor on each output: one number, or one for each channel or choice. ``hidden_states``
+    are all but the last, with the stack's name before it where there are two."""
+    # At the ends of a soft cap a logit is the same after an edit.
+    capped = layout.head is not None and layout.cap(layout.head) is not None
+    factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))
+    stacks = layout.stacks()
+    for stack in stacks:
+        whose = "" if len(stacks) == 1 else "encoder_" if stack.is_encoder else "decoder_"
+        norm = layout.tensors[f"{stack.ends.norm}.weight"]
+        last = exponents_of(norm, plan).full(norm.shape)
+        factors[LAST if stack.is_last else f"{whose}{LAST}"] = folded(last)
+        factors[f"{whose}hidden_states"] = plan.stream_exponent(layout.streams_read[stack.ends.norm])
+        factors[f"{whose}attentions"] = 0
+    if len(stacks) > 1:
+        factors["cross_attentions"] = 0
+    brought = [projector.gives for projector in layout.projectors if projector.gives]
+    return factors | dict.fromkeys(brought, plan.stream_exponent(layout.streams[0]))
+
+
+def input_factor(layout: Layout, plan: Plan) -> OfChannels:
+    table = layout.tensors[layout.table(layout.stacks()[0].ends)]
+    return folded(exponents_of(table, plan).full(table.shape)[0])
+
+
+def on_request(name: str, outputs: Iterable[str]) -> bool:
+    """Return whether a class gives an output only on request: inner states, attentions, and the last states of a class
+    with logits among its ``outputs``."""
+    inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
+    return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
+
+
+def moved(factors: Mapping[str, OfChannels]) -> dict[str, OfChannels]:
+    return {name: factor for name, factor in factors.items() if factor}
+
+
+def joined(one: OfChannels, other: OfChannels) -> OfChannels:
+    return folded(torch.as_tensor(one) + torch.as_tensor(other))

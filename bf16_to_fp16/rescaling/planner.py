@@ -1,7 +1,8 @@
 """Choosing the exponents: hard limits first, then the least predicted error.
 
 For a given exponent of the stream, every channel is an integer problem of its own. So enumerate the stream's, look the
-channels up, and move gains only where a loss is left.
+channels up, and move gains only where a loss is left. Signals that only norms read come last
+(``with_smaller_gradients``).
 
 Observed ranges must fit with a margin, always. A certificate's bounds must fit where that costs no more than
 ``PROOF_WORTH``, signal by signal. Where limits cannot all hold, the excess is minimised and reported.
@@ -17,14 +18,15 @@ import torch
 
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedSignal, TensorReader
-from ..families.signals import Kind, carried_by
-from ..numerics import GELU_CUBE_BACKWARD_LIMIT
+from ..families.signals import Kind, before, carried_by
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_LIMIT
 from ..progress import Advance
 from ..ranges import ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
-from .channels import RESIDUAL_RANGE, ROUNDING, excess_bits, folded, known_points, same, whole_log2
+from .channels import RESIDUAL_RANGE, ROUNDING, excess_bits, folded, known_points, rooms_beside, same, whole_log2
 from .costs import NEARNESS, PROOF_WORTH, SOLVED, Costs, Total
-from .norm_drift import CHANNEL_RANGE
+from .exponents import exponents_of
+from .losses import CHANNEL_RANGE
 from .plan import Drift, Fallback, Plan, Violation
 from .rounding_loss import Tables
 
@@ -191,7 +193,8 @@ class PlanSearch(Costs):
         r = min((e for e, t in finite.items() if t.cost <= best.cost + spare and t.unproven <= unproven), key=abs)
         self.decided[self.stream] = r
         if not totals[r].holds:
-            self.fallbacks[self.stream] = self.residual_fallback(r)
+            held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
+            self.fallbacks[self.stream] = Fallback(self.stream, not held, max(held, default=None))
         room = max((e for e in range(r, 1) if self.observed_excess(e) == 0), default=r)
         if room > r and self.residual_excess(room) > 0:
             self.for_proof[self.stream] = room
@@ -202,10 +205,6 @@ class PlanSearch(Costs):
 
     def exponent_for(self, signal: ResolvedSignal) -> int:
         return self.decided[self.stream_of(signal)]
-
-    def residual_fallback(self, r: int) -> Fallback:
-        held = [e for e in range(-RESIDUAL_RANGE, r) if self.residual_excess(e) == 0]
-        return Fallback(self.stream, impossible=not held, exponent=max(held, default=None))
 
     def candidates(self) -> list[int]:
         tops = []
@@ -268,3 +267,42 @@ class PlanSearch(Costs):
                 if excess > 0:
                     worst[place] = max(worst.get(place, 0.0), excess)
         return [Violation(*place) for place in sorted(worst.items(), key=lambda item: -item[1])]
+
+
+def with_smaller_gradients(
+    plan: Plan,
+    layout: Layout,
+    weights: TensorReader,
+    ranges: Mapping[str, ModuleRange],
+    bounds: Mapping[str, ModuleRange] | None = None,
+) -> Plan:
+    """Return a plan with exponents before norms that undo the stream's, within limits: a signal times 2^r has a
+    gradient times 2^-r, so a smaller stream needs a smaller loss scale. No eps may change a norm's output by more than
+    one fp16 rounding. weights: before any exponent. ranges: observed on the source, which show how small a norm's input
+    is. bounds: of every possible input."""
+    if layout.fixed_eps is not None:
+        return plan
+    limit = FP16_MAX * 2.0 ** -(plan.margin_bits or 0.0)
+    exponents, drift = dict(plan.exponents), 0.0
+    for path, stream in layout.streams_read.items():
+        signal, r = layout.signals.get(before(path)), plan.stream_exponent(stream)
+        if signal is None or r >= 0:
+            continue
+        rooms = []
+        for name, tensor in layout.tensors.items():
+            if any(carried.signal == signal.name for carried in tensor.carries):
+                moved = exponents_of(tensor, plan).full(tensor.shape) - r  # by all but the stream
+                largest = float((weights(name).abs() * 2.0 ** moved.float()).amax())
+                rooms += [whole_log2(limit / largest)] if largest > 0 else []
+        exponent = min(0, *rooms_beside(signal, ((ranges, limit), (bounds or {}, PROOF_LIMIT))), *rooms) - r
+        norm = ranges[path].norm if path in ranges else None
+        while exponent > 0 and norm is not None and norm.drift(layout.eps, exponent) ** 2 > ROUNDING:
+            exponent -= 1
+        if exponent > 0:
+            exponents[signal.name] = exponent
+            drift += 0.0 if norm is None else norm.drift(layout.eps, exponent) ** 2
+    if exponents == plan.exponents:
+        return plan
+    other = 0.0 if plan.drift is None else plan.drift.relative_error
+    error = math.sqrt(other**2 + drift / len(layout.norms))
+    return plan.model_copy(update={"exponents": exponents, "drift": Drift(relative_error=error)})

@@ -24,10 +24,9 @@ from bf16_to_fp16.bounds.attention import (
     turned_score_bounds,
 )
 from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, rms_normalised
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Rotary
 from bf16_to_fp16.measuring.observer import SiteObserver
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 
 def sphere(weights: Tensor) -> tuple[NormOutput, Tensor]:

@@ -13,11 +13,10 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Experts
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.stock import run_everywhere
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 
 def one_neuron_each(louder: int, noise: float = 0.0) -> tuple[Any, Layout, Experts, Tensor]:

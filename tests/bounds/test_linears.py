@@ -36,11 +36,9 @@ from bf16_to_fp16.bounds.linear import (
     row_norms,
     squared_matrix_vector,
 )
-from bf16_to_fp16.bounds.onednn import times_rows
-from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, largest_eigenvalues
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, largest_eigenvalues, times_rows
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.wiring import FeedForward
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 
 def test_a_linears_bound_is_reached_so_that_one_percent_less_would_be_caught() -> None:

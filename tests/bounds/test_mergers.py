@@ -12,11 +12,10 @@ from torch import Tensor
 
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.wiring import Projector
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.probe import images
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 KINDS = ["qwen2_5_vl", "qwen3_vl", "mistral3"]
 

@@ -22,10 +22,9 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.comparison import near
 from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.devices import Device
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import resolve, source_weights
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.rescaling.weights import source_weights
 from bf16_to_fp16.results import BoundEntry
 
 

@@ -20,7 +20,7 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion import make_safe
 from bf16_to_fp16.conversion.made_safe import MadeSafe
 from bf16_to_fp16.conversion.make_safe import observed_plan
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.finetuning import start
 from bf16_to_fp16.finetuning.recipe import parse_recipe
@@ -34,7 +34,6 @@ from bf16_to_fp16.rescaling.adapters import PREFIX, scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.centred import centrable, centred_bias, centred_tensors
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 DTYPES = {"pegasus": torch.bfloat16, "mbart": torch.float32}
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from bf16_to_fp16 import UserError, audit, cli, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
 from bf16_to_fp16.conversion import evidence
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.measuring import probe
 from bf16_to_fp16.measuring.meter import observe_ranges
 from bf16_to_fp16.measuring.probe import batches
@@ -27,7 +27,6 @@ from bf16_to_fp16.measuring.regimes import audit_folder
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.apply import edited_config
 from bf16_to_fp16.rescaling.plan import Plan, mark_of
-from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import dump
 
 HEADS = ("t5-classifier", "t5-token-classifier", "t5-spans", "llama-reward", "qwen3-labels", "gemma2-classifier")

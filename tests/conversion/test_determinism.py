@@ -23,12 +23,11 @@ from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.bounds.spectral import Spectra
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.planning import Opened
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import resolve, source_weights
 from bf16_to_fp16.rescaling.edits import changed_by
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import make_plan
 from bf16_to_fp16.rescaling.rounding_loss import LossTable, Tables, loss_table
-from bf16_to_fp16.rescaling.weights import source_weights
 
 INDEX = "model.safetensors.index.json"
 ONE_FILE = 10**12

@@ -18,7 +18,7 @@ from bf16_to_fp16.conversion import planning
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.planning import Opened, Search, decide, is_acceptable
 from bf16_to_fp16.devices import Device
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.measuring import probe
 from bf16_to_fp16.measuring.batch import Batch
 from bf16_to_fp16.measuring.fidelity import compared as judged
@@ -30,7 +30,6 @@ from bf16_to_fp16.numerics import headroom_bits
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import Fidelity
 from bf16_to_fp16.targets import MARGIN_BITS
 

@@ -15,13 +15,13 @@ from support.forging import copied
 from bf16_to_fp16 import UserError, cli, convert, make_fp16_safe, undo, verify
 from bf16_to_fp16.families.signals import LOGITS
 from bf16_to_fp16.measuring.fidelity import output_errors, smallest_batches, unscaled
-from bf16_to_fp16.measuring.interface import config_of
 from bf16_to_fp16.measuring.probe import few_rows, images
+from bf16_to_fp16.measuring.stock import config_of
 from bf16_to_fp16.report.card import render_card
 from bf16_to_fp16.report.facts import scaled_outputs
 from bf16_to_fp16.report.judgement import other_outputs
 from bf16_to_fp16.report.schema import Report, read
-from bf16_to_fp16.rescaling import outputs
+from bf16_to_fp16.rescaling import exponents
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.results import OutputEntry
 
@@ -126,7 +126,7 @@ def test_an_output_of_another_factor_is_unsafe(tmp_path: Path, monkeypatch: pyte
     """Where the plan does something else to it than is told, or it is forged afterwards."""
     source = tiny.save(tiny.small("llama"), tmp_path / "source")
     right = convert(source, tmp_path / "right")
-    true = outputs.output_factors
+    true = exponents.output_factors
     wrong = lambda layout, plan: true(layout, plan) | {"hidden_states": plan.residual_exponent + 1}  # noqa: E731
     monkeypatch.setattr("bf16_to_fp16.conversion.evidence.output_factors", wrong)
     result = convert(source, tmp_path / "wrong")
@@ -179,7 +179,7 @@ def test_start_and_end_of_a_span_have_the_factors_of_their_choices() -> None:
 def test_logits_behind_a_cap_are_told_to_be_the_sources() -> None:
     layout = layout_of(tiny.small("gemma2"))
     plan = Plan(family=layout.family.name, exponents={LOGITS: -3})
-    assert outputs.output_factors(layout, plan)["logits"] == 0
+    assert exponents.output_factors(layout, plan)["logits"] == 0
 
 
 def test_a_batch_with_an_image_is_looked_at_besides_the_smallest() -> None:

@@ -14,7 +14,7 @@ from bf16_to_fp16 import UserError, cli, convert, rescale, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.writer import TensorStats, Written
 from bf16_to_fp16.devices import Device
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.observing import observe_source
 from bf16_to_fp16.measuring.probe import batches
@@ -22,7 +22,6 @@ from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import weight_counts
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import dump
 
 

@@ -22,14 +22,13 @@ from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.comparison import different_config
 from bf16_to_fp16.families.configs import changes, looked_up, with_value, without_value
-from bf16_to_fp16.families.resolve import check_norms, resolve
+from bf16_to_fp16.families.resolve import ModelTensors, check_norms, resolve
 from bf16_to_fp16.families.wiring import Attention, FeedForward
 from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.report.uses import gains_round
 from bf16_to_fp16.rescaling.apply import edited_config, scale
 from bf16_to_fp16.rescaling.rounding_loss import offset_loss_table
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 
 @pytest.mark.parametrize("r", [-1, -4, -7])

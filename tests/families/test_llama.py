@@ -36,7 +36,7 @@ from bf16_to_fp16.families.llama import (
 )
 from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
 from bf16_to_fp16.families.parts import attention, feed_forward
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.families.types import Part
 from bf16_to_fp16.families.wiring import Attention
@@ -45,7 +45,6 @@ from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.rescaling.exponents import exponents_of
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import make_plan
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 
 def test_pairs_of_queries_too_large_for_fp16_are_balanced_with_their_keys(tmp_path: Path) -> None:

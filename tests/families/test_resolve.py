@@ -12,13 +12,12 @@ from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.configs import config_value, looked_up
 from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
 from bf16_to_fp16.families.older import differences, with_older_keys
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.signals import RESIDUAL, Kind
 from bf16_to_fp16.families.types import Family, OfLayers
-from bf16_to_fp16.measuring.interface import gives_probabilities
+from bf16_to_fp16.measuring.stock import gives_probabilities
 from bf16_to_fp16.rescaling.apply import apply, writes
 from bf16_to_fp16.rescaling.plan import Plan, inverse
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 
 def test_an_unknown_model_type_lists_the_known_ones() -> None:

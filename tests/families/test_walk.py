@@ -9,14 +9,13 @@ from support import exhaustive, tiny
 from support.contract import layout_of
 from torch import Tensor, nn
 
+from bf16_to_fp16.families.layout import norms_inside, walk
 from bf16_to_fp16.families.places import Place, layer_of, places, places_by_name
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.signals import Spread
 from bf16_to_fp16.families.spread import carrying, channels_along, shared, spread_out
-from bf16_to_fp16.families.walk import norms_inside, walk
 from bf16_to_fp16.measuring.stock import run_everywhere
 from bf16_to_fp16.measuring.tap import Tap
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(tiny.CORE, tiny.KINDS))

@@ -19,7 +19,7 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch, epoch_order
 from bf16_to_fp16.finetuning.objectives import conventions, noise_counts, split_sentences
 from bf16_to_fp16.finetuning.recipe import Data
-from bf16_to_fp16.measuring.interface import decoder_start
+from bf16_to_fp16.measuring.stock import decoder_start
 
 pytest.importorskip("datasets")
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from support.exhaustive import beyond
 from support.learner import recipe_tree
 from tokenizers import processors
 
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher, arguments, counted_positions, counted_values, task_loss
 from bf16_to_fp16.finetuning.recipe import Data, parse_recipe
@@ -22,7 +22,6 @@ from bf16_to_fp16.finetuning.run import finetune
 from bf16_to_fp16.finetuning.trainer import freeze_unreached
 from bf16_to_fp16.measuring.batch import IGNORED_LABEL
 from bf16_to_fp16.measuring.stock import load_config
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 pytestmark = pytest.mark.usefixtures("first_batch")
 KINDS = ("t5-classifier", "t5-token-classifier", "t5-spans", "t5-states", "llama-reward")

@@ -13,7 +13,7 @@ from support.masks import spanning
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring import attack as attacking
 from bf16_to_fp16.measuring.attack import _Adversary, _Climb, _Elite, attack
@@ -21,7 +21,6 @@ from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.points import watched
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import FP16_MAX
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
 HARD = {

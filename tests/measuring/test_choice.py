@@ -21,12 +21,11 @@ from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import TensorSource
-from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.measuring import alone, choice, probe, texts
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
+from bf16_to_fp16.measuring import choice, probe, texts
 from bf16_to_fp16.measuring.batch import CHOSEN, SWEEP, Batch, describe_batches, run_batch
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.probe import audit_batches, batches, chosen_ids
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
@@ -89,7 +88,7 @@ def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
 def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> None:
     model = model_of(kind)
     source = ModelTensors(model)
-    steps = list(alone.forward(alone.Weights(source, resolve(source)), [LONG, HIGH]))
+    steps = list(choice.forward(choice.Weights(source, resolve(source)), [LONG, HIGH]))
     seen: dict[str, torch.Tensor] = {}
     for step in steps:
         module = model.get_submodule(step.norm)

@@ -18,9 +18,8 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.measuring import choice
 from bf16_to_fp16.measuring.any_model import batches_of, open_any
-from bf16_to_fp16.measuring.batch import Batch, run_batch, seen_padding
+from bf16_to_fp16.measuring.batch import Batch, is_blind, run_batch, seen_padding
 from bf16_to_fp16.measuring.observer import SiteObserver
-from bf16_to_fp16.measuring.padding import is_blind
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regimes import audit_model
 from bf16_to_fp16.measuring.sites import MASK_REASON

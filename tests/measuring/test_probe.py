@@ -26,16 +26,16 @@ from bf16_to_fp16.measuring.batch import (
     run_batch,
 )
 from bf16_to_fp16.measuring.fidelity import fidelity, output_on
-from bf16_to_fp16.measuring.interface import (
+from bf16_to_fp16.measuring.probe import audit_batches, batches, images, random_rows, rows_of
+from bf16_to_fp16.measuring.regimes import LOSS_SCALE, audit_model
+from bf16_to_fp16.measuring.stock import (
     config_of,
+    described,
     gives_probabilities,
     is_causal,
     predicts_tokens,
     takes_decoder_ids,
 )
-from bf16_to_fp16.measuring.probe import audit_batches, batches, images, random_rows, rows_of
-from bf16_to_fp16.measuring.regimes import LOSS_SCALE, audit_model
-from bf16_to_fp16.measuring.stock import described
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
 

@@ -118,7 +118,7 @@ def test_a_regime_runs_in_the_formats_it_says(kind: str, regime: str, name: str,
 def test_amp_that_does_not_happen_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(saved("t5", tmp_path), torch.float32)
     original = torch.autocast
-    monkeypatch.setattr(torch, "autocast", lambda device, dtype: original(device, dtype, enabled=False))
+    monkeypatch.setattr(torch, "autocast", lambda device, dtype, **_: original(device, dtype, enabled=False))
     with pytest.raises(RuntimeError, match="autocast did not run"):
         audit_model(model, batches(model.config, None, None)[:1], regime="amp")
 
@@ -310,7 +310,7 @@ def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path) -> None:
 
 def test_progress_rises_to_its_total(tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
-    audit_folder(saved("t5", tmp_path), regimes=("half",), advance=lambda done, total: steps.append((done, total)))
+    half_of(saved("t5", tmp_path), advance=lambda done, total: steps.append((done, total)))
     total = steps[0][1]
     assert steps == sorted(steps) and steps[-1] == (total, total)
     assert total == 2 + 1 + 1 + 1 + 1 + 3  # blocks, final norms, head, embeddings

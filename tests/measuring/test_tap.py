@@ -148,13 +148,9 @@ class Unwatched(torch.nn.Module):
         return x * 3.0
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_forward_without_gradients_has_the_sites_of_one_with_them(gradients: bool) -> None:
-    """What a model runs without gradients of its own is no site, and does not number those behind it anew."""
+def test_what_a_model_runs_without_gradients_is_no_site_and_numbers_no_other() -> None:
     values: dict[str, torch.Tensor] = {}
-    tap = Tap(model := Unwatched(), values.__setitem__)
-    tap.without_gradients = not gradients
-    with tap, torch.set_grad_enabled(gradients):
+    with Tap(model := Unwatched(), values.__setitem__):
         model(torch.ones(2, requires_grad=True))
     assert {site: float(x.max()) for site, x in values.items()} == {"model:mul": 3.0}
 

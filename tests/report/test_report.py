@@ -19,7 +19,7 @@ from support.folders import rewritten
 from bf16_to_fp16 import UserError, audit, certify, convert, convert_pipeline, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.publish import prepare
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
@@ -35,7 +35,6 @@ from bf16_to_fp16.report.remedies import with_next
 from bf16_to_fp16.report.schema import REPORT, Inputs, Lineage, Report, Source, Text, json_schema, read
 from bf16_to_fp16.report.steps import signals_of
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.weights import ModelTensors
 from bf16_to_fp16.results import (
     ExceptionEntry,
     Fidelity,

@@ -15,7 +15,7 @@ from support.contract import outputs
 from bf16_to_fp16 import convert
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.layout import Layout, TensorReader
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import before
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring.gradients import measure_gradients
@@ -25,10 +25,8 @@ from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import FP16_MAX, PROOF_LIMIT
 from bf16_to_fp16.ranges import ModuleRange, NormRange
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.before_norms import with_smaller_gradients
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.rescaling.planner import TRAIN_MARGIN_BITS, make_plan
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
+from bf16_to_fp16.rescaling.planner import TRAIN_MARGIN_BITS, make_plan, with_smaller_gradients
 from bf16_to_fp16.targets import MARGIN_BITS
 
 GEMMA = Path(str(files("bf16_to_fp16") / "demo_data" / "gemma3-bytes"))

@@ -10,14 +10,13 @@ from support import tiny
 from support.contract import certified, layout_of, outputs, random_plan
 
 from bf16_to_fp16 import UserError
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.rescaling.adapters import scaled_adapter
 from bf16_to_fp16.rescaling.apply import apply, writes
 from bf16_to_fp16.rescaling.centred import centrable, centred, centred_bias, centred_tensors, tables_of
 from bf16_to_fp16.rescaling.plan import Plan, describe_plan, inverse
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 KINDS = ("pegasus", "mbart", "bigbird_pegasus")
 

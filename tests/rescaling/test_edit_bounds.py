@@ -12,10 +12,10 @@ from support.contract import layout_of
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from bf16_to_fp16.families.resolve import ModelTensors, source_weights
 from bf16_to_fp16.families.signals import columns_of
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.rescaling.columns import column_exponents
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "gelu": (gelu, 0.1700),

@@ -13,6 +13,7 @@ from torch import Tensor
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.conversion.editing import needed_edits
 from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.resolve import ModelTensors
 from bf16_to_fp16.families.signals import LOGITS, Kind
 from bf16_to_fp16.families.wiring import Experts
 from bf16_to_fp16.measuring.meter import observe_ranges
@@ -33,7 +34,6 @@ from bf16_to_fp16.rescaling.edits import (
 )
 from bf16_to_fp16.rescaling.exponents import exponents_of
 from bf16_to_fp16.rescaling.plan import Plan, inverse
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
 SCORES = ("scores", "masked scores")

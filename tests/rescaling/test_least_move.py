@@ -21,7 +21,7 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.conversion.made_safe import set_eps
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import Kind, before
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.ranges import ModuleRange
@@ -29,7 +29,6 @@ from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.costs import NEARNESS
 from bf16_to_fp16.rescaling.plan import Plan, composed
 from bf16_to_fp16.rescaling.planner import PlanSearch, make_plan
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 DEMO = Path(str(files("bf16_to_fp16") / "demo_data"))
 T5, GEMMA = DEMO / "t5-gated-bytes", DEMO / "gemma3-bytes"

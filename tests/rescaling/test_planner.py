@@ -13,7 +13,7 @@ from torch import Tensor
 from bf16_to_fp16 import convert
 from bf16_to_fp16.conversion.planning import uncorrected
 from bf16_to_fp16.families.layout import Layout, TensorReader
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import RESIDUAL, Kind
 from bf16_to_fp16.measuring.batch import PADDED, RANDOM, REPEATED, Batch
 from bf16_to_fp16.measuring.meter import observe_ranges
@@ -23,10 +23,9 @@ from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, ROUNDING, whole_log2
 from bf16_to_fp16.rescaling.costs import PROOF_WORTH, UNWRITABLE
-from bf16_to_fp16.rescaling.outputs import on_request
+from bf16_to_fp16.rescaling.exponents import on_request
 from bf16_to_fp16.rescaling.planner import INDIFFERENCE, PROOF_FIRST, PlanSearch, make_plan
 from bf16_to_fp16.rescaling.rounding_loss import GRID, loss_table
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 
 def shown_to(model: Any) -> list[Batch]:

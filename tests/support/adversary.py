@@ -12,10 +12,9 @@ import torch
 from support import tiny
 from torch import Tensor
 
-from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.layout import Layout, walk
 from bf16_to_fp16.families.signals import RESIDUAL
 from bf16_to_fp16.families.spread import spread_out
-from bf16_to_fp16.families.walk import walk
 from bf16_to_fp16.families.wiring import Attention, Experts, feed_forwards_of
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.stock import run_everywhere, vocabulary_of

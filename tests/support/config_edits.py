@@ -27,9 +27,8 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.known import family_of, names_of, stock_class
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.measuring import agreement
-from bf16_to_fp16.measuring.interface import config_of, takes_decoder_ids
 from bf16_to_fp16.measuring.observer import SiteObserver
-from bf16_to_fp16.measuring.stock import load
+from bf16_to_fp16.measuring.stock import config_of, load, takes_decoder_ids
 
 LOADER = (
     *("_attn_implementation_internal", "_commit_hash", "_heterogeneity_spec", "_name_or_path", "attention_chunk_size"),

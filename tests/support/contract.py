@@ -25,18 +25,16 @@ from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import RESIDUAL, Kind, carried_by
 from bf16_to_fp16.families.spread import channels_along
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.fidelity import RETURN_ALL, all_outputs, unscaled
-from bf16_to_fp16.measuring.interface import config_of
 from bf16_to_fp16.measuring.probe import few_rows, images
-from bf16_to_fp16.measuring.stock import set_attention, setting
+from bf16_to_fp16.measuring.stock import config_of, set_attention, setting
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.outputs import output_factors
+from bf16_to_fp16.rescaling.exponents import output_factors
 from bf16_to_fp16.rescaling.plan import Plan, inverse
-from bf16_to_fp16.rescaling.weights import ModelTensors, source_weights
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 MOVABLE = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON, Kind.BEFORE_NORM)

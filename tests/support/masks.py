@@ -7,9 +7,8 @@ import torch
 from support import tiny
 from torch import Tensor
 
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Attention
-from bf16_to_fp16.rescaling.weights import ModelTensors
 
 LOUD = 0  # the token that every other one's query likes, and its own does not; all others dislike each other
 

@@ -17,10 +17,9 @@ import transformers
 from bf16_to_fp16.families.experts import experts_apart
 from bf16_to_fp16.families.known import of_model_type
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import resolve
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Attention, Experts, FeedForward, StackEnds
-from bf16_to_fp16.measuring.interface import config_of
-from bf16_to_fp16.rescaling.weights import ModelTensors
+from bf16_to_fp16.measuring.stock import config_of
 
 transformers.logging.set_verbosity_error()
 

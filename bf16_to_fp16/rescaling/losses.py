@@ -1,45 +1,98 @@
-"""How norms' outputs change where their eps, or a gain's offset, cannot be scaled with their input."""
+"""What powers of two cost a layout's weights, axis by axis, under the exponents chosen for their other axes; and how
+norms' outputs change where their eps, or a gain's offset, cannot be scaled with their input."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
-from ..families.layout import ResolvedSignal
-from ..families.signals import RESIDUAL, ObservationPoint, before, carried_by
-from ..families.spread import spread_out
+from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
+from ..families.signals import RESIDUAL, Axis, Kind, ObservationPoint, before, carried_by
+from ..families.spread import shared, spread_out
 from ..numerics import FP16_MAX, PROOF_LIMIT
+from ..progress import Advance
 from ..ranges import ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
 from .channels import ROUNDING, rooms_beside
-from .weight_losses import WeightLosses
+from .rounding_loss import LossTable, Tables, channel_energy, loss_table, of_channels, offset_loss_table
 
 CHANNEL_RANGE = 24  # channel exponents are searched from −24 to 24
 EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 
 @dataclass(eq=False)
-class NormDrift(WeightLosses):
-    """The drift of the norms that read ``stream``. The fields are described in ``make_plan``."""
+class Losses:
+    """The losses of weights, and the drift of the norms that read ``stream``. The fields are described in
+    ``make_plan``."""
 
+    layout: Layout
+    weights: TensorReader
     ranges: Mapping[str, ModuleRange]
     _: KW_ONLY
+    known: Tables = field(default_factory=lambda: Tables(most=0))
+    advance: Advance | None = None
     bounds: Mapping[str, ModuleRange] = field(default_factory=dict)
     target: str = "half"
     margin_bits: float = MARGIN_BITS
     drift_free: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.chosen: dict[str, torch.Tensor] = {}
+        self.tables: dict[tuple[str, int, Axis], LossTable] = {}
+        self.energies: dict[tuple[str, int, Axis], torch.Tensor] = {}
+        self.looked_at: set[tuple[str, int, Axis]] = set()
+        self.touched: dict[str, list[tuple[ResolvedTensor, int, Axis]]] = {name: [] for name in self.layout.signals}
+        for tensor in self.layout.tensors.values():
+            for place, axis in enumerate(tensor.axes):
+                for carried in self.planned(carried_by(axis)):
+                    self.touched[carried.signal].append((tensor, place, carried))
         self.stream = RESIDUAL
         self.limit = FP16_MAX * 2.0**-self.margin_bits
         self.moves_least = self.target not in SQUARING
         self.gains: dict[str, torch.Tensor] = {}
         self.branches = self.branches_of_streams()
         self.branched = {signal.name: (signal, norm) for signal, norm in self.branches.values()}
+
+    def planned(self, carried: Iterable[Axis]) -> list[Axis]:
+        kinds = ((c, self.layout.signals[c.signal].kind) for c in carried)
+        return [c for c, kind in kinds if not kind.has_price and kind is not Kind.BEFORE_NORM]
+
+    def table(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> LossTable:
+        key = (tensor.name, axis, carried)
+        if key not in self.tables:
+            shift = self.shift(tensor, axis)
+            given = (axis, carried.spread, None if shift is None else shift.numpy().tobytes())
+
+            def compute() -> LossTable:
+                weight, offset = self.weights(tensor.name), tensor.offset
+                table = offset_loss_table(weight, offset) if offset else loss_table(weight, axis, shift)
+                return of_channels(table, carried.spread)
+
+            self.tables[key] = self.known.of(tensor.name, given, compute)
+            self.energies[key] = self.tables[key].energy
+            self.looked_at.add(key)
+            if self.advance is not None:
+                self.advance(len(self.looked_at), sum(map(len, self.touched.values())))
+        return self.tables[key]
+
+    def energy(self, tensor: ResolvedTensor, axis: int, carried: Axis) -> torch.Tensor:
+        key = (tensor.name, axis, carried)
+        if key not in self.energies:
+            energy = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
+            self.energies[key] = shared(energy, carried.spread).sum(1)
+        return self.energies[key]
+
+    def shift(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor | None:
+        others = carried_by(tensor.axes[1 - axis]) if len(tensor.axes) == 2 else ()
+        shifts = [spread_out(self.chosen[c.signal] * c.sign, c.spread) for c in others if c.signal in self.chosen]
+        return torch.stack(shifts).sum(0, dtype=torch.int32) if shifts else None
+
+    def release(self, signal: ResolvedSignal) -> None:
+        for tensor, axis, carried in self.touched[signal.name]:
+            self.tables.pop((tensor.name, axis, carried), None)
 
     def branches_of_streams(self) -> dict[tuple[str, str], tuple[ResolvedSignal, str]]:
         """Return by place the signals that a linear gives to a norm alone, where the norm's eps can be scaled."""
@@ -77,7 +130,10 @@ class NormDrift(WeightLosses):
         has the scaled eps. A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction
         takes out the mean, at the cost of one more rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
-        total = self.drift_beside(r)
+        # Projectors' norms may share this model's eps.
+        shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
+        beside = [norm.kept(self.layout.eps, -r) for norm in shared if norm is not None and self.stream == RESIDUAL]
+        total = sum(float((shares * (change - 1).square()).sum()) for change, shares in beside)
         total += sum(self.branch_drift(norm, self.before_norm(name, r)) for norm, name in norms.items())
         if not self.drifts(r):
             return total
@@ -85,12 +141,6 @@ class NormDrift(WeightLosses):
             (kept, shares), correction = self.kept(path, r), self.gain_correction(path, r) if corrected else 1.0
             total += float((shares * (correction * kept - 1).square()).sum()) + ROUNDING * (correction != 1.0)
         return total
-
-    def drift_beside(self, r: int) -> float:
-        """Return the mean squared drift of projectors' norms that share this model's eps."""
-        shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
-        kept = [norm.kept(self.layout.eps, -r) for norm in shared if norm is not None and self.stream == RESIDUAL]
-        return sum(float((shares * (change - 1).square()).sum()) for change, shares in kept)
 
     def drifts(self, r: int) -> bool:
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
