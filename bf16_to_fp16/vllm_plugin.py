@@ -6,8 +6,6 @@ whose report says safe and whose hashes match."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any
@@ -46,8 +44,11 @@ def register() -> None:
             LOG.warning("%s: not taken for fp16-safe: %s", model_id, reason)
             return decide(model_id, config, dtype, *rest, **options)
         LOG.info("%s: safe in fp16 by its report, whose hashes its files have", model_id)
-        with lifted(refused, config.model_type):
+        refusal = refused.pop(config.model_type)
+        try:
             return decide(model_id, config, dtype, *rest, **options)
+        finally:
+            refused[config.model_type] = refusal
 
     setattr(module, DECIDES, decide_by_report)
 
@@ -66,12 +67,3 @@ def objection(folder: Path) -> str | None:
     for name, reason, *_ in (*check_hashes(folder, report), *check_unread(checkpoint, report)):
         return f"{name} {reason}"
     return None
-
-
-@contextmanager
-def lifted(refused: dict[str, str], model_type: str) -> Iterator[None]:
-    reason = refused.pop(model_type)
-    try:
-        yield
-    finally:
-        refused[model_type] = reason

@@ -8,16 +8,7 @@ from typing import Any
 import click
 
 from ..conversion.options import PATH
-from .shared import (
-    SAFE,
-    Ordered,
-    check_there,
-    json_file,
-    make_progress,
-    source,
-    subfolder,
-    write_result,
-)
+from .shared import SAFE, Ordered, check_there, json_file, make_progress, source, subfolder, write_result
 
 
 @click.group("advise", cls=Ordered)
@@ -29,10 +20,7 @@ def advise_command() -> None:
 @source
 @click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="The learning rate.")
 @click.option(
-    "--optimizer",
-    type=click.Choice(["adamw", "adam", "adafactor", "lion"]),
-    default="adamw",
-    show_default=True,
+    "--optimizer", type=click.Choice(["adamw", "adam", "adafactor", "lion"]), default="adamw", show_default=True
 )
 @click.option(
     "--dtype", type=click.Choice(["bf16", "fp16"]), default="bf16", show_default=True, help="Format of the weights."

@@ -97,11 +97,7 @@ def audit_command(
 @shared.device
 @shared.json_file
 def certify_command(
-    source: str,
-    subfolder: str | None,
-    config: Path | None,
-    json_file: str | None,
-    **options: Any,
+    source: str, subfolder: str | None, config: Path | None, json_file: str | None, **options: Any
 ) -> int:
     """Bound every value in SOURCE for any input, from the weights alone."""
     shared.check_given(source, None, config, subfolder, check=partial(check_source, config, proof=True))
@@ -117,7 +113,6 @@ def certify_command(
 
 
 def check_source(lone: object, folder: Path, config: Mapping[str, Any], *, proof: bool) -> None:
-    """Raise UserError for a folder or config that no audit takes; proof: that no certificate takes."""
     from ..bounds.activations import check_bounded
     from ..families.declared import check_config
     from ..families.known import is_known
@@ -157,12 +152,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @shared.endpoint
 @shared.json_file
 def verify_command(
-    source: str,
-    original: str | None,
-    data: str | None,
-    no_audit: bool,
-    json_file: str | None,
-    **options: Any,
+    source: str, original: str | None, data: str | None, no_audit: bool, json_file: str | None, **options: Any
 ) -> int:
     """Check a converted folder, file or Hub id against its report, and run it on this machine."""
     check_data(data, run_model=not no_audit)

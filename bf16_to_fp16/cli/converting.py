@@ -159,12 +159,7 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
 
 
 def convert_whole(
-    options: Options,
-    pipeline: Pipeline,
-    place: Destination,
-    copy: bool,
-    *,
-    json_file: str | None,
+    options: Options, pipeline: Pipeline, place: Destination, copy: bool, *, json_file: str | None
 ) -> int:
     from ..conversion.pipeline import convert_pipeline_by
     from ..report import terminal

@@ -21,12 +21,7 @@ from .shared import SAFE, UNSAFE, force, json_file, write_result
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
 @force
 @json_file
-def finetune_command(
-    recipe: Path,
-    overrides: tuple[str, ...],
-    force: bool,
-    json_file: str | None,
-) -> int:
+def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json_file: str | None) -> int:
     """Train by RECIPE (YAML) until the checkpoint fits fp16, then convert it.
 
     Continues an interrupted run. On several processes or GPUs: accelerate launch -m bf16_to_fp16 finetune RECIPE.

@@ -93,7 +93,6 @@ def rescale_adapter(
     back: bool,
     force: bool,
 ) -> dict[str, Scaled]:
-    """Write an adapter, rescaled as ``plan`` rescales its checkpoint. Its many parameters are all needed."""
     try:
         tensors = load_file(adapter / TENSORS)
         if not tensors:

@@ -37,7 +37,7 @@ from ..report import build as reports
 from ..report import remedies
 from ..report.card import write_card
 from ..report.page import write_page
-from ..report.schema import CARD, PAGE, REPORT, Report, read
+from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, read
 from ..report.steps import Decided, Rewritten
 from ..report.stored import read_plan_and_target
 from ..rescaling.apply import edited_config, writes
@@ -289,6 +289,7 @@ def write_report(work: Path, report: Report) -> Report:
     write_page(work / PAGE, stored)
     write_card(work / CARD, stored, read_json(work / "config.json", "config"))
     # Page and card are made from the report, so only now can it list them.
-    report = reports.listing(report, records(work, {file.name for file in report.output.files}))
+    made = [FileEntry.model_validate(record) for record in records(work, {file.name for file in report.output.files})]
+    report = report.model_copy(update={"output": Output(files=[*report.output.files, *made])})
     write_json(work / REPORT, dump(report))
     return report

@@ -87,17 +87,9 @@ def build(
 
 
 def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
-    linears = {
-        path
-        for each in layout.topology
-        for path in (
-            (each.query, each.key, each.value, each.output)
-            if isinstance(each, Attention)
-            else (each.gate, each.linear, each.output)
-            if isinstance(each, FeedForward)
-            else ()
-        )
-    }
+    sublayers = [each for each in layout.topology if isinstance(each, (Attention, FeedForward))]
+    parts = ("query", "key", "value", "gate", "linear", "output")
+    linears = {getattr(each, part) for each in sublayers for part in parts if hasattr(each, part)}
     found: dict[tuple[bool, str], set[int]] = {}
     for tensor in layout.tensors.values():
         exponents, path = exponents_of(tensor, plan), tensor.name.rpartition(".")[0]
@@ -124,11 +116,6 @@ def descended(report: schema.Report, layout: Layout, lineage: schema.Lineage, ke
     }
     whole = moved_by(layout, whole_plan(report.plan, run))
     return report.model_copy(update={"source": source, "finetune": run, "outputs": outputs, "moved": whole})
-
-
-def listing(report: schema.Report, records: Sequence[Mapping[str, Any]]) -> schema.Report:
-    files = [*report.output.files, *(schema.FileEntry(**record) for record in records)]
-    return report.model_copy(update={"output": schema.Output(files=files)})
 
 
 def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rewritten) -> schema.Source:

@@ -42,7 +42,6 @@ def measured_on(report: schema.Report) -> str:
 
 
 def accuracy(report: schema.Report) -> str:
-    """Return how far fp16 and bf16 are from the fp32 source."""
     close = report.fidelity
     if close is None:
         return ""

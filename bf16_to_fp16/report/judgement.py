@@ -115,10 +115,7 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
 
 
 def is_exact(
-    plan: Plan | None,
-    weights: schema.WeightsEntry | None,
-    source: schema.Source,
-    edits: Sequence[InexactEntry] = (),
+    plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source, edits: Sequence[InexactEntry] = ()
 ) -> bool:
     """Return whether no weight was rounded, made, replaced or edited and no eps drifts: the function is equal."""
     if plan is None or weights is None or edits or source.made:

@@ -114,22 +114,7 @@ def render(report: Report) -> str:
         columns=site_columns(report),
         rows=rows[:MOST_ROWS],
         hidden=max(0, len(rows) - MOST_ROWS),
-        provenance=provenance(report),
     )
-
-
-def provenance(report: Report) -> list[tuple[str, str]]:
-    source, made_with = report.source, report.environment
-    rows = [
-        ("source", source.path),
-        ("sub-folder", source.subfolder),
-        ("revision", source.revision),
-        ("stored as", source.dtype),
-        ("command", report.command),
-        *((name, version or "not installed") for name, version in made_with.versions.items()),
-        *((f"device of the {part}", ", then ".join(names)) for part, names in made_with.devices.items()),
-    ]
-    return [(what, value) for what, value in rows if value]
 
 
 @cache

@@ -133,11 +133,7 @@ def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
 
 
 def unsafe_sites(
-    regimes: Mapping[str, RegimeEntry],
-    family: str | None = None,
-    *,
-    converted: bool = False,
-    convertible: bool = True,
+    regimes: Mapping[str, RegimeEntry], family: str | None = None, *, converted: bool = False, convertible: bool = True
 ) -> list[UnsafeEntry]:
     """Return the sites that broke, in order, with reason and remedy. converted: these weights were rescaled already.
     convertible: the model is of a known family."""

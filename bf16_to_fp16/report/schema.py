@@ -285,8 +285,7 @@ class Report(Versioned):
         description="of a class of no known family: whether padding that may see no token was left out of eager runs",
     )
     older: list[str] = Field(
-        default=[],
-        description="what transformers 4.57 computes otherwise than 5 from these files, in sentences",
+        default=[], description="what transformers 4.57 computes otherwise than 5 from these files, in sentences"
     )
     attention: list[str] = []
     inputs: Inputs | None = None

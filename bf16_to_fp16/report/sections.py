@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ..families.known import named
-from ..families.older import is_older_key
 from ..results import Fidelity
 from ..wording import (
     bound_magnitude,
@@ -75,30 +73,6 @@ def unsafe_tables(report: Report) -> list[Table]:
         Table((signal, bits), kinds["limit"], "No exponent brings these under their limit with the margin"),
     )
     return [table for table in tables if table.rows]
-
-
-def plan_rows(report: Report) -> list[tuple[str, str]]:
-    plan = report.plan
-    if plan is None:
-        return []
-    moved = (f"times {power(r)}" if r else "not moved" for r in plan.residual_exponents)
-    rows = [("residual stream", ", ".join(moved))]
-    # After a finetune these start from the trained config, which was rescaled once, not from the original's.
-    family = named(report.family)
-    whose = "config.json" if report.finetune is None else "config.json of the finetuned weights"
-    for key, sides in report.source.config_changes.items():
-        why = ", for transformers 4" if "before" not in sides and family and is_older_key(family, key) else ""
-        rows.append((f"{whose}: {key}", f"{sides.get('before', 'absent')} → {sides.get('after', 'absent')}{why}"))
-    if plan.untied_head:
-        rows.append(("head", "separated from the embedding, which could not carry its exponents"))
-    rows += facts.function_rows(report, MOST_EDITS)
-    if (drift := plan.drift) is not None:
-        what = "KL" if report.fidelity is None else report.fidelity.title
-        costs = (("predicted", drift.predicted_kl), ("measured", drift.measured_kl))
-        said = ", ".join(f"{word} {scientific(value)}" for word, value in costs if value is not None)
-        besides = ", edits included" if report.inexact or plan.centred_keys else ""
-        rows.append((f"drift of {plan.drifts_by}{besides}, {what}", said or scientific(drift.relative_error)))
-    return rows
 
 
 def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[str, str]]:

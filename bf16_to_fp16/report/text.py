@@ -7,7 +7,9 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ..wording import counted, magnitude, percent
+from ..families.known import named
+from ..families.older import is_older_key
+from ..wording import counted, magnitude, percent, power, scientific
 from . import coverage, facts, sections, uses
 from .schema import Report
 from .screen import Table
@@ -57,6 +59,7 @@ def environment() -> Environment:
     made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
     made.globals |= {"coverage": coverage, "facts": facts, "sections": sections, "uses": uses}
     made.globals |= {"notice": notice, "counted": counted, "percent": percent, "magnitude": magnitude}
+    made.globals |= {"power": power, "scientific": scientific, "is_older_key": is_older_key, "named": named}
     return made
 
 
