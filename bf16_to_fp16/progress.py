@@ -1,7 +1,11 @@
-"""Progress on standard error: a bar on a terminal (by rich, which heeds ``NO_COLOR``) or in a notebook, else lines."""
+"""Progress on standard error: a bar on a terminal (by rich, which heeds ``NO_COLOR``) or in a notebook, else lines; and
+printed text without hidden characters."""
 
 from __future__ import annotations
 
+import json
+import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -12,9 +16,24 @@ from rich.progress import Progress as ProgressBar
 from rich.segment import Segment
 from rich.text import Text
 
-from .visible import visible
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's control and format characters, line separators, surrogates
 
 Advance = Callable[[int, int], None]  # called with (done, total) as work proceeds
+
+
+def visible(text: str, *, as_json: bool = False) -> str:
+    """Escape hidden characters but newline and tab, since names from files could steer a terminal or hide text: as
+    Python does, or with ``as_json`` as JSON does, so that JSON stays JSON."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in HIDDEN else (json.dumps(c) if as_json else ascii(c))[1:-1]
+        for c in text
+    )
+
+
+def show(text: str, *, aside: bool = False) -> None:
+    print(visible(text), file=sys.stderr if aside else sys.stdout)
 
 
 class VisibleConsole(Console):

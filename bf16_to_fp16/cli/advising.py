@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..conversion.options import PATH
-from .shared import SAFE, Ordered, check_there, json_file, make_progress, source, subfolder, write_result
+from .shared import SAFE, Ordered, check_there, json_file, source, subfolder, write_result
 
 
 @click.group("advise", cls=Ordered)
@@ -32,7 +32,7 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
     check_there(source, or_file=True)
     from ..advise.updates import advise_updates, print_updates
 
-    return answer(json_file, advise_updates(source, progress=make_progress(), **options), print_updates)
+    return answer(json_file, advise_updates(source, progress=True, **options), print_updates)
 
 
 @advise_command.command("init")
@@ -45,7 +45,7 @@ def init_command(source: str, subfolder: str | None, json_file: str | None) -> i
         check_there(source, or_file=True)
     from ..advise.initialisation import advise_init, print_init
 
-    return answer(json_file, advise_init(source, subfolder=subfolder, progress=make_progress()), print_init)
+    return answer(json_file, advise_init(source, subfolder=subfolder, progress=True), print_init)
 
 
 @advise_command.command("losses")

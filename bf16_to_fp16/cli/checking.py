@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint.contents import check_lone
+from ..checkpoint.contents import check_lone, is_converted
 from ..checkpoint.sources import CONVERTED, local_source
 from ..conversion.options import FOLDER, PATH, check_data
 from ..targets import RECORDS, TARGETS
@@ -69,7 +69,7 @@ def audit_command(
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = audit(source, data=data, subfolder=subfolder, config=config, progress=shared.make_progress(), **options)
+    result = audit(source, data=data, subfolder=subfolder, config=config, progress=True, **options)
     shared.write_result(json_file, result)
     report = read(Report, result)
     if html is not None:
@@ -105,7 +105,7 @@ def certify_command(
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = certify(source, subfolder=subfolder, config=config, progress=shared.make_progress(), **options)
+    result = certify(source, subfolder=subfolder, config=config, progress=True, **options)
     if shared.write_result(json_file, result):
         report = read(Report, result)
         terminal.print_certificate(report, exact_next(report, source, subfolder))
@@ -126,7 +126,6 @@ def check_source(lone: object, folder: Path, config: Mapping[str, Any], *, proof
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
     """Return a report's next command with the whole path that was given; the report holds only its last part."""
-    from ..checkpoint.contents import is_converted
     from ..families.known import named
     from ..report.remedies import next_command
 
@@ -165,8 +164,7 @@ def verify_command(
     from ..report.answers import Verification
     from ..report.schema import read
 
-    run_model, progress = not no_audit, shared.make_progress()
-    result = verify(source, original=original, data=data, run_model=run_model, progress=progress, **options)
+    result = verify(source, original=original, data=data, run_model=not no_audit, progress=True, **options)
     if shared.write_result(json_file, result):
         terminal.print_verification(read(Verification, result))
     return SAFE if result["verified"] else UNSAFE

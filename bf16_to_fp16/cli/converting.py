@@ -22,8 +22,8 @@ from ..checkpoint.sources import subfolder_of, written_folder
 from ..checkpoint.staging import check_out
 from ..conversion.options import FLAGS, FOLDER, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
+from ..progress import show
 from ..targets import AUTO
-from ..visible import show
 from . import shared
 from .checking import check_source
 from .shared import SAFE, UNSAFE
@@ -116,7 +116,7 @@ def convert_command(
         from ..finetuning.run import convert_or_finetune
 
         run = partial(convert_or_finetune, recipe)
-    result = run(options, source, place, progress=shared.make_progress())
+    result = run(options, source, place, progress=True)
     if shared.write_result(json_file, result.report):
         show_conversion(result)
     return SAFE if dry_run or result.safe else UNSAFE
@@ -164,7 +164,7 @@ def convert_whole(
     from ..conversion.pipeline import convert_pipeline_by
     from ..report import terminal
 
-    result = convert_pipeline_by(options, pipeline, place, copy=copy, progress=shared.make_progress())
+    result = convert_pipeline_by(options, pipeline, place, copy=copy, progress=True)
     reports = {name: one.report for name, one in result.encoders.items()}
     if shared.write_result(json_file, {**result.report, "reports": reports}):
         for name, one in result.encoders.items():
@@ -251,7 +251,7 @@ def undo_command(
 
     # Before anything is written.
     words = terminal.brought_back(folder) if plan is None else "the trained weights at the original's scale"
-    written = undo(folder, out, plan=plan, force=force, progress=shared.make_progress())
+    written = undo(folder, out, plan=plan, force=force, progress=True)
     if shared.write_result(json_file, {"out": str(written), "holds": words}):
         show(f"{written} holds {words}")
     return SAFE

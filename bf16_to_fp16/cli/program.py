@@ -16,12 +16,12 @@ import click
 
 from ..conversion.options import FOLDER
 from ..errors import INTERRUPTED, UserError, shortened
-from ..visible import show
+from ..progress import Progress, show
 from .advising import advise_command
 from .checking import audit_command, certify_command, verify_command
 from .converting import convert_command, undo_command
 from .publishing import publish_command
-from .shared import SAFE, UNREAD, UNSAFE, USAGE, Ordered, json_file, make_progress, write_result
+from .shared import SAFE, UNREAD, UNSAFE, USAGE, Ordered, json_file, write_result
 from .training import finetune_command, launch_command, recipe_command
 
 REPORTS = ("json_file", "html")  # parameters of the commands that name a file in which a report is written
@@ -94,7 +94,7 @@ def demo_command(out: Path, json_file: str | None) -> int:
     """Break three small trained checkpoints in fp16, convert them, and show the difference; no network."""
     from ..demo import demo
 
-    reports = demo(out, progress=make_progress(), show=json_file != "-")
+    reports = demo(out, progress=Progress(), show=json_file != "-")
     write_result(json_file, {"demos": reports})
     return SAFE if all(r["verdict"] == "safe" for r in reports) else UNSAFE
 

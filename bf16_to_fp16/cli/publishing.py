@@ -18,7 +18,7 @@ from ..conversion.options import FOLDER
 from ..errors import UserError
 from ..report.screen import Column, Table, console, numbers
 from ..wording import counted
-from .shared import SAFE, UNSAFE, endpoint, json_file, make_progress, write_result
+from .shared import SAFE, UNSAFE, endpoint, json_file, write_result
 
 if TYPE_CHECKING:
     from ..conversion.publish import Upload
@@ -62,7 +62,7 @@ def publish_command(
         kind = "a public" if public else "a private"
         return click.confirm(f"Upload to {repo_id} ({kind} repository, if it is new)?", err=True)
 
-    how: dict[str, Any] = {"public": public, "dry_run": dry_run, "confirm": confirm, "progress": make_progress()}
+    how: dict[str, Any] = {"public": public, "dry_run": dry_run, "confirm": confirm, "progress": True}
     result = publish(folder, repo_id, **how, **options)
     if write_result(json_file, result):
         print_published(result)
@@ -95,5 +95,4 @@ def print_published(result: Mapping[str, Any]) -> None:
         kind = "private" if result["private"] else "public"
         files = counted(len(result["uploaded"]), "file")
         screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
-    if result["kept"]:
-        screen.say(f"these stay: {', '.join(result['kept'])}")
+    screen.rows(("these stay", ", ".join(result["kept"])))

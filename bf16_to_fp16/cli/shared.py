@@ -18,10 +18,13 @@ from ..checkpoint.headers import read_header
 from ..checkpoint.packed import packed_data
 from ..checkpoint.recorded import recorded
 from ..checkpoint.sources import CHECKPOINT, local_folder, local_source, subfolder_of
+from ..checkpoint.staging import check_file, replacing
 from ..conversion.options import FLAGS, PATH, Options
+from ..environment import SCHEMA
 from ..errors import UserError
+from ..json_text import finite, write_json
+from ..progress import visible
 from ..quiet import quiet_downloads
-from ..visible import visible
 
 SAFE, UNSAFE, USAGE, UNREAD = 0, 1, 2, 141
 
@@ -131,20 +134,12 @@ def asked(source: str, patterns: Sequence[str], endpoint: str | None = None) -> 
         return fetched(source, patterns, endpoint)[0]
 
 
-def make_progress() -> Any:
-    from ..progress import Progress
-
-    return Progress()
-
-
 def checked_target(target: Any, option: str) -> Any:
     """Return ``target``; raise UserError now where the report could not be written there after the work."""
     if target is None or (str(target) == "-" and option == "--json"):
         return target
     if str(target) == "-":
         raise UserError(f"{option} writes a file, and - is none; give its name")
-    from ..checkpoint.staging import check_file
-
     check_file(Path(target), f"choose another file for {option}")
     return target
 
@@ -153,9 +148,6 @@ def write_result(target: str | None, data: Mapping[str, Any]) -> bool:
     """Write a report where it was asked for; return whether standard output is free for words."""
     if target is None:
         return True
-    from ..environment import SCHEMA
-    from ..json_text import finite, write_json
-
     data = {"schema": SCHEMA, **data}
     if target == "-":
         print(visible(json.dumps(finite(data), indent=2, ensure_ascii=False), as_json=True))
@@ -167,8 +159,6 @@ def write_result(target: str | None, data: Mapping[str, Any]) -> bool:
 
 @contextmanager
 def replacing_for(option: str, path: Path) -> Iterator[Path]:
-    from ..checkpoint.staging import replacing
-
     try:
         with replacing(path) as new:
             yield new

@@ -37,7 +37,7 @@ def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = finetune(recipe, overrides=overrides, force=force, progress=shared.make_progress())
+    result = finetune(recipe, overrides=overrides, force=force, progress=True)
     if result is None:  # not the first process
         return SAFE
     if write_result(json_file, result.report):

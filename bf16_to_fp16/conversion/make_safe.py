@@ -201,14 +201,10 @@ def check_known(model: Any) -> None:
             " hold its activations down with ActivationPenalty, which takes any model"
         )
     if (whole := model_around(model)) is not None:
-        mend = (
-            f"give the {type(whole).__name__}"
-            if class_named(type(whole).__name__)
-            else "train it in bf16, or keep it in fp32"
-        )
+        around = type(whole).__name__
+        mend = f"give the {around}" if class_named(around) else "train it in bf16, or keep it in fp32"
         raise UserError(
-            f"this {type(model).__name__} is a part of a {type(whole).__name__}, which would go on with the old scale;"
-            f" {mend}"
+            f"this {type(model).__name__} is a part of a {around}, which would go on with the old scale; {mend}"
         )
 
 

@@ -51,10 +51,8 @@ def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | Non
             f" {layout.only_class} alone"
         )
     if max_length is not None and (checkpoint.folder / MODULES).is_file():
-        ran = (
-            "an audit runs them"
-            if runs_behind(checkpoint.folder)
-            else "sentence-transformers, which runs them, is missing"
+        missing = "" if runs_behind(checkpoint.folder) else "; sentence-transformers, which runs them, is missing"
+        progress.say(
+            f"{checkpoint.name}: the proof ends at the encoder's last states, before its other modules{missing}"
         )
-        progress.say(f"{checkpoint.name}: the proof ends at the encoder's last states, before its other modules; {ran}")
     return layout

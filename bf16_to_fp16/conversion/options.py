@@ -224,9 +224,8 @@ class Options:
     prove: bool = False
 
     def check(self) -> None:
-        choices = (self.target, (AUTO, *TARGETS)), (self.layout, LAYOUT_NAMES), (self.eps, EPS)
-        for name, (value, known) in zip(("target", "layout", "eps"), choices, strict=True):
-            if value not in known:
+        for name, known in (("target", (AUTO, *TARGETS)), ("layout", LAYOUT_NAMES), ("eps", EPS)):
+            if (value := getattr(self, name)) not in known:
                 raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         check_margin(self.margin_bits)
         if self.stream is not None and not -MOST_EXPONENT <= self.stream <= MOST_EXPONENT:

@@ -98,10 +98,9 @@ def harmed(rare: ExceptionEntry, excess_bits: float) -> UnsafeEntry:
 
 
 def described(rare: ExceptionEntry) -> str:
-    names = (
-        [f"{i} {token!r}" for i, token in zip_longest(rare.ids, rare.tokens, fillvalue="")] if rare.tokens else rare.ids
-    )
-    return f"{'token' if len(rare.ids) == 1 else 'tokens'} {listed(list(map(str, names)))}"
+    tokens = [f" {token!r}" for token in rare.tokens]
+    names = [f"{i}{token}" for i, token in zip_longest(rare.ids, tokens, fillvalue="")]
+    return f"{'token' if len(rare.ids) == 1 else 'tokens'} {listed(names)}"
 
 
 def prices(rare: ExceptionEntry) -> str:
@@ -115,12 +114,9 @@ def tower_in_fp32(family: str | None, regimes: Mapping[str, RegimeEntry]) -> lis
     projector = None if known is None else known.projector
     broken = [site for regime in regimes.values() for site in regime.broken_sites]
     over = [f".{site.name}" for site in broken if site.limit and site.fp32 and site.fp32 > site.limit]
-    if (
-        projector is None
-        or not over
-        or {*regimes} == {"amp"}
-        or not all(f".{projector.tower}." in name for name in over)
-    ):
+    if projector is None or not over or {*regimes} == {"amp"}:
+        return []
+    if not all(f".{projector.tower}." in name for name in over):
         return []
     prefix = over[0][1 : over[0].index(f".{projector.tower}.") + 1]
     paths = [projector.tower] + [projector.at] * (not projector.at.startswith(f"{projector.tower}."))

@@ -66,6 +66,8 @@ class Output(VisibleConsole):
 
     def table(self, table: Table) -> None:
         lines, framed = list(table.lines()), self.is_terminal
+        if not lines:
+            return
         shown = [i for i in range(len(table.columns)) if any(line[i] for line in lines)]
         result = RichTable(
             title=table.title or None, title_justify="left", box=HEAVY_HEAD if framed else None, pad_edge=framed

@@ -140,8 +140,7 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
             f"no certificate: {report.family} is none of the classes that can be bounded and converted"
             " (bf16-to-fp16 families)"
         )
-    if rows := facts.tier_rows(report):
-        screen.table(Table(TIER_COLUMNS, rows))
+    screen.table(Table(TIER_COLUMNS, facts.tier_rows(report)))
     if words := facts.gradients_in_words(report):
         screen.print(words)
     if report.regimes:

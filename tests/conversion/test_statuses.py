@@ -25,10 +25,9 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic, growth
 from bf16_to_fp16.checkpoint.hub import explain
 from bf16_to_fp16.conversion.options import FLAGS, PUBLISHED, Options, parse_size
 from bf16_to_fp16.measuring.texts import file_rows
-from bf16_to_fp16.progress import Progress, VisibleConsole
+from bf16_to_fp16.progress import Progress, VisibleConsole, visible
 from bf16_to_fp16.report.screen import console
 from bf16_to_fp16.targets import AUTO, TARGETS, AskedTarget
-from bf16_to_fp16.visible import visible
 
 
 @pytest.fixture(scope="module")
