@@ -1,11 +1,12 @@
 """Will my loss be fp32's? One task, one source, the same batches, finetuned in each way that people have in fp16.
 
-    python benchmarks/finetune.py [--steps 200] [--seeds 2]
+    python benchmarks/finetune.py [--steps 200] [--seeds 2] [--picture loss.svg]
 
 The source is the T5 demo as it was trained. The task is to give the first sentence of a paragraph from the others, on
 the shipped text. AdamW, after a linear rise. fp16 AMP is autocast with torch's loss scale, on a CPU; `penalty` begins
 in bf16 autocast and goes on in fp16 while every site is below 65504. Losses are of all held-out rows, in fp32. Each run
-has a process and a thread of its own. Times are the processor's, whose fp16 is slower than fp32.
+has a process and a thread of its own. Times are the processor's, whose fp16 is slower than fp32. It needs the package
+`rouge-score`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from bf16_to_fp16.measuring.texts import texts
 from bf16_to_fp16.quiet import quiet
 
 SOURCE = DEMOS["T5"]
-WARMUP = 20  # steps
+WARMUP, EVERY, SHOWN = 20, 40, 16  # steps, steps between evaluations, rows for which text is generated
 RATES = {False: 1e-3, True: 3e-3}  # whether adapters alone are trained: AdamW's rate
 
 
@@ -69,12 +70,13 @@ WAYS = {
 
 @dataclass
 class Run:
-    """What one run gave: the held-out loss, steps that were skipped, milliseconds of each step, peak MB."""
+    """What one run gave: held-out losses by step, steps that were skipped, milliseconds of each step, peak MB."""
 
-    loss: float = math.inf
+    losses: list[tuple[int, float]] = field(default_factory=list)
     skipped: int = 0
     milliseconds: list[float] = field(default_factory=list)
     megabytes: float = 0.0
+    rouge: float = 0.0
 
 
 def write_pairs(text: Path, out: Path) -> None:
@@ -84,10 +86,30 @@ def write_pairs(text: Path, out: Path) -> None:
 
 
 @torch.no_grad()
-def loss_of(model: Any, batches: Sequence[TrainingBatch]) -> float:
+def loss_of(model: Any, batches: Sequence[TrainingBatch], penalty: ActivationPenalty | None) -> float:
     model.eval()
+    if penalty is not None:
+        penalty.watches = False
     sums = [(float(model(**b.inputs()).loss), int((b.labels >= 0).sum())) for b in batches if b.labels is not None]
+    model.train()
+    if penalty is not None:
+        penalty.watches = True
     return sum(loss * tokens for loss, tokens in sums) / sum(tokens for _, tokens in sums)
+
+
+def rouge(model: Any, corpus: Corpus) -> float:
+    """Return the mean ROUGE-L (Lin 2004) of greedy text, in percent."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer, scores = RougeScorer(["rougeL"]), []
+    for batch in corpus.held_out(SHOWN):
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        made = model.eval().generate(**inputs, max_new_tokens=corpus.target_length, do_sample=False)
+        assert batch.labels is not None
+        for pair in zip(batch.labels.clamp(min=0), made, strict=True):
+            wanted, written = (corpus.tokenizer.decode(ids, skip_special_tokens=True) for ids in pair)
+            scores.append(scorer.score(wanted, written)["rougeL"].fmeasure)
+    return 100 * statistics.fmean(scores)
 
 
 def train(way: Way, folder: Path, data: Data, seed: int, steps: int) -> Run:
@@ -108,6 +130,8 @@ def train(way: Way, folder: Path, data: Data, seed: int, steps: int) -> Run:
     precision = torch.bfloat16 if way.penalty else way.precision
     model.train()
     for step in range(steps):
+        if step % EVERY == 0:
+            run.losses.append((step, loss_of(model, held_out, penalty)))
         batch, begin = next(stream), time.process_time()
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / WARMUP)
@@ -126,10 +150,30 @@ def train(way: Way, folder: Path, data: Data, seed: int, steps: int) -> Run:
             precision = HALF if inside else torch.bfloat16
         run.milliseconds.append(1e3 * (time.process_time() - begin))
     run.megabytes = peak_megabytes()
+    run.losses.append((steps, loss_of(model, held_out, penalty)))
     if penalty is not None:
         penalty.detach()
-    run.loss = loss_of(model, held_out)
+    run.rouge = rouge(model, corpus)
     return run
+
+
+def draw(runs: dict[str, list[Run]], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "finetune", "font.size": 10}
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    for name, marker in zip([name for name in runs if "LoRA" not in name], "os^x+d", strict=True):
+        steps = [step for step, _ in runs[name][0].losses]
+        means = [statistics.fmean(run.losses[i][1] for run in runs[name]) for i in range(len(steps))]
+        axis.plot(steps, means, label=name.replace("`", ""), marker=marker, markersize=9, fillstyle="none", linewidth=1)
+    title = f"The T5 demo on one task, mean of {len(runs['fp32'])} seeds"
+    axis.set(xlabel="step", ylabel="held-out loss, nats a token", title=title)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(picture, metadata={"Date": None}, facecolor="white")
 
 
 @quiet()
@@ -137,6 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--picture", type=Path, help="draw loss against step into this SVG")
     asked = parser.parse_args()
     runs: dict[str, list[Run]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as place:
@@ -151,21 +196,26 @@ def main() -> None:
             for name, way in WAYS.items():
                 start = folder if way.converted else SOURCE
                 runs[name].append(apart(train, way, start, data, seed, asked.steps))
-                print(f"{name}, seed {seed}: {runs[name][-1].loss}", file=sys.stderr, flush=True)
-    print_header("way", "held-out loss", "less fp32's", "skipped steps", "time of a step / fp32's", "peak MB")
+                print(f"{name}, seed {seed}: {runs[name][-1].losses}", file=sys.stderr, flush=True)
+    print_header(
+        "way", "held-out loss", "less fp32's", "ROUGE-L", "skipped steps", "time of a step / fp32's", "peak MB"
+    )
     for name, each in runs.items():
         base = runs["LoRA, fp32" if WAYS[name].lora else "fp32"]
-        losses = [run.loss for run in each]
-        away = [loss - run.loss for loss, run in zip(losses, base, strict=True)]
+        losses = [run.losses[-1][1] for run in each]
+        away = [loss - run.losses[-1][1] for loss, run in zip(losses, base, strict=True)]
         times = [statistics.median(run.milliseconds) for run in each], [statistics.median(r.milliseconds) for r in base]
         print_row(
             name,
             ", ".join(f"{loss:.3f}" for loss in losses),
             ", ".join(f"{x:+.4f}" for x in away),
+            ", ".join(f"{run.rouge:.1f}" for run in each),
             ", ".join(str(run.skipped) for run in each),
             f"{min(times[0]) / min(times[1]):.1f}",
             f"{max(run.megabytes for run in each) - floor:.0f}",
         )
+    if asked.picture:
+        draw(runs, asked.picture)
 
 
 if __name__ == "__main__":

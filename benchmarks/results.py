@@ -64,8 +64,9 @@ def paragraphs(record: Record) -> list[str]:
     title = f"**{record['title']}.** " if "title" in record else ""
     where = f" ({record['where']})" if "where" in record else ""
     tables = [markdown(table) for table in record.get("tables", ())]
+    images = [f"![{what}]({name})" for what, name in record.get("images", ())]
     reading = [record["reading"]] if "reading" in record else []
-    return [f"{title}`{record['command']}`{where}. {record['what']}", *tables, *reading]
+    return [f"{title}`{record['command']}`{where}. {record['what']}", *tables, *images, *reading]
 
 
 def markdown(table: Table) -> str:

@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import ModelTensors, resolve
 from ..report.coverage import tower_aside
+from ..rescaling.adapters import scaled_adapter
 from ..rescaling.apply import apply, eps_attribute
 from ..rescaling.exponents import OfChannels
 from ..rescaling.follow import check_whole, exponents_by_parameter, follow
@@ -33,6 +34,7 @@ from .adapter import check_tying, rescale_adapter
 EMBEDDINGS = "inputs_embeds"
 MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
 SAVES = "save_pretrained"  # method of a rescaled model that warns
+WRAPPED = {"base_layer", "original_module"}  # under what names PEFT's wrappers keep a model's own layer
 
 
 @dataclass(frozen=True)
@@ -121,10 +123,16 @@ class MadeSafe:
     def undo(self, model: Any) -> Any:
         """Take ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
 
-        Its config gets its eps back. model: the model made safe, a copy of it, or one loaded by ``from_pretrained``
-        from a folder saved before ``undo``, which the eps in its config shows. Raises UserError for any other model.
+        Its config gets its eps back. model: the model made safe, a copy of it, one loaded by ``from_pretrained`` from
+        a folder saved before ``undo``, which the eps in its config shows, or a PEFT model with one LoRA around it,
+        whose adapter follows. Raises UserError for any other model.
         """
-        check_plain(model, "write it for the original with adapter(model, OUT), and undo model.unload()")
+        if hasattr(model, "get_base_model"):
+            return self.undo_adapted(model)
+        check_plain(model, "give the PEFT model around it, or merge it with merge_and_unload() and undo that")
+        return self.undo_plain(model)
+
+    def undo_plain(self, model: Any) -> Any:
         check_whole(model)
         if self.changed:
             self.check_made_safe(model)
@@ -159,19 +167,40 @@ class MadeSafe:
         """
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
+    def undo_adapted(self, model: Any) -> Any:
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        base = self.adapted(model)
+        state = get_peft_model_state_dict(model)
+        with without_adapters(base):
+            back = scaled_adapter(state, resolve(ModelTensors(base)), inverse(self.plan), 1 / self.head_gain)
+            if lost := next((name for name, tensor in back.items() if tensor.widened), None):
+                raise UserError(f"{lost} is in 16 bits and would lose some; adapter(model, OUT) writes it in fp32")
+            self.undo_plain(base)
+        set_peft_model_state_dict(model, {name: tensor.values for name, tensor in back.items()})
+        return model
+
+    def adapted(self, model: Any) -> Any:
+        """Return the base model of a PEFT model. Raises UserError unless it has one adapter and this plan's scale."""
+        if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
+            raise UserError(
+                f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"
+            )
+        base = model.get_base_model()
+        mark = base.__dict__.get(MARK)
+        if mark is None or mark.plan != self.plan:
+            raise UserError(
+                "the adapter's model is not at this plan's scale; it was undone already, or not made safe so"
+            )
+        return base
+
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
         """Write the adapter of a PEFT model around the model made safe to ``out``, rescaled for the original, and
         return ``out``. PEFT's own ``save_pretrained`` writes it at the plan's scale. Raises UserError as
         ``convert_adapter`` does, and unless the model has one adapter and is at this plan's scale."""
         if self.layout is None:
             raise UserError("what came back from a pickle or a copy writes no adapter; keep what make_fp16_safe gave")
-        if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
-            raise UserError(
-                f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"
-            )
-        mark = model.get_base_model().__dict__.get(MARK)
-        if mark is None or mark.plan != self.plan:
-            raise UserError("the adapter's model is not at this plan's scale; it was undone already, or not made safe")
+        self.adapted(model)
         out, adapters = Path(out), list(model.peft_config)
         check_out(out, force=force)
         with tempfile.TemporaryDirectory() as folder:
@@ -215,6 +244,21 @@ class MadeSafe:
         if exponents or max_grad_norm is not None:
             follow(optimizer, exponents, model, max_grad_norm)
         return optimizer
+
+
+@contextmanager
+def without_adapters(base: Any) -> Iterator[None]:
+    """Put the layers that PEFT wrapped in the places of its wrappers for the block."""
+    wrappers = {name: module for name, module in base.named_modules() if {*module._modules} & WRAPPED}
+    parents = {name: base.get_submodule(name.rpartition(".")[0]) for name in wrappers}
+    try:
+        for name, wrapper in wrappers.items():
+            layer = next(child for key, child in wrapper.named_children() if key in WRAPPED)
+            setattr(parents[name], name.rpartition(".")[2], layer)
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            setattr(parents[name], name.rpartition(".")[2], wrapper)
 
 
 def takers_of_embeddings(model: Any) -> list[nn.Module]:

@@ -215,7 +215,7 @@ def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
     for inside in (wrapped, model):
         with pytest.raises(UserError, match="before get_peft_model"):
             make_fp16_safe(inside)
-    with pytest.raises(UserError, match="write it for the original with adapter"):
+    with pytest.raises(UserError, match="give the PEFT model around it, or merge"):
         safe.undo(model)
     merged = wrapped.merge_and_unload()
     moved = outputs(merged)
@@ -269,6 +269,48 @@ def test_a_plain_save_warns_of_its_scale_and_save_writes_the_originals(tmp_path:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         model.save_pretrained(tmp_path / "undone")
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("t5", {"target_modules": ["q", "o", "wo", "shared"]}),
+        ("gated", {"target_modules": ["wi_0", "v"], "use_rslora": True, "modules_to_save": ["lm_head"]}),
+        ("llama", {"target_modules": ["v_proj", "down_proj"], "bias": "none", "r": 3}),
+    ],
+)
+def test_a_peft_model_around_it_is_undone_with_its_adapter(kind: str, config: dict[str, Any], tmp_path: Path) -> None:
+    source = tiny.save(tiny.build(kind), tmp_path / "source", torch.float32)
+    model = load(source, torch.float32)
+    before, safe = weights(model), make_fp16_safe(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**config))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in wrapped.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                weight.add_(torch.randn(weight.shape, generator=generator) / 4)
+    wanted = outputs(wrapped)
+    assert safe.plan.moves and safe.undo(wrapped) is wrapped
+    assert all(torch.equal(a, b) for a, b in zip(wanted[:1], outputs(wrapped)[:1], strict=True))
+    wrapped.save_pretrained(tmp_path / "adapter")
+    found = outputs(peft.PeftModel.from_pretrained(load(source, torch.float32), tmp_path / "adapter"))
+    assert torch.equal(wanted[0], found[0])
+    with pytest.raises(UserError, match="undone already"):
+        safe.undo(wrapped)
+    assert same(before, weights(wrapped.unload())) or "modules_to_save" in config
+
+
+def test_an_adapter_in_16_bits_that_would_lose_some_is_left_as_it_is() -> None:
+    model = tiny.small("gated")
+    safe = make_fp16_safe(model)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["wi_0", "wo"]))
+    for name, weight in wrapped.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.full_like(weight, 60_000.0, dtype=torch.float16)
+    kept = {name: weight.clone() for name, weight in wrapped.named_parameters()}
+    with pytest.raises(UserError, match="is in 16 bits and would lose some"):
+        safe.undo(wrapped)
+    assert all(torch.equal(kept[name], weight) for name, weight in wrapped.named_parameters())
 
 
 def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_path: Path) -> None:
