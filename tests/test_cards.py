@@ -11,8 +11,8 @@ import yaml
 from support.learner import recipe_tree, rows_of, saved
 from support.program import refused
 
-from bf16_to_fp16.cards import Card, cards, check_torch_uses_cards, computes_in_bf16
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.devices import Card, cards, check_torch_uses_cards, computes_in_bf16
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning import processes, run
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe

@@ -21,7 +21,7 @@ from support import forked, parsed, tiny
 from transformers.utils import logging as stock
 
 from bf16_to_fp16 import UserError, convert, system
-from bf16_to_fp16.checkpoint import disk, reader, sources
+from bf16_to_fp16.checkpoint import files, reader, sources
 from bf16_to_fp16.checkpoint import folder as folders
 from bf16_to_fp16.checkpoint.staging import check_out
 from bf16_to_fp16.finetuning import run as finetuning
@@ -71,7 +71,7 @@ def test_files_are_opened_and_flushed_as_windows_needs_it(tmp_path: Path, monkey
 
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     convert(source, tmp_path / "here", run_model=False)
-    monkeypatch.setattr(disk, "BINARY", binary)
+    monkeypatch.setattr(files, "BINARY", binary)
     monkeypatch.setattr(os, "open", on_windows)
     convert(source, tmp_path / "there", run_model=False)
     assert opened["model.safetensors"] == os.O_RDWR and opened["config.json"] == os.O_RDWR  # flushed at the end

@@ -15,6 +15,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,9 @@ class Layer:
     def to_json(self, name: str, rate: float) -> dict[str, Any]:
         finite = self.moves.total()
         stalled = sum(count for least, count in self.moves.items() if least > rate)
-        half, reached = None, 0
-        for least in sorted(self.moves):
-            reached += self.moves[least]
-            if 2 * reached >= finite:
-                half = least
-                break
+        rates = sorted(self.moves)
+        reached = accumulate(self.moves[least] for least in rates)
+        half = next((least for least, count in zip(rates, reached, strict=True) if 2 * count >= finite), None)
         return {
             "name": name,
             "elements": finite + self.overflow,

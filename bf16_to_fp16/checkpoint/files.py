@@ -1,9 +1,12 @@
-"""Read bytes, JSON and zip directories of untrusted files. Imports no torch."""
+"""Read and write files: free space, one-line errors of the disk, and JSON with its limits. Imports no torch."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import shutil
 import struct
 import sys
 import zipfile
@@ -14,9 +17,80 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal
+
 from ..errors import UserError, shortened
-from . import disk
 from .sources import RESTORE, shown
+
+FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+
+FREE_SPACE_REMEDY = "free some space or choose another output path"
+
+
+def check_free_space(
+    what: str,
+    nbytes: int,
+    folder: Path,
+    *,
+    of: str = "the cache",
+    otherwise: str = "set HF_HOME to a folder on another",
+) -> None:
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise UserError(
+            f"{what} needs {decimal(nbytes)} and the disk of {of} has {decimal(free)};"
+            f" free some space, or {otherwise} disk"
+        )
+
+
+@contextmanager
+def writing(path: Path, remedy: str = FREE_SPACE_REMEDY) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {remedy}") from error
+
+
+BINARY: int = getattr(os, "O_BINARY", 0)  # without it Windows translates line ends, in weights as well
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk. Windows cannot open a folder."""
+    if BINARY and path.is_dir():
+        return
+    descriptor = os.open(path, (os.O_RDWR if BINARY else os.O_RDONLY) | BINARY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    for root, _, files in os.walk(folder):
+        for name in files:
+            sync(Path(root) / name)
+        sync(Path(root))
+
+
+@contextmanager
+def created(path: Path) -> Iterator[int]:
+    with writing(path):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | BINARY, 0o666)
+    try:
+        yield descriptor
+    except BaseException:
+        os.close(descriptor)  # first: Windows removes no open file
+        path.unlink(missing_ok=True)
+        raise
+    os.close(descriptor)
+
 
 LONGEST_HEADER = 8_000_000  # bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed
 
@@ -27,7 +101,7 @@ def reading(file: Path) -> Iterator[FileIO]:
         raise UserError(f"{file} is not a regular file; {RESTORE}")
     try:
         waiting = getattr(os, "O_NONBLOCK", 0)  # opening a pipe would wait for its writer
-        source = FileIO(file, opener=lambda path, flags: os.open(path, flags | disk.BINARY | waiting))
+        source = FileIO(file, opener=lambda path, flags: os.open(path, flags | BINARY | waiting))
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
     with source:
@@ -54,6 +128,11 @@ def read_bytes(source: FileIO, count: int, offset: int = 0) -> bytes:
     buffer = bytearray(count)
     read_exactly(source, memoryview(buffer), offset)
     return bytes(buffer)
+
+
+def sha256_of(file: Path) -> str:
+    with reading(file) as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

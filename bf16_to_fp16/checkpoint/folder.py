@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import UserError
 from .contents import side_modules
-from .disk import FULL_OR_FAILING
+from .files import FULL_OR_FAILING, sha256_of
 from .sources import contained
 
 OTHER_WEIGHTS = (  # endings of weight files and indexes, which are never copied
@@ -101,11 +100,6 @@ def records(folder: Path, known: Collection[str] = ()) -> list[dict[str, object]
         if path.is_file() and name not in known:
             entries.append({"name": name, "nbytes": path.stat().st_size, "sha256": sha256_of(path)})
     return entries
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:

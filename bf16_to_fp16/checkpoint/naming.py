@@ -1,10 +1,12 @@
-"""Names of tensors: of T5 encoders in stock code and in Wan's, of models with images in modules and in files. Imports
-no torch. Wan's T5: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1."""
+"""Names of tensors: of T5 encoders in stock code and in Wan's, of models with images in modules and in files; and the
+layouts that ``convert`` writes, a folder or one file. Imports no torch.
+
+Wan's T5, whose eps in fp32 no file can change: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -112,3 +114,33 @@ def translated(name: str, table: Iterable[tuple[str, str]]) -> str:
         if match := pattern(one).fullmatch(name):
             return other.format(**match.groupdict())
     return name
+
+
+FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one file
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed in its reader, None for stock code."""
+
+    name: str
+    readers: str
+    naming: Naming = STOCK
+    model_type: str | None = None
+    eps: float | None = None
+    activation: str = ""
+
+    def check_model(self, model_type: object, where: str) -> None:
+        if self.model_type not in (None, model_type):
+            raise UserError(
+                f"{where}: {self.readers} read the encoder of {self.model_type}, and this is {model_type!r}; leave out"
+                " --layout, and give --eps fixed if its reader has an eps of its own"
+            )
+
+
+LAYOUTS: Mapping[str, FileLayout] = {
+    "wan": FileLayout("wan", "Wan's tools", WAN, "umt5", 1e-6, "gelu_new"),
+    "single": FileLayout("single", "any tool, stock names"),
+}
+
+LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)  # values of ``--layout``

@@ -16,9 +16,9 @@ from typing import Any
 
 from ..errors import UserError
 from . import files, headers
-from .disk import created, sync, write_all, writing
+from .files import created, sync, write_all, writing
 from .naming import SPIECE, SPIECE_FILE, STOCK, Naming
-from .packed import SUMMARY, TENSORS, UNDO_DATA, summary_of
+from .recorded import SUMMARY, TENSORS, UNDO_DATA, summary_of
 from .staging import ELSEWHERE, check_apart, check_file, umask
 
 COPIED_BYTES = 1 << 22  # bytes copied at a time

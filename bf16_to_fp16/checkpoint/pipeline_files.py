@@ -14,9 +14,9 @@ from typing import Any
 
 from ..errors import UserError
 from ..progress import Advance
-from .fetching import SMALL_FILES, fetched, hub_files
 from .files import read_json
 from .folder import copy, is_weights
+from .hub import SMALL_FILES, fetched, hub_files
 from .sources import RESTORE, contained, local_source
 
 MODEL_INDEX = "model_index.json"

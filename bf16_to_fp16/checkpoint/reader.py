@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from ..errors import UserError
 from . import files, formats, headers
 from .contents import check_lone, read_config, weight_files
-from .fetching import download
+from .hub import download
 from .naming import names_in_files
 from .single_file import open_single_file
 from .sources import RESTORE, local_source, own_name, shown, subfolder_of
@@ -79,10 +78,6 @@ class Checkpoint:
             for row, place in zip(rows, values, strict=True):
                 files.read_exactly(source, formats.bytes_of(place), info.offset + row * size)
         return values
-
-    def sha256(self, file: Path) -> str:
-        with files.reading(file) as source:
-            return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 VIEWS: dict[Path, Checkpoint] = {}  # checkpoints opened from one file, by their scratch folder

@@ -48,17 +48,13 @@ def check_sentence_encoder(folder: Path) -> None:
             " in the place of the first; give each a name of its own"
         )
     for i, (path, kind) in enumerate(listed):
-        name = kind.rpartition(".")[2]
-        if i == 0 and (path.rstrip("/.") or name != ENCODER or not kind.startswith(NAMESPACE)):
+        name, is_below = kind.rpartition(".")[2], bool(path.rstrip("/."))
+        known = is_below and name in KNOWN if i else not is_below and name == ENCODER
+        if not known or not kind.startswith(NAMESPACE):
             raise UserError(
-                f"{folder / MODULES}: begins with {kind or 'no class'!r} in {path or '.'!r}, and what is converted is a"
-                f" {ENCODER} in the folder itself; give the folder of each encoder by itself, without {MODULES}"
-            )
-        if i and (name not in KNOWN or not kind.startswith(NAMESPACE) or not path.rstrip("/.")):
-            raise UserError(
-                f"{folder / MODULES}: {kind or 'no class'!r} in {path or '.'!r} is not known to read the last states"
-                f" alone, as {', '.join(KNOWN)} of sentence-transformers do, each in a folder of its own; convert the"
-                f" encoder alone, without {MODULES}"
+                f"{folder / MODULES}: {kind or 'no class'!r} in {path or '.'!r} is not known: the first module must be"
+                f" sentence-transformers' {ENCODER} in the folder itself, and the others {', '.join(KNOWN)}, each in a"
+                f" folder of its own; convert the encoder alone, without {MODULES}"
             )
     whole = folder / WHOLE_CONFIG
     kind = read_json(whole, "config").get("model_type", WHOLE) if whole.is_file() else WHOLE

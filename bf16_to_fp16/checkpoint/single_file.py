@@ -12,9 +12,9 @@ from typing import Any
 from ..errors import UserError, shortened
 from ..json_text import write_json
 from . import files, formats, headers
-from .disk import FREE_SPACE_REMEDY, writing
+from .files import FREE_SPACE_REMEDY, writing
 from .naming import NAMINGS, SPIECE, SPIECE_FILE, STOCK, Naming
-from .packed import undo_data_of
+from .recorded import undo_data_of
 from .sources import RESTORE
 
 ASIDE = (  # endings of tensors' names that are not weights, as ComfyUI's files have them

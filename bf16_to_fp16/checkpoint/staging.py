@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from ..errors import UserError
-from .disk import FREE_SPACE_REMEDY, FULL_OR_FAILING, sync, sync_tree, writing
+from .files import FREE_SPACE_REMEDY, FULL_OR_FAILING, sync, sync_tree, writing
 from .ownership import BELONGING, RECORDS, files_of, is_made_from, is_report, listed_files
 
 ELSEWHERE = "choose another output path"

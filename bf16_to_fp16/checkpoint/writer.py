@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .disk import created, write_all, writing
-from .files import read_exactly, reading
+from .files import created, read_exactly, reading, write_all, writing
 from .formats import SAFETENSORS_DTYPES, RunningHash, bytes_of
 from .reader import Checkpoint
 from .shards import FileRecord, Write, lay_out, reach_of, shards

@@ -14,7 +14,7 @@ from rich.filesize import decimal
 from ..checkpoint.adapter_config import config_for
 from ..checkpoint.contents import is_converted
 from ..checkpoint.folder import converted_already
-from ..checkpoint.layouts import LAYOUTS
+from ..checkpoint.naming import LAYOUTS
 from ..checkpoint.packing import check_out_file
 from ..checkpoint.pipeline_files import Pipeline, is_pipeline, open_pipeline
 from ..checkpoint.recorded import recorded_plan

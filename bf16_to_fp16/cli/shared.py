@@ -11,12 +11,11 @@ from typing import Any
 import click
 
 from ..checkpoint.contents import read_config, weight_files
-from ..checkpoint.fetching import SMALL_FILES, fetched
 from ..checkpoint.files import zip_records
 from ..checkpoint.folder import check_tokenizer, tokenizer_beside
 from ..checkpoint.headers import read_header
-from ..checkpoint.packed import packed_data
-from ..checkpoint.recorded import recorded
+from ..checkpoint.hub import SMALL_FILES, fetched
+from ..checkpoint.recorded import packed_data, recorded
 from ..checkpoint.sources import CHECKPOINT, local_folder, local_source, subfolder_of
 from ..checkpoint.staging import check_file, replacing
 from ..conversion.options import FLAGS, PATH, Options

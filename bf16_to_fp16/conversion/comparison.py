@@ -11,6 +11,7 @@ from typing import Any
 
 from ..bounds.spectral import CARRIED
 from ..checkpoint.contents import MODULES
+from ..checkpoint.files import sha256_of
 from ..checkpoint.folder import TOKENIZER_FILES, carry_over, tokenizer_beside
 from ..checkpoint.formats import bytes_of
 from ..checkpoint.reader import VIEWS, Checkpoint, open_checkpoint
@@ -47,7 +48,7 @@ OBEYED = (  # files that change what stock code computes
 
 
 def other_weights(original: Checkpoint, report: Report) -> Iterator[tuple[str, str, str]]:
-    hashes = {original.file_name(file): original.sha256(file) for file in original.weight_files}
+    hashes = {original.file_name(file): sha256_of(file) for file in original.weight_files}
     for name in sorted({*hashes, *report.source.sha256}):
         if report.source.sha256.get(name) != hashes.get(name):
             yield name, "is not the file that was converted", RIGHT_REVISION

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.contents import WEIGHTS, is_converted
-from ..checkpoint.disk import check_free_space
-from ..checkpoint.files import read_json
-from ..checkpoint.folder import carry_over, converted_already, has_tokenizer, records, sha256_of, tokenizer_beside
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUTS
-from ..checkpoint.naming import SPIECE_FILE
-from ..checkpoint.packed import summary_of
+from ..checkpoint.files import check_free_space, read_json, sha256_of
+from ..checkpoint.folder import carry_over, converted_already, has_tokenizer, records, tokenizer_beside
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, SPIECE_FILE
 from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place, tokenizer_inside
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.recorded import summary_of
 from ..checkpoint.sources import own_name, shown_in_a_command
 from ..checkpoint.staging import scratch, staged
 from ..checkpoint.writer import Written, write_fp16

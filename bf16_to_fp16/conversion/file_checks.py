@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, side_modules
-from ..checkpoint.folder import TEMPLATES, is_code, is_weights, sha256_of
+from ..checkpoint.files import sha256_of
+from ..checkpoint.folder import TEMPLATES, is_code, is_weights
 from ..checkpoint.headers import read_whole_header
-from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.naming import SPIECE, SPIECE_FILE, STOCK
-from ..checkpoint.packed import recorded_sha256
+from ..checkpoint.naming import LAYOUTS, SPIECE, SPIECE_FILE, STOCK
 from ..checkpoint.packing import tensors_sha256
 from ..checkpoint.reader import VIEWS, Checkpoint
+from ..checkpoint.recorded import recorded_sha256
 from ..checkpoint.sources import contained
 from ..families.layout import Layout
 from ..report.remedies import REMOVE

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from rich.filesize import decimal
 
-from ..checkpoint.disk import check_free_space
-from ..checkpoint.fetching import fetched
-from ..checkpoint.hub import reading_from
+from ..checkpoint.files import check_free_space
+from ..checkpoint.hub import fetched, reading_from
 from ..checkpoint.recorded import NEEDED, REPORT, check_below, recorded
 from ..checkpoint.sources import CONVERTED, local_folder, subfolder_of
 from ..errors import UserError

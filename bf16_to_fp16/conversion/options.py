@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..bounds.arithmetic import Arithmetic
-from ..checkpoint.layouts import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
+from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUT_NAMES, LAYOUTS
 from ..checkpoint.sources import shown_in_a_command
 from ..checkpoint.staging import check_out
 from ..errors import UserError, shortened

@@ -12,12 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..checkpoint.disk import check_free_space
-from ..checkpoint.fetching import fetched, hub_files
-from ..checkpoint.files import read_json
+from ..checkpoint.files import check_free_space, read_json
 from ..checkpoint.folder import records
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
+from ..checkpoint.hub import fetched, hub_files
 from ..checkpoint.pipeline_files import MODEL_INDEX, PIPELINE, Pipeline, bring, config_of, is_pipeline, open_pipeline
 from ..checkpoint.sources import contained, own_name
 from ..checkpoint.staging import staged

@@ -12,11 +12,10 @@ import torch
 
 from ..checkpoint.contents import WEIGHTS
 from ..checkpoint.folder import carry_over, copy
-from ..checkpoint.layouts import LAYOUTS
-from ..checkpoint.packed import recorded_sha256
+from ..checkpoint.naming import LAYOUTS
 from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256, tokenizer_inside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.recorded import CONVERTED_KEY
+from ..checkpoint.recorded import CONVERTED_KEY, recorded_sha256
 from ..checkpoint.shards import Write
 from ..checkpoint.sources import written_folder
 from ..checkpoint.staging import check_out, scratch, staged

@@ -13,9 +13,8 @@ import torch
 from ..bounds.arithmetic import SPLITS, Arithmetic
 from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
-from ..checkpoint.packed import summary_of
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.recorded import CONVERTED_KEY
+from ..checkpoint.recorded import CONVERTED_KEY, summary_of
 from ..checkpoint.sources import local_source, own_name
 from ..devices import Device
 from ..environment import SCHEMA, installed

@@ -15,7 +15,7 @@ from ..report.judgement import FP16_RANGE_BITS
 from ..report.remedies import tower_alone, with_next
 from ..report.schema import FinetuneEntry, Report, UnsafeEntry
 from ..wording import bits, counted, excess, scientific
-from .recipe import CERTIFIABLE, Penalty, Recipe
+from .recipe import Recipe
 
 TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
@@ -45,35 +45,17 @@ class Command:
         return replace(self, is_public=True)
 
 
-def how_to_go_on(
-    recipe: Recipe, report: Report, steps: int, delivered: float, command: Command, *, lost: bool, unproven: bool
-) -> str:
-    """Return a sentence with the command that continues the run, or begins another.
-
-    delivered: the output's least headroom, in bits. lost: quality was missed. unproven: the certificate was missed.
-    """
+def next_command(recipe: Recipe, steps: int, *, more: bool, command: Command) -> str:
+    """Return a sentence with the command that takes more steps, or else begins another run."""
+    if more:
+        return f"go on: {command.line(schedule__steps=2 * steps)}"
     folder = (recipe.checkpointing.folder or f"{recipe.out}.run") + "-2"
     while Path(folder).exists():
         folder += "-2"
-    another = {"checkpointing__folder": folder}
-    attacked = report.attack is not None and report.attack.worst_headroom_bits < 0
-    if recipe.penalty.form == "none" and delivered < 0:
-        return f"begin another run, with the penalty: {command.line(penalty__form=Penalty().form, **another)}"
-    if attacked and recipe.penalty.certify is False and recipe.target in CERTIFIABLE:
-        return f"begin another run, whose bounds are held too: {command.line(penalty__certify='true', **another)}"
-    if lacks_headroom(recipe, delivered) or not (lost or unproven):
-        return f"go on: {command.line(schedule__steps=2 * steps)}"
-    if lost and recipe.distillation.weight < 1:
-        return f"begin another run that learns the original alone: {command.line(distillation__weight=1.0, **another)}"
     # What training holds is held to its last step; the rest was held by the exponents of its start.
     slower = f"{recipe.schedule.learning_rate / 2:g}"
-    line = command.line(schedule__learning_rate=slower, **another)
+    line = command.line(schedule__learning_rate=slower, checkpointing__folder=folder)
     return f"begin another run that stays nearer to its start: {line}"
-
-
-def lacks_headroom(recipe: Recipe, delivered: float) -> bool:
-    wanted = recipe.penalty.headroom_bits - TOLERANCE_BITS
-    return recipe.penalty.form != "none" and not delivered >= wanted  # NaN lacks it too
 
 
 def goal(what: str, missing: float, reason: str) -> UnsafeEntry:
@@ -123,15 +105,13 @@ def judged(report: Report, recipe: Recipe, command: Command) -> Report:
     assert run is not None and report.regimes  # convert audits what was finetuned
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
-    missed = quality = lost_quality(recipe, run)
-    if lacks_headroom(recipe, delivered):
+    penalised, missed = recipe.penalty.form != "none", lost_quality(recipe, run)
+    missed += uncertified(report) if recipe.penalty.certify else []
+    more = penalised and not missed
+    if penalised and not delivered >= asked - TOLERANCE_BITS:  # NaN lacks it too
         reason = f"{bits(delivered)} bits of headroom, of {asked:g} (penalty.headroom_bits), at {tightest.tightest}"
-        missed = [goal("headroom", asked - delivered, reason), *quality]
-    unproven = uncertified(report) if recipe.penalty.certify else []
-    missed = [*missed, *unproven]
+        missed, more = [goal("headroom", asked - delivered, reason), *missed], True
     if report.safe and not missed:
         return report
-    remedy = tower_alone(report.family, report.regimes) or how_to_go_on(
-        recipe, report, run.steps, delivered, command, lost=bool(quality), unproven=bool(unproven)
-    )
-    return with_next(report, missed, remedy)
+    said = next_command(recipe, run.steps, more=more, command=command)
+    return with_next(report, missed, tower_alone(report.family, report.regimes) or said)

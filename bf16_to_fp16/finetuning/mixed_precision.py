@@ -22,7 +22,7 @@ from ..measuring.products import FastProducts
 
 PRECISION_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
-FIRST_LOSS_SCALE = 2.0**16  # of fp16; the first step is computed again until one holds
+FIRST_LOSS_SCALE = 2.0**16  # of fp16; as torch's, it is found at the cost of a few skipped steps
 CALM_STEPS = 2000  # without overflow after which the loss scale doubles
 CLIP_NORM = 1.0  # largest norm of the whole gradient
 
@@ -30,24 +30,14 @@ CLIP_NORM = 1.0  # largest norm of the whole gradient
 @dataclass
 class LossScale:
     """A factor on the loss that keeps gradients above fp16's subnormals: it halves at an overflow and doubles after
-    ``CALM_STEPS`` without one (Micikevicius et al., arXiv:1710.03740).
-
-    ``overflows``: in a row; ``calm``: steps since the last one or doubling. ``settled``: a step has been taken. Until
-    then one that passed after overflows lowers the scale by ``SPARE`` more: another batch's gradient is larger.
-    """
+    ``CALM_STEPS`` without one (Micikevicius et al., arXiv:1710.03740). ``calm``: steps since either."""
 
     scale: float = FIRST_LOSS_SCALE
     calm: int = 0
-    overflows: int = 0
-    settled: bool = False
 
     MOST = 2.0**24
-    SPARE = 4.0
 
     def update(self, *, overflowed: bool) -> None:
-        if not overflowed and not self.settled:
-            self.scale, self.settled = self.scale / (self.SPARE if self.overflows else 1.0), True
-        self.overflows = self.overflows + 1 if overflowed else 0
         self.calm = 0 if overflowed else self.calm + 1
         if overflowed:
             self.scale /= 2

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..cards import computes_in_bf16
-from ..devices import find_device
+from ..devices import computes_in_bf16, find_device
 from ..environment import how_to_install
 from ..errors import UserError
 from .mixed_precision import CLIP_NORM, MixedPrecision

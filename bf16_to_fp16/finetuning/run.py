@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..cards import computes_in_bf16
 from ..checkpoint.files import read_json
 from ..checkpoint.folder import tokenizer_beside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -24,7 +23,7 @@ from ..checkpoint.staging import check_out, overlap, put_in_place, scratch
 from ..conversion.convert import Conversion, convert_by
 from ..conversion.opening import say_where_saved_again
 from ..conversion.options import Destination, Options, Provenance
-from ..devices import Device, check_auto_uses_the_card, find_device, shown
+from ..devices import Device, check_auto_uses_the_card, computes_in_bf16, find_device, shown
 from ..errors import UserError
 from ..families.known import class_of, spare_padding, stock_class
 from ..measuring.agreement import agreed_layout
@@ -41,12 +40,11 @@ from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
 from .goals import Command, judged
-from .log import LOG, lines, start_tracker
-from .memory import MOST_OVER, Needs
+from .launching import MOST_OVER, Needs
 from .processes import begun_by, make_accelerator, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .start import START_FOLDER, START_RECORD, check_start, options_of, write_start, written_trained
-from .states import RunFolder, read_state
+from .states import LOG, RunFolder, lines, read_state, start_tracker
 from .trainer import Outcome, Trainer, check_same_recipe
 
 UNNEEDED = "Nothing to train: after a conversion alone no input can overflow it (--force trains all the same)"

@@ -7,10 +7,11 @@ processes takes the steps of one: losses are sums over all positions of a step d
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,35 @@ from ..progress import Progress
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
+from .distillation import Losses
 from .evaluation import MOST_EXAMPLES, Evaluator, nearest
-from .log import LOG, RunLog
-from .loss_terms import Losses
 from .mixed_precision import MixedPrecision, recomputation
 from .optimizers import make_optimizer, set_rate
 from .penalty import ActivationPenalty
 from .processes import Processes, precisions_of
 from .recipe import Recipe, Schedule
-from .stability import RunPosition, check_progress
-from .states import STATE, TENSORS, RunFolder, read_state, read_tensors
+from .states import LOG, STATE, TENSORS, RunFolder, RunLog, read_state, read_tensors
 
 FITTING_STEPS = 20  # steps in a row in which every activation must fit fp16 before bf16 turns to fp16
 _DROPOUT = 0  # what a step's random numbers are for
+NONFINITE_STOP = 100  # skipped steps in the whole run after which it stops
+OVERFLOW_STOP = 20  # overflows in a row after which the loss scale, 2**20 times smaller, has collapsed
+STUCK_STOP = 1000  # steps without progress after which the penalty will not come down
 
 CHANGEABLE = ("out", "wandb", "checkpointing", "evaluation", "quality", "source")
 """Parts of a recipe that may change when a run continues: they have no part in its bits."""
+
+
+@dataclass
+class RunPosition:
+    step: int = 0
+    tokens: int = 0
+    phase: int = 0
+    fitting: int = 0
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    least_excess: float = math.inf
+    least_excess_step: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,7 +166,7 @@ class Trainer:
         set_rate(self.optimizer, rate)
         # What holds the bounds afterwards is thousands of small fp32 operations, which its modes would only slow.
         with self.mixed_precision.whole_step():
-            norm, sums = self._search_scale(batches, positions)
+            norm, sums = self._attempt(batches, positions)
         p.step += 1
         if self.constraint is not None:
             self.constraint.hold(p.step, recipe.schedule.steps)
@@ -191,25 +205,6 @@ class Trainer:
 
     def _total(self, count: int) -> float:
         return float(self.processes.sum(torch.tensor(float(count))))
-
-    def _search_scale(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
-        """Take a step as ``_attempt`` does; until a first one was taken in fp16 compute it again while a lower loss
-        scale may help, so that finding the scale costs no data."""
-        scale = self.mixed_precision.loss_scale
-        before = None if scale is None or scale.settled else (scale.scale, scale.overflows)
-        penalty = None if self.penalty is None else self.penalty.state_dict()
-        while True:
-            norm, sums = self._attempt(batches, positions)
-            if before is None or scale is None or norm < math.inf:
-                return norm, sums
-            seen = [] if self.penalty is None else self.penalty.observations().values()
-            forward_is_finite = bool(sums.isfinite().all()) and all(o.amax < math.inf for o in seen)
-            # What is not finite before the backward is the same under every scale: a skipped step like any other.
-            if scale.scale < 1 or not forward_is_finite:
-                scale.scale, scale.overflows = before[0] / 2, before[1] + 1
-                return norm, sums
-            if self.penalty is not None and penalty is not None:
-                self.penalty.load_state_dict(penalty)
 
     def _attempt(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
         """Forward, backward and optimizer on the batches of a step; return the gradient's norm, infinite or NaN where
@@ -382,3 +377,38 @@ def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) ->
             f"{folder.parent}: holds a run with another {changed[0]}; restore the recipe, give another"
             " checkpointing.folder, or remove that one to start anew"
         )
+
+
+def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosition, loss_scale: float | None) -> None:
+    """Raise UserError, with the worst site's name, where a run cannot succeed."""
+    at = worst_site(penalty)
+    row = list(itertools.takewhile(lambda s: s[1]["step"] == p.step - s[0], enumerate(reversed(p.skipped))))
+    if len(row) >= OVERFLOW_STOP:
+        raise UserError(
+            f"{len(row)} steps in a row overflow, down to a loss scale of {loss_scale:g}{at};"
+            f" set {'precision: fp32' if recipe.rescale else 'rescale: true'}, or lower schedule.learning_rate"
+            if loss_scale is not None
+            else f"{len(row)} steps in a row have no finite gradient{at}; lower the learning rate"
+        )
+    if len(p.skipped) >= NONFINITE_STOP:
+        raise UserError(f"{len(p.skipped)} steps had no finite gradient{at}; look at their examples in log.jsonl")
+    if penalty is None:
+        return
+    excess = max((o.excess_bits for o in penalty.observations().values()), default=0.0)
+    if excess <= 0 or excess < p.least_excess - 0.01:
+        p.least_excess, p.least_excess_step = min(excess, p.least_excess), p.step
+    elif p.step - p.least_excess_step >= STUCK_STOP:
+        raise UserError(
+            f"the penalty has not come down for {STUCK_STOP} steps{at};"
+            " raise schedule.learning_rate, lower penalty.headroom_bits,"
+            " or let the task go: distillation.weight 1"
+        )
+
+
+def worst_site(penalty: ActivationPenalty | None) -> str:
+    if penalty is None or not penalty.observations():
+        return ""
+    name, seen = penalty.worst()
+    if seen.excess_bits <= 0:
+        return ", though every activation is inside its target"
+    return f", worst at {name} with {seen.amax:.4g} where {seen.target:.4g} is wanted"

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..checkpoint.contents import INDEX, read_config
+from ..checkpoint.files import sha256_of
 from ..checkpoint.formats import bytes_of
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
@@ -150,7 +151,7 @@ def other_sha256(checkpoint: Checkpoint, carried: Sequence[str] = ()) -> dict[st
         inside = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         for file in inside:
             if file.is_file():
-                hashes[file.relative_to(checkpoint.home).as_posix()] = checkpoint.sha256(file)
+                hashes[file.relative_to(checkpoint.home).as_posix()] = sha256_of(file)
     return hashes
 
 

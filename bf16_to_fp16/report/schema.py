@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
+from ..checkpoint.files import sha256_of
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recorded import REPORT as REPORT
 from ..checkpoint.recorded import report_data
@@ -76,7 +77,7 @@ class Source(ReportObject):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        hashes = {file.name: checkpoint.sha256(file) for file in checkpoint.weight_files}
+        hashes = {file.name: sha256_of(file) for file in checkpoint.weight_files}
         return cls(**cls.place_of(checkpoint), sha256=hashes)
 
     def class_in(self, side: Literal["before", "after"]) -> str | None:

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.ownership import listed_files
-from ..checkpoint.packed import packed_data
-from ..checkpoint.recorded import CONVERTED_KEY, NO_PLAN, REPORT, recorded, recorded_plan
+from ..checkpoint.recorded import CONVERTED_KEY, NO_PLAN, REPORT, packed_data, recorded, recorded_plan
 from ..errors import UserError
 from ..families.layout import Layout
 from ..rescaling.centred import centred_tensors

@@ -20,7 +20,6 @@ from support.pipelines import contents
 from support.program import refused
 
 from bf16_to_fp16 import UserError, cli, convert, verify
-from bf16_to_fp16.checkpoint import fetching
 from bf16_to_fp16.checkpoint import hub as hub_module
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.sources import local_source
@@ -99,13 +98,13 @@ def test_a_passing_fault_is_waited_for_a_lasting_one_told(hub: HubServer, monkey
 
 
 def test_weights_are_of_the_commit_of_the_config(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, modules = hub.repos["org/theirs"], fetching.module_folders
+    theirs, modules = hub.repos["org/theirs"], hub_module.module_folders
 
     def meanwhile(folder: Path) -> list[str]:
         theirs.commit({"config.json": b"{}"}, "theirs", "main")
         return modules(folder)
 
-    monkeypatch.setattr(fetching, "module_folders", meanwhile)
+    monkeypatch.setattr(hub_module, "module_folders", meanwhile)
     first = theirs.branches["main"]
     opened = open_checkpoint("org/theirs", endpoint=hub.endpoint)
     assert opened.revision == opened.folder.name == first != theirs.branches["main"]

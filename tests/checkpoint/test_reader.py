@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from bf16_to_fp16.checkpoint.files import sha256_of
 from bf16_to_fp16.checkpoint.formats import SAFETENSORS_DTYPES
 from bf16_to_fp16.checkpoint.headers import ITEM_SIZES
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -89,10 +90,10 @@ def test_rows_are_read_alone(folder: Path) -> None:
 
 def test_the_hash_is_that_of_the_file(folder: Path) -> None:
     file = folder / "model.safetensors"
-    assert open_checkpoint(folder).sha256(file) == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert sha256_of(file) == hashlib.sha256(file.read_bytes()).hexdigest()
     large = folder / "large"
     large.write_bytes(os.urandom((2 << 20) + 5))
-    assert open_checkpoint(folder).sha256(large) == hashlib.sha256(large.read_bytes()).hexdigest()
+    assert sha256_of(large) == hashlib.sha256(large.read_bytes()).hexdigest()
 
 
 def test_one_file_comes_before_shards_and_shards_before_pickles(

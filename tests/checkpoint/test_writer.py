@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from bf16_to_fp16.checkpoint import files, formats, writer
+from bf16_to_fp16.checkpoint.files import sha256_of
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.checkpoint.shards import FileRecord, Write
 from bf16_to_fp16.checkpoint.writer import TensorStats, Written, write_fp16
@@ -217,7 +218,7 @@ def test_the_bytes_depend_neither_on_the_order_nor_on_hashing_and_the_hashes_are
             digest = hashlib.sha256(data).hexdigest() if hashes else None
             assert record == FileRecord(record.name, len(data), digest) and (out / record.name).read_bytes() == data
     assert results[0] == results[1] and len(results[0].files) == 3
-    assert results[0].source_sha256 == {f.name: checkpoint.sha256(f) for f in checkpoint.weight_files}
+    assert results[0].source_sha256 == {f.name: sha256_of(f) for f in checkpoint.weight_files}
     assert results[2].source_sha256 == {}
 
 

@@ -14,7 +14,7 @@ from support import tiny
 from support.contract import layout_of
 
 from bf16_to_fp16 import convert
-from bf16_to_fp16.checkpoint.folder import sha256_of
+from bf16_to_fp16.checkpoint.files import sha256_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.editing import (
     MANY,

@@ -18,6 +18,7 @@ from support import exhaustive, faults, forked
 from support.faults import JOBS
 
 from bf16_to_fp16.checkpoint import staging
+from bf16_to_fp16.checkpoint.files import sha256_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion import convert as converting
 from bf16_to_fp16.conversion import planning
@@ -237,5 +238,5 @@ def test_a_shard_that_changes_while_it_is_read_is_noticed(
 
 def test_a_checkpoint_that_does_not_change_is_not_refused(inputs: Path) -> None:
     found = open_checkpoint(inputs / "source")
-    found.sha256(found.weight_files[0])
+    sha256_of(found.weight_files[0])
     found.check_unchanged()

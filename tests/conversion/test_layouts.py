@@ -18,9 +18,9 @@ from support.forging import flip
 from support.program import refused
 
 from bf16_to_fp16 import audit, certify, convert, undo, verify
-from bf16_to_fp16.checkpoint.packed import TENSORS
 from bf16_to_fp16.checkpoint.packing import tensors_sha256
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.recorded import TENSORS
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
 

@@ -16,7 +16,7 @@ from support import judge, tiny
 from support.forging import copied
 
 from bf16_to_fp16 import cli, convert, undo, verify
-from bf16_to_fp16.checkpoint.folder import sha256_of
+from bf16_to_fp16.checkpoint.files import sha256_of
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.json_text import loads

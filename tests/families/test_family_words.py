@@ -35,8 +35,8 @@ OPERATIONS = {"layer_norm"}  # torch's names of operations, by which audits name
 ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}  # the names of the shipped checkpoints
 
 FILES = {
-    *("advise/initialisation.py", "checkpoint/layouts.py", "checkpoint/naming.py"),
-    *("checkpoint/side_modules.py", "checkpoint/single_file.py", "finetuning/memory.py"),
+    *("advise/initialisation.py", "checkpoint/naming.py"),
+    *("checkpoint/side_modules.py", "checkpoint/single_file.py", "finetuning/launching.py"),
 }
 """Tables of what files of single encoders are called and what models they are, by which a file is opened before there
 is a config that could have a family; of what configs of any class call their width and deviations or have position

@@ -253,7 +253,7 @@ def in_fp16(folder: Path, run: Path) -> Trainer:
 @pytest.mark.parametrize("demo", exhaustive.beyond(["t5-gated-bytes"], ["t5-gated-bytes", "pegasus-bytes"]))
 def test_only_converted_demos_train_in_fp16(demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 steps here; `python benchmarks/finetune.py` is the long version."""
-    monkeypatch.setattr("bf16_to_fp16.finetuning.stability.OVERFLOW_STOP", 4)
+    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.OVERFLOW_STOP", 4)
     convert(DEMO_DATA / demo, tmp_path / "converted", run_model=False)
     trainer = in_fp16(tmp_path / "converted", tmp_path)
     linears = [module for module in trainer.stock.modules() if isinstance(module, torch.nn.Linear)]

@@ -31,7 +31,7 @@ from support.program import refused
 
 from bf16_to_fp16 import verify
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.finetuning.loss_terms import Losses
+from bf16_to_fp16.finetuning.distillation import Losses
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe, shipped_names
 from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped
 from bf16_to_fp16.finetuning.states import RunFolder
@@ -242,7 +242,7 @@ def autocast_if_enabled(engine):
 runtime.autocast_if_enabled = autocast_if_enabled
 """
 INFINITE = """
-from bf16_to_fp16.finetuning.loss_terms import Losses
+from bf16_to_fp16.finetuning.distillation import Losses
 
 reach = Losses.beyond_the_data
 
@@ -326,7 +326,7 @@ def test_a_run_that_loses_a_process_goes_on(recipe: Path, in_two: Path, warm_pyt
         "error: process 1 was ended by SIGKILL; the same command goes on from the last state"
     )
     first, *_, last = said.splitlines()
-    assert first.startswith("# device: cpu: 2 CPU processes over gloo, ")
+    assert first.startswith("# CPU processes over gloo: 2, ")
     assert f"-m bf16_to_fp16 finetune {recipe} --set out=out" in last
     assert not psutil.wait_procs(family, timeout=20)[1]
     assert not (tmp_path / "out.run" / f"step-{STEPS:08d}").exists()

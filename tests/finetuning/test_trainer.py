@@ -30,15 +30,13 @@ from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import arguments, task_loss
 from bf16_to_fp16.finetuning.evaluation import nearest
-from bf16_to_fp16.finetuning.log import RunLog
 from bf16_to_fp16.finetuning.mixed_precision import FIRST_LOSS_SCALE
 from bf16_to_fp16.finetuning.optimizers import make_optimizer
 from bf16_to_fp16.finetuning.penalty import Observation
 from bf16_to_fp16.finetuning.processes import Processes
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
-from bf16_to_fp16.finetuning.stability import RunPosition, check_progress
-from bf16_to_fp16.finetuning.states import RunFolder, read_state
-from bf16_to_fp16.finetuning.trainer import Trainer
+from bf16_to_fp16.finetuning.states import RunFolder, RunLog, read_state
+from bf16_to_fp16.finetuning.trainer import RunPosition, Trainer, check_progress
 from bf16_to_fp16.optim.adamw import AdamW
 
 BAD = ord("Z") + 3  # ByT5's id of a letter that no text here has
@@ -372,14 +370,13 @@ def test_a_probe_that_overflows_skips_no_step(weight: float, make: Make, tmp_pat
 
 
 def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(make: Make, fix: Fix, tmp_path: Path) -> None:
-    fix("stability", OVERFLOW_STOP=3)
+    fix("trainer", OVERFLOW_STOP=3)
     model = tiny_model()
     model.encoder.block[0].layer[1].DenseReluDense.wo.weight.data.mul_(1e7)
     settings: dict[str, Any] = {"penalty": {"form": "smooth-max"}, "distillation": {"weight": 0.0}}
     with pytest.raises(UserError, match=r"3 steps in a row overflow, down to a loss scale of 8") as caught:
         scaled(make(model=model, **settings), 64.0).train()
     assert "encoder.block.0.layer.1.DenseReluDense.wo" in str(caught.value)
-    # Each of these steps is computed anew for every scale down to 1.
     trainer = scaled(make("gradients", **settings), 8.0)
     trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
     inside = r"3 steps in a row overflow, .* though every activation is inside its target; "
@@ -395,7 +392,7 @@ def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(make: Make, fix
 @pytest.mark.parametrize(("fall", "stuck"), [(0.005, None), (-0.005, 7), (0.0001, 7)])
 def test_a_penalty_that_does_not_come_down_stops_a_run(fix: Fix, fall: float, stuck: int | None) -> None:
     """Noise is no progress."""
-    fix("stability", STUCK_STOP=6)
+    fix("trainer", STUCK_STOP=6)
     recipe = parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}})
     position = RunPosition()
 
@@ -414,7 +411,7 @@ def test_a_penalty_that_does_not_come_down_stops_a_run(fix: Fix, fall: float, st
 
 
 def test_so_many_bad_batches_stop_a_run(make: Make, fix: Fix) -> None:
-    fix("stability", NONFINITE_STOP=2)
+    fix("trainer", NONFINITE_STOP=2)
     trainer = make(penalty={"form": "smooth-max"})
     trainer.stock.encoder.final_layer_norm.weight.register_hook(
         lambda gradient: gradient * (math.nan if trainer.position.step in (1, 4) else 1.0)

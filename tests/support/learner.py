@@ -13,10 +13,10 @@ import transformers
 from bf16_to_fp16.finetuning import run, start
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import Teacher
-from bf16_to_fp16.finetuning.log import start_tracker
 from bf16_to_fp16.finetuning.mixed_precision import MixedPrecision
 from bf16_to_fp16.finetuning.processes import make_accelerator
 from bf16_to_fp16.finetuning.recipe import Recipe, parse_recipe
+from bf16_to_fp16.finetuning.states import start_tracker
 from bf16_to_fp16.finetuning.trainer import Trainer
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from it "
