@@ -47,8 +47,8 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return an adapter's config. Raises UserError where the adapter is for the converted folder ``base`` already or,
-    with ``back``, for what ``base`` was converted from."""
+    """Return an adapter's config. Raises UserError where the adapter already fits the converted folder ``base`` or,
+    with ``back``, already fits the source of ``base``."""
     origin, config = recorded(base)["source"], adapter_config(adapter)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)

@@ -1,5 +1,5 @@
-"""Requests to the Hub, repeated where it is busy. The client's errors become one line with a remedy and no token.
-Files of a repository come to the client's cache: the small ones, then the weights. Imports no torch."""
+"""Send requests to the Hub, and repeat them while it is busy. Errors of its client become one line with a remedy and no
+token. A repository's files are fetched into the client's cache: the small ones, then the weights. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Names of tensors: of T5 encoders in stock code and in Wan's, of models with images in modules and in files; and the
-layouts that ``convert`` writes, a folder or one file. Imports no torch.
+"""Tensor names (of T5 encoders in stock code and in Wan's, of models with images in modules and in files), and the
+layouts that ``convert`` writes: a folder, or one file. Imports no torch.
 
-Wan's T5, whose eps in fp32 no file can change: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1."""
+Wan's T5 is ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1; its code fixes the eps in fp32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WAN_NAMES = (
 
 @dataclass(frozen=True)
 class Naming:
-    """``pairs``: stock names and names in this naming. ``anchors``: names that every file in this naming has."""
+    """``pairs``: stock names with their names here. ``anchors``: names that every file with these names has."""
 
     title: str
     anchors: tuple[str, ...]
@@ -67,8 +67,8 @@ transformers 4.57 reads a vision tower only by its names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return names in files by names in modules, where the two differ. A class without a head ends in ``Model``, and
-    its modules lack the ``model.`` in front."""
+    """Return names in files by names in modules, where the two differ. A class without a head ends in ``Model``; its
+    module names lack the prefix ``model.``."""
     names = frozenset(names)
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
@@ -90,7 +90,7 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 
 def in_modules(name: str, known: Collection[str]) -> str:
-    """Return the name in modules for a name in modules or in files. known: all names in modules."""
+    """Return the module's name of a tensor that is named as in modules or as in files. known: all names in modules."""
     if name in known:
         return name
     others = (
@@ -121,7 +121,8 @@ FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one fil
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed in its reader, None for stock code."""
+    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed by the program that reads it; None if stock
+    code reads it."""
 
     name: str
     readers: str

@@ -1,4 +1,4 @@
-"""Folders and reports that this program wrote, and so may replace. The record in such a folder lists all its files."""
+"""Find out which folders and reports this program wrote, and so may replace. A folder's record lists all its files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def is_made_from(folder: Path, other: Path) -> bool:
-    """Whether the report in ``folder`` names as its source weights that the record in ``other`` lists."""
+    """Whether the report in ``folder`` names a source whose weights are the ones listed by the record in ``other``."""
     try:
         hashes = set(loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -79,7 +79,7 @@ def pack(
 
 
 def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
-    """Return the tokenizer that the source file held; opening the file has written it into ``folder``."""
+    """Return the tokenizer that the source file held; ``folder`` has it, extracted when the file was opened."""
     inside = folder / SPIECE_FILE
     return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 
@@ -87,7 +87,8 @@ def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
 def hashing(
     source: FileIO, tensors: Iterable[headers.TensorInfo], running: Any, naming: Naming = STOCK
 ) -> Iterator[memoryview]:
-    """Yield the bytes of an open file's tensors. Feed ``running`` with each tensor's description and bytes."""
+    """Yield the bytes of an open file's tensors, and feed each tensor's description and bytes to ``running``, a
+    hash."""
     buffer = memoryview(bytearray(COPIED_BYTES))
     for info in tensors:
         running.update(described(naming.from_stock(info.name), info.dtype, info.shape))

@@ -1,5 +1,5 @@
-"""A pipeline in diffusers' layout. The components that are not converted are hard links: they take no space and survive
-moves. Small files, which people edit, are copied."""
+"""Files of a pipeline in diffusers' layout. Components that are not converted become hard links: they take no space and
+survive moves. Small files, which people edit, are copied."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSU
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``loaded``: library and class of each component. ``others``: files to link or copy; ``left_out``: the other
-    files."""
+    """``loaded``: library and class of each component. ``others``: the files to link or copy. ``left_out``: hidden
+    folders."""
 
     folder: Path
     source: str
@@ -127,7 +127,8 @@ def variant_of(name: str) -> str | None:
 
 
 def files_loaded(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return the files that ``from_pretrained`` uses: safetensors rather than .bin, a default rather than a variant."""
+    """Return the files that ``from_pretrained`` would load: safetensors rather than .bin, the default rather than a
+    variant."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}
     for path in sorted(sizes):

@@ -20,9 +20,9 @@ from .sources import RESTORE, local_source, own_name, shown, subfolder_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint; the weights stay on the disk. ``revision``: a Hub id's commit. ``notes``: assumptions about
-    one file of weights. ``stored_names``: a tensor's name in files by its name in modules, where they differ.
-    ``own_folder``: the source's folder, where ``folder`` is a scratch copy."""
+    """An opened checkpoint; the weights stay on disk. ``revision``: the commit of a Hub id. ``notes``: assumptions made
+    about one file of weights. ``stored_names``: a tensor's name in files by its name in modules, where they differ.
+    ``own_folder``: the source's folder, where ``folder`` is a temporary copy."""
 
     folder: Path
     source: str
@@ -39,7 +39,7 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """The folder with the source's other files."""
+        """The folder that holds the source's other files."""
         return self.own_folder or self.folder
 
     def check_unchanged(self) -> None:
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The source's name for a report: a local folder without its parents."""
+        """The source as reports name it: a local folder without its parents."""
         if self.revision is not None:
             return self.source
         return "/".join(filter(None, (own_name(self.source), self.subfolder)))

@@ -34,7 +34,8 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return a report's JSON. needed: dotted keys that it must have, with an error for each. version: of its schema."""
+    """Return a report's JSON. needed: dotted keys that it must have, each with its error message. version: the
+    schema's."""
     data = read_json(path, "report", LONGEST_REPORT)
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
@@ -98,7 +99,7 @@ def recorded_sha256(file: Path) -> str | None:
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:
-    """Return the summary of the conversion that wrote a file, None where none did."""
+    """Return the conversion's summary in a file's metadata; None if no conversion wrote the file."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     if (said := metadata_in(file).get(SUMMARY)) is None:

@@ -1,4 +1,4 @@
-"""The layout of the written files, settled before the first byte. Files and index have transformers' names. Format:
+"""Plan the output files before the first byte is written. Files and index have transformers' names. Format:
 https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def reach_of(write: Write) -> int:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
-    """Group tensors by file: as in the source, or by name up to ``max_shard_size`` bytes, or one larger tensor."""
+    """Group tensors by file: as in the source, or by name into files of up to ``max_shard_size`` bytes. A larger tensor
+    has its own file."""
     ordered = sorted(writes, key=lambda write: write.name)
     if max_shard_size is None:
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
@@ -84,7 +85,8 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
-    """Return the files, and an index of several. Wider dtypes come first, so that every tensor is aligned."""
+    """Return the output files, and an index if there are several. Wider dtypes come first, so that every tensor is
+    aligned."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -1,5 +1,5 @@
-"""How sentence-transformers reads an encoder's folder: ``modules.json`` and the configs beside it. A module that reads
-more than the encoder's last states is refused (https://sbert.net/docs/package_reference)."""
+"""Check a sentence-transformers folder: ``modules.json`` and the configs beside it. A module that reads more than the
+encoder's last states is refused (https://sbert.net/docs/package_reference)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ READ = {  # keys that choose the method and the output read, with the values tha
 
 
 def check_sentence_encoder(folder: Path) -> None:
-    """Raise UserError unless the encoder runs as config.json says and other modules read its last states only."""
+    """Raise UserError unless the encoder runs as its config.json says and other modules read only its last states."""
     entries = listed_modules(folder)
     if not (folder / MODULES).is_file():
         return

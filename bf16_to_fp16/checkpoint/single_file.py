@@ -1,4 +1,4 @@
-"""One file of weights as a source, as Forge and Wan's tools keep a T5 encoder, opened as a scratch folder."""
+"""Open one file of weights (as Forge and Wan's tools store a T5 encoder) as a temporary folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process
 
 @dataclass(frozen=True)
 class SingleFile:
-    """``folder``: scratch, with config and tokenizer. ``tensors``: by stock names. ``notes``: the assumptions made."""
+    """``folder``: temporary, with config and tokenizer. ``tensors``: by stock names. ``notes``: the assumptions
+    made."""
 
     file: Path
     folder: Path
@@ -111,7 +112,7 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 
 def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> dict[str, Any]:
-    """Return the stock config of an encoder's tensors; raise UserError where names and shapes leave it open."""
+    """Return the stock config that an encoder's tensors imply; raise UserError where names and shapes leave it open."""
 
     def sizes(name: str) -> tuple[int, int]:
         info = tensors.get(name)
@@ -156,7 +157,7 @@ def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> di
 
 
 def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, headers.TensorInfo]) -> dict[str, Any]:
-    """Return a given config with the class that fits the tensors: an encoder's where there is no decoder."""
+    """Return the given config with the class that fits the tensors: the encoder's class if they have no decoder."""
     read = files.read_json(config, "config") if isinstance(config, Path) else dict(config)
     model_type = str(read.get("model_type"))
     if model_type in CLASSES:

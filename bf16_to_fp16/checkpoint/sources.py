@@ -36,7 +36,8 @@ def local_path(name: str | Path) -> Path:
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
-    """Return the folder (or file) that a source names, None for a Hub id. wanted: the noun that messages ask for."""
+    """Return the folder (or file) that a source names, None for a Hub id. wanted: the noun to ask for in error
+    messages."""
     folder = local_path(source)
     if folder.is_dir() or (or_file and folder.exists()):
         return folder
@@ -81,7 +82,7 @@ def subfolder_of(folder: Path, name: str) -> Path:
 
 
 def contained(folder: Path, name: str) -> Path:
-    """Return the path of a folder's file; refuse one that leads outside. In the Hub's cache, a link from
+    """Return the path of a file in ``folder``; raise UserError if it leads outside. In the Hub's cache, a link from
     ``snapshots/<commit>`` to ``blobs`` of the same repository counts as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
@@ -104,5 +105,5 @@ def shown(value: object) -> str:
 
 
 def shown_in_a_command(word: str | Path) -> str:
-    """Return a word of a command for a report: a local path loses its folders, which may be private."""
+    """Return a command-line word as reports may show it: a local path without its folders, which may be private."""
     return own_name(word) if Path(word).exists() else str(word)

@@ -1,4 +1,4 @@
-"""The output folder, made in a temporary folder beside its place and renamed: it appears whole or not at all."""
+"""Build the output folder under a temporary name beside its place, then rename it: it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out`` and writing it harms no source. A folder is made there for
-    a trial, since a file system may refuse what its permissions allow."""
+    """Raise UserError unless a folder can be made at ``out`` and writing it harms no source. It tries by making a
+    folder: permissions alone do not tell whether the file system allows it."""
     with writing(out, ELSEWHERE):
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
@@ -58,7 +58,8 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
-    """Raise UserError where ``out`` overlaps a source, holds a target of its links, or is what it was made from."""
+    """Raise UserError if replacing ``out`` would harm the source: they overlap, the source's links lead into ``out``,
+    or the source is a conversion of ``out``."""
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return
@@ -70,7 +71,7 @@ def check_apart(out: Path, source: str | Path | None) -> None:
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Whether one path lies in the other. Files are compared, not names: most Macs ignore case."""
+    """Whether one path is inside the other. Compares files, not names: most Macs ignore case."""
 
     def same(a: Path, b: Path) -> bool:
         return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))
@@ -105,7 +106,7 @@ def check_file(path: Path, mend: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file that then replaces ``path``; devices and links are written directly."""
+    """Yield the path of a temporary file, which then replaces ``path``. Devices and links are written directly."""
     if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.absolute().parent, os.W_OK))):
         yield path
         return
@@ -127,7 +128,7 @@ def _try_out(path: Path) -> None:
 
 @contextmanager
 def scratch(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``out`` that is removed at the end, unless it was renamed."""
+    """Yield an empty folder beside ``out``; it is removed at the end, unless it was renamed."""
     out = out.absolute()
     work = _beside(out)
     try:

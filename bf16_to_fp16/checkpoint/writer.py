@@ -40,8 +40,9 @@ Chunk = tuple[Callable[[], object], memoryview]
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Counts of written elements. ``lossless``: equal to the scaled value and finite. ``normal``: not subnormal.
-    ``flushed_to_zero``: zero, but not in the source. ``amax``: NaN if one is NaN. ``nonzero``: in the source."""
+    """Counts of written elements. ``lossless``: finite and equal to the scaled value. ``normal``: not subnormal.
+    ``flushed_to_zero``: zero, from a source that is not. ``nonzero``: not zero in the source. ``amax``: the largest
+    |x|, NaN if one element is."""
 
     elements: int
     lossless: int
@@ -76,9 +77,10 @@ def write_fp16(
     hashes: bool = True,
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write tensors as safetensors into ``folder``, in the files of ``lay_out``. Nothing is clamped: a value beyond
-    fp16 becomes inf and is counted. advance: called with bytes done and in all. If writing fails, the new files are
-    removed."""
+    """Write tensors as safetensors into ``folder``, in the files of ``lay_out``.
+
+    Nothing is clamped: a value beyond fp16 becomes inf and is counted. advance: is called with the bytes done and the
+    total. If writing fails, the new files are removed."""
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
     stats = {write.name: NOTHING for write in writes}
     records: list[FileRecord] = []
@@ -130,7 +132,7 @@ def converted(
     hashes: Mapping[Path, RunningHash],
     stats: dict[str, TensorStats],
 ) -> Iterator[Chunk]:
-    """Yield a tensor's chunks, each with the call that hashes the source's bytes; add to ``stats``."""
+    """Yield a tensor's chunks, each with a call that hashes its source bytes; add to ``stats``."""
     if write.data is None:
         info = checkpoint.tensors[str(write.source)]
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
@@ -163,7 +165,7 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Return a chunk's values, scaled in place, and a mask of those zero before scaling, or with an offset after it."""
+    """Return a chunk's values, scaled in place, and a mask of zeros: before scaling, or with an offset after it."""
     zero = np.equal(values.numpy(), 0)
     if write.offset:  # adding 0 would turn -0 into 0
         values += write.offset

@@ -1,5 +1,4 @@
-"""The finetune in fp16 with an activation-magnitude penalty, for what ``convert`` leaves unsafe.
+"""Finetuning in fp16 with an activation-magnitude penalty, for models that ``convert`` leaves unsafe.
 
-A recipe and a corpus go in, ``trainer`` takes the steps under ``mixed_precision`` with ``penalty`` and
-``distillation`` as losses, and ``run`` converts what was trained.
-"""
+``trainer`` takes the steps of a recipe under ``mixed_precision``, with ``penalty`` and ``distillation`` as losses.
+``run`` then converts the trained model."""

@@ -1,16 +1,16 @@
 """Constrain the certified bounds during training, so that no input can overflow the trained model.
 
 The certificate bounds every site for any input, from the weights alone, and its bounds are differentiable. Sites that
-no rescaling moves (scores, gate rows, logits) are held under a lid, which falls from the largest bound to fp16's limit.
-After each optimizer step a bound over the lid is projected onto it, by Newton steps along the bound's gradient.
-Rows that write the residual stream are only scaled down: on real inputs their products must go on cancelling.
+rescaling cannot lower (scores, gate rows, logits) must stay under a ceiling, the lid, which falls during training from
+the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds' gradients change the
+weights until every bound is under the lid again. Rows that write the residual stream are only scaled down: on real
+inputs their products must go on cancelling.
 
-A loss term would need a hundred times the steps for a row a hundred times larger, since a step of Adam is no longer
-than the learning rate (as for decoupled weight decay, Loshchilov and Hutter 2019).
+A loss term would be slower: a step of Adam is no longer than the learning rate, so a row a hundred times larger needs a
+hundred times the steps (as for decoupled weight decay, Loshchilov and Hutter 2019).
 
-Of a model in parts one weight at a time is read whole and written back, in every process in the same order. So none has
-more of the others' weights than the one it reads, and the leaves that it asks for.
-"""
+A sharded model's weights are gathered, read and written back one at a time, in every process in the same order. So a
+process holds no more of the other shards than that weight, and the leaves that it asks for."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ MOST_MOVED = 0.5  # share of its length by which one Newton step may change a ro
 
 
 class BoundConstraint:
-    """Holds the bounds of ``model``, a stock model in training, under a lid.
+    """Keeps the certified bounds of ``model``, a stock model in training, under a falling ceiling (the lid).
 
-    Call ``begin`` once and then ``hold`` after every optimizer step, in all processes. With sharded weights (FSDP2, or
-    DeepSpeed with ``engine``) each process changes its own shard. layout: of the unsharded model.
-    """
+    Call ``begin`` once and ``hold`` after every optimizer step, in all processes. With sharded weights (FSDP2, or
+    DeepSpeed with ``engine=True``) each process changes its own shard. layout: of the unsharded model."""
 
     def __init__(self, layout: Layout, model: nn.Module, *, engine: bool = False) -> None:
         self.layout, self.target = layout, FP16_MAX * 2.0**-MARGIN_BITS
@@ -74,7 +73,7 @@ class BoundConstraint:
         self.start = max(0.0, *(float(bits.max()) for bits in self.excess().values()))
 
     def lid(self, step: int, steps: int) -> float:
-        """Return the bits by which a bound may still exceed its target after ``step``, counted from 1, of ``steps``."""
+        """Return how many bits over its target a bound may be after ``step`` (counted from 1) of ``steps``."""
         assert self.first is not None
         down = max(1.0, COMES_DOWN * (steps - self.first))
         return self.start * max(0.0, 1 - (step - self.first) / down)
@@ -100,12 +99,14 @@ class BoundConstraint:
             self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
     def excess(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return log2(bound / target) by site; again: only projections changed the weights since. only: sites."""
+        """Return log2(bound / target) by site. again: since the last call only ``project`` changed the weights. only:
+        the sites to measure; all by default."""
         measured = self.weights.agreed(self.bounds.measure(again=again, only=only))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Lower each bound of a site by about ``bits``; scaled: shrink all its weights in proportion."""
+        """Lower the bounds of a site by about ``bits`` each, with one Newton step. scaled: shrink all its weights in
+        proportion instead."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so
@@ -187,11 +188,8 @@ def norms(rows: Tensor) -> Tensor:
 
 
 class WholeWeights:
-    """The parameters and buffers of a stock model by the names of its modules, as the processes run it.
-
-    Of a model that is whole ``read`` gives the live tensors. Of one in parts it gives copies, whose changes ``write``
-    puts into every process's part.
-    """
+    """The parameters and buffers of a stock model by name. ``read`` gives the live tensors of an unsharded model, and
+    copies from a sharded one; ``write`` puts changed copies back into every process's shard."""
 
     def __init__(self, model: nn.Module, *, engine: bool = False) -> None:
         self.engine = engine
@@ -208,7 +206,8 @@ class WholeWeights:
         return self._leaves[id(weight)] if id(weight) in self._leaves else self._gathered(weight)
 
     def leaves(self, names: Iterable[str]) -> list[Tensor]:
-        """Return weights whole, as leaves of a graph that ``read`` gives under every name of theirs until ``write``."""
+        """Return full weights as leaves of a graph. Until ``write``, ``read`` gives these leaves under each of their
+        names."""
         leaves = []
         for name in names:
             weight = self._named[name]
@@ -218,7 +217,7 @@ class WholeWeights:
         return leaves
 
     def write(self) -> None:
-        """Put the leaves, as they are now, where the weights are; those of the first process where others differ."""
+        """Copy the leaves into the model's weights; where processes differ, those of the first count."""
         leaves, self._leaves = self._leaves, {}
         if self.in_parts:
             for weight in {id(x): x for x in self._named.values()}.values():

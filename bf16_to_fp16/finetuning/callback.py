@@ -33,16 +33,17 @@ class Fp16Callback(TrainerCallback):
         trainer = Trainer(model, arguments, train_dataset=rows)
         trainer.add_callback(Fp16Callback(trainer, "my-model-fp16"))
 
-    The model is rescaled in memory at once (``safe`` says how), since a penalty on an infinity has no gradient; its
-    fp32 outputs stay as they are. Every log of the training has ``headroom_bits`` (log2(limit / largest value) at the
-    tightest site, the least since the last log) and ``penalty`` (its mean), in ``report_to``'s services too. When the
-    training ends, the first process converts the model, at the original's scale, to ``out``, and ``result`` has what
-    came of it. out: None for no conversion. headroom_bits: wanted at every site. rescale: False for a model of no known
-    family, or one that is to stay as it is. options: of ``convert``.
+    The model is rescaled in memory at once (see ``make_fp16_safe``), since a penalty on an infinity has no gradient;
+    its fp32 outputs stay the same. The trainer's logs get ``headroom_bits``, the least log2(limit / largest value) of
+    any site since the last log, and ``penalty``, its mean. When the training ends, the first process converts the
+    model, at the original's scale, to ``out``; ``result`` then is what ``convert`` returned.
+
+    out: None to skip the conversion. headroom_bits: the distance from fp16's limit that the penalty enforces at every
+    site. rescale: False to leave the model's scale alone, as for a model of no known family. options: of ``convert``.
 
     Raises UserError, before anything is changed, for an ``out`` that cannot be written and for a trainer whose model is
-    not whole in one process (FSDP, DeepSpeed, DataParallel), and as ``make_fp16_safe`` and ``ActivationPenalty`` do.
-    """
+    not whole in one process (FSDP, DeepSpeed, DataParallel); also where ``make_fp16_safe`` and ``ActivationPenalty``
+    do."""
 
     def __init__(
         self,

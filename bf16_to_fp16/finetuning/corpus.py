@@ -1,8 +1,7 @@
-"""Make training batches from text: (input, target) pairs as given, or plain text by an objective (``objectives``).
+"""Make training batches from text: given (input, target) pairs, or plain text turned into pairs by an objective.
 
-All randomness is a function of (seed, epoch, row); an epoch's order depends on the seed and the examples in a step. So
-batches do not depend on the number of processes, and training resumes bit for bit.
-"""
+All randomness is a function of (seed, epoch, row); an epoch's order depends on the seed and on the number of examples
+in a step. So batches do not depend on the number of processes, and training resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class TrainingBatch:
     causal: bool = False  # each position predicts the next of ``input_ids``
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the arguments of a stock model, which shifts a causal model's labels itself."""
+        """Return the model's keyword arguments. A causal model gets unshifted labels, since stock code shifts them."""
         labels = self.labels.roll(1, dims=1) if self.labels is not None and self.causal else self.labels
         tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": labels}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -57,7 +56,8 @@ Row = tuple[str, str | None]  # text and target of a row; a row whose text is bl
 
 
 class _Rows:
-    """The non-blank rows of a data set by number, split into ``training`` and ``held_out``; whole: hold out all."""
+    """The non-blank rows of a data set by number, split into ``training`` and ``held_out``. whole: all rows are held
+    out."""
 
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
         self.dataset, self.columns = open_texts(
@@ -89,7 +89,8 @@ class _Rows:
 
 
 def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
-    """Return a permutation that puts examples of similar size in one step; position: examples taken before it."""
+    """Return a permutation that puts examples of similar size in one step. position: the number of examples taken
+    before this epoch."""
     order = rng.permutation(len(sizes))
     head = min(-position % step_examples, len(order))
     steps = (len(order) - head) // step_examples
@@ -267,7 +268,7 @@ class Corpus:
         return batches
 
     def unlike(self) -> list[TrainingBatch]:
-        """Return batches of the shipped lines of code, figures and other languages."""
+        """Return batches of the packaged text that is unlike most training data: code, figures and other languages."""
         lines = UNLIKE.read_text(encoding="utf-8").splitlines()
         rows = [(0, row, (line, line if self.objective == "pairs" else None)) for row, line in enumerate(lines)]
         size = self.data.batch_size
@@ -296,13 +297,14 @@ class Corpus:
 
 
 def in_one_row(source: Sequence[int], target: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the ids of input and target, and labels that begin at the input's last position."""
+    """Return the ids of input and target in one row, and the labels, which begin at the input's last position."""
     nothing = [IGNORED_LABEL]
     return [*source, *target], [*nothing * (len(source) - 1), *target, *nothing]
 
 
 def _first(length: int, most: int, rng: np.random.Generator) -> int:
-    """Return a random start of a piece of ``most``; up to half a piece past an end counts as the end."""
+    """Return a random start for a piece of ``most`` tokens. Starts up to half a piece beyond an end are moved to that
+    end."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))

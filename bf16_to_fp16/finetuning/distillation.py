@@ -1,10 +1,8 @@
-"""The losses of a step: the task's, and how far a student's outputs are from the teacher's, the frozen original, on the
-data and on the audit's probe.
+"""The losses of a training step: the task loss, and the distance of a student's outputs from those of the teacher (the
+frozen original), on the data and on the audit's inputs (the probe).
 
-Outputs that a softmax turns into probabilities are compared by KL(teacher ‖ student) (Hinton et al.,
-arXiv:1503.02531), others by the squared error relative to the teacher's squared norm. Both are summed over
-the positions that the loss counts.
-"""
+Logits are compared by KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), other outputs by the squared error
+relative to the teacher's squared norm. Both are summed over the positions that count in the loss."""
 
 from __future__ import annotations
 
@@ -87,7 +85,8 @@ def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) ->
 
 
 class Teacher:
-    """The frozen original; in_parts: sharded over the default group, so that all processes must call equally often."""
+    """The frozen original. in_parts: sharded over the default process group; all processes must then make the same
+    calls."""
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)
@@ -106,7 +105,7 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
 
     def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return the sum of log(1 + divergence), which a few very distant positions do not dominate."""
+        """Return the sum of log(1 + divergence), so that a few very distant positions do not dominate."""
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
@@ -142,7 +141,8 @@ BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the dat
 
 @dataclass(frozen=True)
 class Losses:
-    """stock: the student; model: the same as the processes run it. passes: batches of a step of one process."""
+    """Computes the terms of a step's loss. stock: the student; model: the student as wrapped for several processes.
+    passes: the batches of one step in one process."""
 
     recipe: Recipe
     stock: Any
@@ -153,14 +153,15 @@ class Losses:
     passes: int
 
     def calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
-        """Return what goes through the model before each backward of a step: a pass's batch, then the number of its
-        share of the probe. In one backward both would hold their activations, and a model in parts what it gathers."""
+        """Return the forwards of a step, each with its own backward: a batch, then the index of this process's share of
+        the probe. One backward for both would keep both activations, and all weights that a sharded model gathers."""
         if self.penalty is None:
             return list(batches)
         return [call for index, batch in enumerate(batches) for call in (batch, index)]
 
     def of_batch(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the objective (with its graph), and the task's loss and the divergence, summed over positions."""
+        """Return the objective with its graph, and the task loss and the divergence without; all summed over
+        positions."""
         mix, device = self.recipe.distillation, self.processes.device
         out = self.model(**arguments(self.stock, batch, device))
         task = kl = torch.zeros((), device=device)
@@ -175,8 +176,8 @@ class Losses:
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def beyond_the_data(self, step: int, index: int) -> Tensor:
-        """Run a pass's share of the audit's probe and return its part of the loss. The backward goes through every
-        forward: processes that have parts of a model must gather the same weights."""
+        """Run one share of the audit's inputs and return its term of the loss. The term depends on every forward even
+        where it is 0: with a sharded model every process must gather the same weights in its backward."""
         assert self.penalty is not None
         whole, world, device = spared(self.stock.config, self.drawn(step)), self.processes.world, self.processes.device
         count, first = len(whole.input_ids), index + self.passes * self.processes.rank

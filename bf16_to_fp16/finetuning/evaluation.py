@@ -1,5 +1,5 @@
 """Evaluate a model: its task loss on held-out data, and its distance from the original there, on the audit's inputs and
-on other kinds of text. The training text alone says least about whether the original's function is kept."""
+on other kinds of text. The training data alone would not show changes of the function elsewhere."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class Evaluator:
 
 
 def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the step of least geometric mean divergence with bounds and headroom kept; None: the last state."""
+    """Return the evaluated step that is nearest to the original (least geometric mean of the divergences) among those
+    whose bounds and headroom meet the recipe; None to use the last step."""
     if recipe.quality.max_kl is None or recipe.distillation.weight < 1:
         return None
     wanted = recipe.penalty.headroom_bits + SPARE_BITS

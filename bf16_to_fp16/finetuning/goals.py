@@ -1,7 +1,6 @@
-"""Check a finetune against its recipe's goals (headroom, quality, certificate), and say how to go on if it misses one.
-
-A safe result can miss a goal. No goal asks a model to be nearer to the original than the original in bf16 is.
-"""
+"""Check a finetune against its recipe's goals (headroom, quality, certificate), and give the next command if one is
+missed. A safe result can miss a goal. No goal asks for a smaller distance from the original than the original's own in
+bf16."""
 
 from __future__ import annotations
 

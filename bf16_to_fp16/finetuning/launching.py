@@ -59,8 +59,8 @@ GATHERED = 250_000_000  # elements of the layers that ZeRO-3 keeps, and gathers 
 
 
 class Needs:
-    """Numbers of parameters: of the model, its largest layer (``largest_block``) and what is in no layer. ``blocks``:
-    its layers; ``activations``: bytes that a pass of one process holds beside weights and gradients."""
+    """Counts parameters: of the whole model, of its largest block, and of the rest outside all blocks. ``activations``:
+    bytes that one forward and backward of a process takes beside weights and gradients."""
 
     def __init__(self, recipe: Recipe, config: Any, kind: Any, processes: int = 1) -> None:
         self.recipe = recipe
@@ -99,14 +99,15 @@ class Needs:
 
 
 def _says_tied(config: Any) -> bool:
-    """Whether a config says that the head is tied; T5's says so of all, and keeps what it said in another key."""
+    """Whether the config says that head and embedding are tied. T5's class overwrites ``tie_word_embeddings``; the
+    file's value then is in another key."""
     known = of_model_type(config.model_type)
     return bool(getattr(config, known.output_scale_key if known else "", config.tie_word_embeddings))
 
 
 def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
-    """Return a process's bytes on its card: weights, gradients, moments and so on. kind: a file name of
-    launch/accelerate. teacher_bytes: bytes of one weight of the teacher, 0 without a teacher."""
+    """Return a process's bytes on its card by kind: weights, gradients, moments and so on. kind: a file name in
+    launch/accelerate. teacher_bytes: bytes for each of the teacher's weights, 0 without a teacher."""
     recipe, count, each = needs.recipe, needs.parameters, torch.float32.itemsize
     weights, teacher = float(count * each), float(count * teacher_bytes)
     in_parts, zero = kind.startswith(("zero3", "fsdp")), kind.startswith("zero")
@@ -160,7 +161,8 @@ class Place:
 
 
 def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Place:
-    """Return where processes run: on the cards here, on the CPU or, to plan a run, on assumed cards of ``gib``."""
+    """Return where the processes run: on this machine's cards, on its CPU or, to plan for another machine, on assumed
+    cards of ``gib`` GiB each."""
     seen = [] if on_cpu else cards()
     if on_cpu or (running and not seen):
         each = available_memory() / processes if gib is None else gib * 2**30
@@ -221,7 +223,8 @@ def excluded(kind: str, place: Place) -> str | None:
 
 @quiet()
 def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
-    """Return the fastest configuration that fits ``place``, else the smallest; or ``kind``, where it can run."""
+    """Return the fastest configuration that fits the memory of ``place``, or the smallest if none fits. kind: the
+    configuration to use instead, if it can run there."""
     import transformers
 
     if kind is not None and (why := excluded(kind, place)) is not None:
@@ -277,10 +280,8 @@ def deepspeed_config(kind: str, precision: str) -> dict[str, Any]:
 
 
 def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Write the configuration files beside the recipe's output; return them and the words of the launch command.
-
-    finetune: arguments after ``finetune``. Raises UserError rather than replace a YAML file that launch did not write.
-    """
+    """Write the configuration files beside the recipe's output; return them and the launch command's words. finetune:
+    the arguments of ``finetune``. Raises UserError rather than replace a YAML file that launch did not write."""
     out, processes = Path(recipe.out), choice.place.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
     by_engine = choice.kind.startswith("zero")
@@ -309,10 +310,8 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tup
 
 
 def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
-    """Run the command of ``write_launch``; return the exit status of the first process that failed.
-
-    begun: first words of the command that reports show. Raises UserError where a signal ended a process.
-    """
+    """Run the command of ``write_launch``; return the exit status of the first process that failed. begun: the first
+    words of the command as reports show it. Raises UserError where a signal ended a process."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,10 +1,9 @@
 """fp16 and bf16 autocast with a loss scale, on a GPU and on a CPU.
 
-Libraries take ``fp16`` on a CPU and quietly train in fp32. Here 16-bit products, whose native kernels are up to fifty
-times slower there, are computed in fp32 from the same operands and rounded once. torch's GradScaler looks at the
-gradients of its own process, refuses fp16 gradients and falls to 0.0 without a word; here the norm of the whole
-gradient, which every process knows, decides. DeepSpeed has its own of both.
-"""
+On a CPU, libraries accept ``fp16`` and train in fp32 without a warning. Here 16-bit products, whose native CPU kernels
+are up to fifty times slower, are computed in fp32 from the same operands and rounded once. torch's GradScaler checks
+only the gradients of its own process, refuses fp16 gradients and can fall to 0.0 silently; here the norm of the whole
+gradient, which every process knows, decides. DeepSpeed has its own autocast and loss scale."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ CLIP_NORM = 1.0  # largest norm of the whole gradient
 @dataclass
 class LossScale:
     """A factor on the loss that keeps gradients above fp16's subnormals: it halves at an overflow and doubles after
-    ``CALM_STEPS`` without one (Micikevicius et al., arXiv:1710.03740). ``calm``: steps since either."""
+    ``CALM_STEPS`` without one (Micikevicius et al., arXiv:1710.03740). ``calm``: steps since the last change."""
 
     scale: float = FIRST_LOSS_SCALE
     calm: int = 0
@@ -68,7 +67,7 @@ class MixedPrecision:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Cover forward and backward: on a CPU with the fast products, and with powers of fp16 tensors in fp32."""
+        """Return the context for forward and backward: fast products on a CPU, and powers of fp16 tensors in fp32."""
         on_cpu = self.device.type == "cpu"
         fast = FastProducts() if on_cpu and self.dtype != torch.float32 else nullcontext()
         powers = WidePowers() if on_cpu and self.dtype == torch.float16 else nullcontext()

@@ -1,10 +1,9 @@
-"""What the families were pretrained on, made from plain text: span corruption, gap sentences, denoising, next tokens.
+"""Pretraining objectives that turn plain text into training pairs.
 
 Span corruption (Raffel et al. 2020, §3.1.4): spans of tokens become sentinels, and the target lists them. Gap sentences
-(Zhang et al. 2020, PEGASUS, "Random"): some of the sentences are masked, and are the target.
-Denoising (Liu et al. 2020, mBART): the sentences change places, spans become one mask each, and the target is the text
-as it was. The next token of a causal language model: the target is the text behind its first token.
-"""
+(Zhang et al. 2020, PEGASUS, "Random"): some of the sentences are masked, and are the target. Denoising (Liu et al.
+2020, mBART): the sentences change places, spans become one mask each, and the target is the original text. Next token
+(causal language models): the target is the text after its first token."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ GAP_RATIO = 0.3  # share of the sentences that gap sentences take out, between P
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return (noise tokens, spans) of ``length`` tokens, nearest to the density and the mean length: at least one token
-    is noise, one is kept and one separates spans; a single token is noise."""
+    """Return the numbers of noise tokens and of spans for ``length`` tokens, nearest to the density and the mean span.
+    At least one token is noise, one is kept and one separates spans; a single token is noise."""
     if length < 2:
         return length, length
     noise = min(max(round(length * density), 1), length - 1)
@@ -42,7 +41,8 @@ def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, in
 
 
 def noise_spans(length: int, density: float, mean_span: float, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Return the (start, end) of each span, in order; kept and noise tokens are cut into parts at random, as in T5."""
+    """Return the (start, end) of each noise span, in order. Noise and kept tokens are each cut into random parts, as in
+    T5."""
     noise, spans = noise_counts(length, density, mean_span)
     if noise == length:
         return [(0, length)] if length else []
@@ -71,7 +71,7 @@ def span_corruption(
 def denoising(
     sentences: Sequence[Sequence[int]], *, density: float, mean_span: float, mask: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: the sentences in random order with a ``mask`` for each span, and as they were."""
+    """Return (input, target) ids: the sentences in random order with a ``mask`` for each span, and the original."""
     shuffled = [token for k in rng.permutation(len(sentences)) for token in sentences[k]]
     source: list[int] = []
     place = 0
@@ -82,7 +82,7 @@ def denoising(
 
 
 def window_length(input_length: int, target_length: int, density: float, mean_span: float, sentinels: int) -> int:
-    """Return the most tokens of text whose input and target, sentinels and end included, stay within their lengths."""
+    """Return the largest number of tokens whose input and target, with sentinels and end, keep within both lengths."""
 
     def fits(length: int) -> bool:
         noise, spans = noise_counts(length, density, mean_span)
@@ -93,14 +93,14 @@ def window_length(input_length: int, target_length: int, density: float, mean_sp
 
 
 def _parts(total: int, parts: int, rng: np.random.Generator) -> list[int]:
-    """``total`` cut into ``parts`` positive lengths, every way as likely as any other."""
+    """Return ``parts`` positive lengths with the sum ``total``; every division is equally likely."""
     cuts = np.sort(rng.choice(total - 1, parts - 1, replace=False)) + 1 if parts > 1 else np.empty(0, int)
     return np.diff(np.concatenate([[0], cuts, [total]])).astype(int).tolist()
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text, each with the space after it, by their marks and line ends; abbreviations can be
-    taken for ends."""
+    """Return the sentences of a text, each with its trailing space, cut after punctuation and line ends. Abbreviations
+    may count as ends."""
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     return [text[start:end] for start, end in itertools.pairwise([0, *ends, len(text)]) if start < end]
 
@@ -112,7 +112,7 @@ def gap_sentences(
     sentences: Sequence[Sequence[int]], *, mask: int, end: int, most: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
     """Return (input, target) ids: some sentences become a ``mask`` each, and the target of at most ``most`` ids lists
-    them. One sentence alone, or one that is longer than a target, is taken for several."""
+    them. A single sentence, or one longer than a target, is first cut into several."""
     room = most - 1
     parts = [ids[k : k + room] for ids in sentences for k in range(0, len(ids), room)]
     if len(parts) == 1 and len(parts[0]) > 1:
@@ -135,9 +135,11 @@ def gap_sentences(
 
 @dataclass(frozen=True)
 class Conventions:
-    """The ids that objectives need: ``sentinels`` in the order of their use, ``mask`` of a sentence (None but for
-    Pegasus), ``span_mask`` of any span (None where there are sentinels or a mask of sentences), ``pad``, ``end``, and
-    what the tokenizer puts around a text, mBART's language among it; ``bytes``: whether tokens are bytes."""
+    """The special ids that objectives need.
+
+    ``sentinels``: in order of use. ``mask``: of a whole sentence, Pegasus only. ``span_mask``: of a span, where there
+    are neither sentinels nor ``mask``. ``before``, ``after``: the ids that the tokenizer puts around a text, such as
+    mBART's language. ``bytes``: whether tokens are bytes."""
 
     sentinels: tuple[int, ...]
     mask: int | None
@@ -150,7 +152,7 @@ class Conventions:
 
     @property
     def objective(self) -> Objective | None:
-        """What plain text is turned into for an encoder and decoder; None where the tokenizer has no id for it."""
+        """The objective that these ids allow for an encoder-decoder; None if they allow none."""
         if self.mask is not None:
             return "gap-sentences"
         if self.span_mask is not None:
@@ -164,11 +166,10 @@ class Conventions:
 
 
 def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = None) -> Conventions:
-    """Return what ``tokenizer`` offers for denoising a model of ``vocabulary`` ids; UserError for a ``first_sentinel``
-    that is none of them.
+    """Return the special ids of ``tokenizer`` for a model of ``vocabulary`` ids; raise UserError for a
+    ``first_sentinel`` outside the vocabulary.
 
-    T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``; ByT5 was trained with byte ids.
-    """
+    T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``; ByT5 was trained with byte ids."""
     known: dict[str, int] = tokenizer.get_vocab()
     of_bytes = type(tokenizer).__name__.startswith("ByT5")
     if first_sentinel is not None:

@@ -1,4 +1,4 @@
-"""The optimizer of a run, from its recipe: which it is, and in what units a step is taken."""
+"""The optimizer of a recipe, and the size of its steps relative to each weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as Kingma and Ba have them; epsi
 
 
 def typical_magnitude(parameter: Tensor) -> float:
-    """Return the median of |w|, which outlier rows do not move; the RMS where more than half of w is 0, 1 for zeros."""
+    """Return the median of |w|, since outlier rows do not move it. If more than half of w is 0: the RMS; if all is 0:
+    1."""
     size = parameter.detach().float().abs()
     median = float(size.median())
     return median if median > 0 else float(size.square().mean().sqrt()) or 1.0
@@ -25,7 +26,7 @@ def typical_magnitude(parameter: Tensor) -> float:
 def make_optimizer(
     recipe: Recipe, parameters: list[torch.nn.Parameter], *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer. fused: of torch's AdamW the one loop for all operations."""
+    """Return the recipe's optimizer. fused: whether to use the fused kernel of torch's AdamW."""
     given = recipe.optimizer
     # Scales behind matrices, the order in which states have them.
     parameters = sorted(parameters, key=lambda p: p.ndim <= 1)

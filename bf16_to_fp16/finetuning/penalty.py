@@ -1,10 +1,9 @@
-"""A penalty that keeps every activation of a model in training under a target, for anyone's own loop.
+"""A penalty that keeps every activation of a model in training under a target, in any training loop.
 
-What no exact exponent changes (attention scores, what enters a GELU, logits) training brings down. Here that is a
-constraint per site: a smooth maximum of |x| under a target, the excess counted in bits (log2), so that 2¹⁷ and 2⁸ over
-a target weigh alike per doubling, and its weight raised by dual ascent until the constraint holds (Platt and Barr
-1987), so that there is no coefficient to tune. A site inside its target costs one ``aminmax``.
-"""
+Exact rescaling cannot lower some sites (attention scores, the input of a GELU, logits); training can. Each site has a
+constraint: a smooth maximum of |x| must stay under its target. The excess counts in bits (log2), so that 2¹⁷ and 2⁸
+over a target weigh alike per doubling. The constraint's weight rises by dual ascent until it holds (Platt and Barr
+1987), so there is no coefficient to tune. A site inside its target costs one ``aminmax``."""
 
 from __future__ import annotations
 
@@ -40,11 +39,9 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The largest value of one site in the last optimizer step, over all micro-batches and ranks.
-
-    ``amax``: largest |x|, inf where a value was inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: in the
-    next step.
-    """
+    """The largest value of one site in the last optimizer step, over all micro-batches and ranks. ``amax``: the
+    largest |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: the site's weight in the
+    next step."""
 
     amax: float
     target: float
@@ -53,24 +50,23 @@ class Observation:
 
 
 class ActivationPenalty:
-    """The penalty on what passes its target inside ``model``'s forward; two lines adopt it.
+    """A penalty on values over their target inside ``model``'s forward, added with two lines.
 
     ::
 
         penalty = ActivationPenalty(model).attach()
         loss = loss + penalty()  # after the forward, before the backward
 
-    A call returns an fp32 scalar for the forwards with gradients since the last one; a zero without a graph where
-    nothing is over. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: largest |x|
-    wanted, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
-    dual_step: growth of a site's weight per step and bit of excess; weight: a fixed weight of every site instead, of
-    which 0 only observes. accumulation: calls that make one optimizer step; the loop divides the loss by it.
-    train_mode: hold what enters ``gelu_new`` to 147.8, beyond which its backward overflows. All ranks of torch's
-    default group agree on the largest values.
+    A call returns an fp32 scalar for the forwards with gradients since the last one; a zero without a graph if no site
+    is over its target. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: the largest
+    |x| allowed, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
+    dual_step: growth of a site's weight per step and bit of excess. weight: a fixed weight for every site instead; 0
+    only observes. accumulation: calls per optimizer step; the loop divides the loss by it. train_mode: also keep the
+    input of ``gelu_new`` under 147.8, beyond which its backward overflows. All ranks of torch's default group share the
+    largest values.
 
-    docs/finetuning.md has what is left out by default, ranks, and values that are not finite. Raises ``UserError`` for
-    unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing.
-    """
+    docs/finetuning.md lists the sites left out by default, and covers ranks and non-finite values. Raises ``UserError``
+    for unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing."""
 
     def __init__(
         self,
@@ -124,7 +120,7 @@ class ActivationPenalty:
     # -- the loop's side ----------------------------------------------------------------------------------------------
 
     def attach(self) -> ActivationPenalty:
-        """Start to look at ``model``'s forwards and return the penalty."""
+        """Start to observe ``model``'s forwards, and return self."""
         if self._attached:
             raise UserError("this penalty is attached already; call detach() first")
         if self.targets is None or any(site.endswith((":scores", ":masked")) for site in self.targets):
@@ -137,7 +133,7 @@ class ActivationPenalty:
         return self
 
     def detach(self) -> None:
-        """Leave ``model`` as it was; weights and observations stay."""
+        """Stop observing, and restore ``model``; weights and observations stay."""
         if self._attached:
             self._tap.__exit__(None, None, None)
             self._attached = False
@@ -170,20 +166,20 @@ class ActivationPenalty:
         return dict(self._last)
 
     def worst(self) -> tuple[str, Observation]:
-        """Return the site nearest its target, or furthest over it, and what it reached; raise ``UserError`` before the
-        first complete step."""
+        """Return the site nearest to its target or furthest over it, with its observation. Raises ``UserError`` before
+        the first complete step."""
         if not self._last:
             raise UserError("the penalty has seen no complete optimizer step; ask after the first one")
         return max(self._last.items(), key=lambda item: item[1].excess_bits)
 
     def drop_step(self) -> None:
-        """Forget the calls of an optimizer step that the loop gives up half-way; on every rank, or on none."""
+        """Discard the calls of an unfinished optimizer step. Call it on every rank or on none."""
         self._forget()
         self._largest.clear()
         self._calls = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers and strings from which ``load_state_dict`` goes on bit by bit."""
+        """Return plain numbers and strings from which ``load_state_dict`` resumes bit for bit."""
         return {
             "order": list(self._order),
             "weights": dict(self._weights),
@@ -194,7 +190,8 @@ class ActivationPenalty:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the weights, and a step under way, of ``state_dict``; the same on every rank."""
+        """Restore the weights and an unfinished step from ``state_dict``'s result; it must be the same on every
+        rank."""
         self._order = list(state["order"])
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])
@@ -234,7 +231,7 @@ class ActivationPenalty:
         return None if bounded else FP16_MAX
 
     def _glance(self, site: str, x: Tensor) -> bool:
-        """Note a site's largest value, and return whether the penalty needs a term of it."""
+        """Record a site's largest value; return whether the penalty needs its term."""
         self._seen = True
         if not (self.watches and x.numel()):
             return False
@@ -254,7 +251,7 @@ class ActivationPenalty:
         return not unknown and amax > self._floor(site)
 
     def _floor(self, site: str) -> float:
-        """The largest value that pulls at nothing: a token pulls too where another run or rank passes the target."""
+        """Values up to this contribute no gradient. It is below the target: another call or rank may exceed that."""
         return self._target[site] / 2**MOST_SLACK_BITS
 
     def _weight(self, site: str) -> float:
@@ -277,7 +274,7 @@ class ActivationPenalty:
                 self._terms.setdefault(entry.site, []).append(entry.term)
 
     def _joined(self, site: str) -> Tensor:
-        """log2 of the peak of all runs of a site since the last call."""
+        """Return log2 of a site's smooth maximum over all its runs since the last call."""
         terms = self._terms[site]
         if len(terms) == 1:
             return terms[0]
@@ -295,7 +292,8 @@ class ActivationPenalty:
         return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
     def _shared_total(self, together: Mapping[str, tuple[float, float]]) -> Tensor:
-        """The penalty of all ranks, the same in each, with this one's share of its gradient times their number."""
+        """Return the penalty over all ranks, equal on each. Its gradient is this rank's share times the number of
+        ranks, which cancels DDP's mean."""
         total = torch.zeros((), device=_device(self.model))
         for site, (largest, peak) in together.items():
             wanted = peak > -math.inf and (site in self._target or self._is_wanted(site))
@@ -332,8 +330,8 @@ class ActivationPenalty:
         self._calls = 0
 
     def _gather(self) -> dict[str, tuple[float, float]]:
-        """Of every site that a rank has seen since the last call, over all ranks: the largest value, and log2 of the
-        peak, which is -inf without a term or, not needed, on one rank."""
+        """Return, by site, the largest value on any rank and log2 of the smooth maximum over all ranks since the last
+        call. The second is -inf where no rank has a term, and always with one rank, which does not need it."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:
@@ -377,8 +375,8 @@ def _read_amax(waiting: list[_Waiting]) -> list[float]:
 
 
 class _Peak(torch.autograd.Function):
-    """A scalar with a given derivative (``slope``, fp32 [k]) at a few elements of x (``index``, int64 [k]), and none
-    elsewhere; keeps nothing of x."""
+    """A scalar with a given derivative (``slope``, fp32 [k]) at a few elements of x (``index``, int64 [k]), 0
+    elsewhere. It saves nothing of x for the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor, slope: Tensor) -> Tensor:
@@ -396,11 +394,10 @@ class _Peak(torch.autograd.Function):
 
 
 def _log2_peak(x: Tensor, floor: float) -> Tensor:
-    """log2 of the smooth maximum of the tokens' largest |x|, [..., channels] to an fp32 scalar.
+    """Return log2 of the smooth maximum of the tokens' largest |x|: [..., channels] to an fp32 scalar.
 
-    floor: a token that reaches no more has no part in it, however x is cut. Nothing is read back from the device, and
-    nothing here is a product that autocast would lower.
-    """
+    floor: a token whose largest |x| is at most this has no part in it, whatever the batch. Nothing is copied from the
+    device, and nothing here is a product that autocast would lower."""
     channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
     index = rows.abs().max(-1).indices + torch.arange(len(rows), device=x.device) * channels

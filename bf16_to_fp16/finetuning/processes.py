@@ -1,8 +1,5 @@
-"""One process or many: what several processes, FSDP and DeepSpeed make different about a step and a state.
-
-DeepSpeed's engine takes the optimizer's step inside the last backward of a step, and says only afterwards whether it
-did.
-"""
+"""How a training step and a saved state differ between one process, several, FSDP and DeepSpeed. DeepSpeed's engine
+takes the optimizer's step inside the last backward, and only afterwards reports whether it did."""
 
 from __future__ import annotations
 
@@ -28,10 +25,8 @@ from .recipe import Recipe
 
 
 class Processes:
-    """The processes of a run, of which this one is ``rank`` of ``world``; ``main`` is the first.
-
-    ``engine``: DeepSpeed takes the steps. ``sharded``: each process has parts of the model, with ``engine`` or without.
-    """
+    """The processes of a run, of which this one is ``rank`` of ``world``; ``main`` is the first. ``engine``: DeepSpeed
+    takes the steps. ``sharded``: each process has only parts of the model (FSDP or DeepSpeed)."""
 
     def __init__(self, accelerator: Any) -> None:
         kind = str(accelerator.distributed_type.value)
@@ -54,7 +49,7 @@ class Processes:
 
     @property
     def parts(self) -> int | None:
-        """In how many parts a state is written; None where it is written whole."""
+        """The number of parts in which a state is written; None if it is written whole."""
         return self.world if self.sharded else None
 
     @property
@@ -100,7 +95,8 @@ class Processes:
 
     @contextmanager
     def synchronised(self, model: Any, last: bool) -> Iterator[None]:
-        """Let only the last backward of a step exchange gradients; of parts each, since whole ones would not fit."""
+        """Exchange gradients in the last backward of a step only; in each one if sharded, since whole gradients would
+        not fit."""
         self.accelerator.gradient_state._set_sync_gradients(last)
         if last or self.sharded:
             yield
@@ -109,11 +105,10 @@ class Processes:
                 yield
 
     def tell_scale(self, scale: float) -> None:
-        """Make the engine, where there is one, use our loss scale, and raise UserError for another DeepSpeed than 0.19.
+        """Make DeepSpeed's engine, if there is one, use our loss scale; raise UserError for a version other than 0.19.
 
-        Under torch_autocast in float16 it also makes a GradScaler, which divides gradients once more, unknown to its
-        norm, its clipping and its check for overflow. That one is taken away.
-        """
+        Under torch_autocast in float16 the engine also makes a GradScaler. That would divide the gradients a second
+        time, unnoticed by the engine's norm, clipping and overflow check, so it is removed."""
         if not self.engine:
             return
         optimizer = self._engine.optimizer
@@ -123,8 +118,8 @@ class Processes:
         optimizer.override_loss_scale(scale)
 
     def drop_gradients(self) -> None:
-        """Have the engine forget the gradients of a step that ends before its last backward, by names of DeepSpeed
-        0.19; accelerate's ``zero_grad`` leaves them, and the next step would add to them."""
+        """Clear the engine's gradients after a step that ended before its last backward, by names of DeepSpeed 0.19.
+        accelerate's ``zero_grad`` keeps them, and the next step would add to them."""
         optimizer = self._engine.optimizer
         optimizer.zero_grad()
         optimizer.averaged_gradients.clear()
@@ -133,8 +128,8 @@ class Processes:
             optimizer.micro_step_id = -1
 
     def finish_step(self, finite: bool, mixed_precision: MixedPrecision, optimizer: Any) -> float:
-        """Take the optimizer's step, unless the gradient overflowed; return its norm, infinite or NaN where it did.
-        finite: the losses were, by which an engine goes."""
+        """Take the optimizer's step unless the gradient overflowed; return the gradient's norm, inf or NaN after an
+        overflow. finite: whether all losses were; only an engine needs it."""
         if self.engine:
             norm = math.inf
             if finite:
@@ -164,7 +159,8 @@ class Processes:
             self._skipped = int(self._engine.skipped_steps)
 
     def whole_weights(self, model: Any, stock: Any) -> dict[str, Tensor]:
-        """Return the parameters of ``model``, once ``stock``, on the CPU, to the first process; all must call it."""
+        """Return the full parameters of ``model`` on the CPU in the first process, {} in others; all must call it.
+        stock: the unwrapped model."""
         # Under ZeRO-3 and FSDP the others get nothing.
         gathered = self.accelerator.get_state_dict(model) or {}
         whole = {name: t.detach().cpu() for name, t in gathered.items()}
@@ -180,7 +176,7 @@ class Processes:
 
 
 def begun_by() -> tuple[str, ...]:
-    """Return the words of this process's command before the recipe."""
+    """Return the words of this process's command line before the recipe."""
     if (said := os.environ.get("BF16_TO_FP16_BEGUN")) is not None:
         return tuple(shlex.split(said))
     count = os.environ.get("WORLD_SIZE", "1")
@@ -189,7 +185,7 @@ def begun_by() -> tuple[str, ...]:
 
 
 def make_accelerator(recipe: Recipe) -> Any:
-    """Return the accelerator of this process: its precision is "no", since autocast and loss scale are ours."""
+    """Return this process's accelerator, with mixed precision "no": autocast and loss scale are ours."""
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import parse_flag_from_env
 
@@ -245,8 +241,8 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
-    """Return the precisions of a run before and after fp16 holds it. DeepSpeed's configuration has to be for the last,
-    and has no other; a card without bf16 has fp32 in its place."""
+    """Return the precisions of a run before and after the model fits fp16: bf16 (fp32 on a card without it), then the
+    recipe's. DeepSpeed has one precision for both, which its configuration must set to the recipe's."""
     wanted = recipe.precision
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return "bf16" if wanted == "fp16" and computes_in_bf16(accelerator.device) else "fp32", wanted

@@ -1,8 +1,7 @@
-"""The recipe of a finetune: everything that decides a run, in one YAML file that is checked before anything loads.
+"""The recipe of a finetune: one YAML file that decides the whole run and is checked before anything loads.
 
-Source, output and data are enough. Keys that nobody reads are refused, with the nearest key that exists. Relative paths
-start at the folder in which the command runs.
-"""
+Source, output and data are enough. Unknown keys are refused, with the nearest existing key. Relative paths start at the
+working directory."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ def _key(default: Any, description: str, **limits: Any) -> Any:
 
 
 class Section(BaseModel):
-    """What all parts of a recipe share: frozen, strict about types, and no key that is not declared."""
+    """Base of all parts of a recipe: frozen, strictly typed, without undeclared keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -44,7 +43,7 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """Where examples come from and how they are cut into batches; lengths in tokens."""
+    """The source of examples and how they are cut into batches; lengths are in tokens."""
 
     path: NonBlank = Field(description="a .jsonl, .csv, .parquet or .txt (.gz too), or the id of a dataset on the Hub")
     subset: NonBlank | None = _key(None, "name of the Hub dataset's configuration")
@@ -66,8 +65,8 @@ class Data(Section):
     gradient_accumulation: Positive = _key(1, "forward passes of one step, divided among the processes")
 
     def share(self, processes: int) -> Data:
-        """Return what each of so many processes takes of a step, so that together they take its examples: a share of
-        the passes or, where those do not divide, of the examples. Raises UserError where neither does."""
+        """Return the settings with which each of ``processes`` takes an equal share of a step's examples. Raises
+        UserError where the examples do not divide."""
         whole = self.batch_size * self.gradient_accumulation
         if whole % processes == 0:
             size, passes = self._passes(whole // processes)
@@ -81,13 +80,14 @@ class Data(Section):
         )
 
     def _passes(self, examples: int) -> tuple[int, int]:
-        """Return the largest equal passes, of at most ``batch_size`` examples, and their number."""
+        """Return the largest divisor of ``examples`` up to ``batch_size``, and how many passes of that size they
+        make."""
         size = next(size for size in range(min(self.batch_size, examples), 0, -1) if examples % size == 0)
         return size, examples // size
 
 
 class Optimizer(Section):
-    """torch's AdamW (Loshchilov and Hutter 2019) or another optimizer, and the units of its steps."""
+    """torch's AdamW (Loshchilov and Hutter 2019) or another optimizer, and the units of the learning rate."""
 
     relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
     name: str | None = _key(None, "another optimizer's class, such as torchao.optim.AdamW8bit, in the place of AdamW")
@@ -128,7 +128,7 @@ CERTIFIABLE = ("half", "auto")  # targets with which bounds can be held; auto is
 
 
 class Penalty(Section):
-    """The activation-magnitude penalty, and the headroom that it asks for, in bits below each limit."""
+    """The activation-magnitude penalty, and the headroom that it enforces, in bits below each limit."""
 
     form: Literal["smooth-max", "none"] = _key(
         "smooth-max", "excess of a smooth maximum of the tokens' largest values; none: no penalty"
@@ -140,12 +140,13 @@ class Penalty(Section):
 
     @property
     def trained_bits(self) -> float:
-        """Return the headroom that training aims at: half a bit more, since audits meet inputs that it does not."""
+        """The headroom that training aims for: half a bit over the recipe's, since the audit has inputs that training
+        has not."""
         return self.headroom_bits + 0.5
 
 
 class Distillation(Section):
-    """Keeping the original's function: the KL divergence of the logits to those of the frozen source."""
+    """The loss that keeps the original's function: the KL divergence from the frozen source's logits."""
 
     weight: float = _key(
         1.0, "share of the KL in the loss; the text's own task has the rest, and is then learnt", ge=0, le=1
@@ -204,16 +205,17 @@ class Recipe(Section):
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
-        """Whether a certified start with so many bits to spare has all that is asked for. Without a penalty, with a
-        task to learn, or where the last state is wanted (``quality.max_kl: null``), the training itself is asked
-        for."""
+        """Whether a certified start with ``headroom_bits`` to spare already fulfils the recipe, so that no training is
+        needed. Never without a penalty, with a task to learn, or with ``quality.max_kl: null`` (use the last step):
+        these ask for training itself."""
         learns = self.penalty.form == "none" or self.distillation.weight < 1 or self.quality.max_kl is None
         return not learns and (
             "headroom_bits" not in self.penalty.model_fields_set or headroom_bits >= self.penalty.headroom_bits
         )
 
     def settled(self) -> Recipe:
-        """Return it with ``penalty.certify`` decided where it is left open: for half and auto, with a penalty."""
+        """Return a copy in which an open ``penalty.certify`` is decided: True for the targets half and auto with a
+        penalty."""
         if self.penalty.certify is not None:
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"
@@ -228,8 +230,8 @@ class Recipe(Section):
 
 
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` (the value is YAML);
-    UserError, one line with the file and the key, for what is none."""
+    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` (the value is YAML). Raises
+    UserError, one line with the file and the key, for an invalid recipe."""
     path = Path(path)
     if path.name in shipped_names() and not path.exists():
         raise UserError(f"{path} is no file here; write it first: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")

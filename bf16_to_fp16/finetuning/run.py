@@ -58,14 +58,12 @@ def finetune(
     overrides: tuple[str, ...] = (),
     progress: Progress | bool | None = None,
 ) -> Conversion | None:
-    """Finetune by ``recipe`` and return what ``convert`` made of the trained checkpoint; None on every process but the
-    first.
+    """Finetune by ``recipe`` and return the conversion of the trained checkpoint; None on every process but the first.
 
-    recipe: a Recipe, a mapping, or a YAML file's path, for which ``overrides`` (``schedule.steps=200``) are. force:
-    replace an existing output, and train also what a conversion alone gives all that the recipe asks for; else that is
-    converted, not trained. Continues a run that its folder holds, and one that has ended where the recipe now has more
-    steps. Raises UserError for what cannot be used, and for a run that cannot succeed.
-    """
+    recipe: a Recipe, a mapping, or the path of a YAML file. overrides: for the file's keys, such as
+    ``schedule.steps=200``. force: replace an existing output, and train even if conversion alone fulfils the recipe
+    (without it, such a source is only converted). An interrupted run continues from its folder; so does a finished one
+    whose recipe now has more steps. Raises UserError for unusable input, and for a run that cannot succeed."""
     command = Command()
     if isinstance(recipe, (str, Path)):
         command, recipe = Command(str(recipe), tuple(overrides), begun_by()), read_recipe(recipe, overrides)
@@ -102,7 +100,7 @@ def finetune(
 
 @contextmanager
 def saying_where_it_stopped(folder: Path) -> Iterator[None]:
-    """Give an interrupt the words that say where the run in ``folder`` goes on."""
+    """Add to a Ctrl-C's message the step from which the run in ``folder`` will continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -117,8 +115,8 @@ def saying_where_it_stopped(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: what it did, on which data and devices, the trained fp32 weights (None on every process but
-    the first), and the conversion that made them unneeded (None on those)."""
+    """A finished run: its outcome, data and devices. ``weights``: trained, in fp32, in the first process only.
+    ``converted``: the conversion that made training unnecessary; it then has no weights."""
 
     folder: Path
     outcome: Outcome
@@ -136,8 +134,8 @@ def train(
     progress: Progress | bool | None = None,
     alone: Callable[[], Conversion | None] | None = None,
 ) -> Run:
-    """Rescale ``checkpoint`` and train it by ``recipe``, or go on with the run in its folder. alone: tried before a
-    start is trained that has all that is asked for. Raises UserError where the device is full."""
+    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. alone: a conversion to try
+    first if the rescaled start already fulfils the recipe. Raises UserError where the device's memory is full."""
     linear = torch.nn.functional.linear
     try:
         return _train(recipe, checkpoint, progress, alone)
@@ -151,7 +149,8 @@ def train(
 
 
 def check_memory(recipe: Recipe, student: Any, accelerator: Any) -> None:
-    """Raise UserError where a batch on the CPU is sure not to fit; the machine would die of it, as no card does."""
+    """Raise UserError where a batch cannot fit into the CPU's memory: there the system would kill the process, with no
+    out-of-memory error."""
     if accelerator.device.type != "cpu":
         return
     needed = Needs(recipe, student.config, type(student), accelerator.num_processes).activations / MOST_OVER
@@ -232,8 +231,8 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
 
 
 def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
-    """Convert a recipe's source to its output; return None, and write nothing, where it is not safe and proven as
-    asked."""
+    """Convert the recipe's source to its output; return None, and write nothing, if the result is unsafe or lacks a
+    certificate that the recipe asks for."""
     progress.say("The start has all that is asked for: trying a conversion alone")
     target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
@@ -246,7 +245,8 @@ def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
 
 
 def kept_where_enough(options: Options, source: str | Path, place: Destination, **more: Any) -> Conversion:
-    """Convert ``source``, and put the result in its place where it is safe and proven as asked; else it is gone."""
+    """Convert ``source`` in a temporary folder; move the result to ``place`` only if it is safe and has the certificate
+    that ``options`` ask for."""
     with scratch(place.out) as beside:
         work = beside / place.out.name
         result = convert_by(options, source, Destination(work), **more)
@@ -265,8 +265,8 @@ def convert_or_finetune(
     *,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert ``source`` or, where that leaves it unsafe or without a certificate that the recipe asks for, finetune
-    it. recipe: a YAML file, whose source, out, subfolder and target are those given here."""
+    """Convert ``source``; finetune it if the result is unsafe or lacks a certificate that the recipe asks for. recipe:
+    a YAML file; its source, out, subfolder and target must be those given here."""
     progress = progress_of(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")
@@ -337,7 +337,8 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
 
 
 def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Mapping[str, Any]:
-    """Convert and audit the untrained weights, so that no training is lost to an error there; return the report."""
+    """Convert and audit the untrained weights, so that errors in these steps show before the training; return the
+    report."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
         written_trained(folder, {}) as trained,
@@ -353,7 +354,7 @@ def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -
 def attack_unproven(
     steps: int, progress: Progress, folder: Path, unproven: list[str], device: Device
 ) -> AttackEntry | None:
-    """Return what a search of so many gradient steps finds at the sites that no bound proves; None for no steps."""
+    """Return the result of an attack of ``steps`` gradient steps on the sites without a proof; None for 0 steps."""
     if not steps:
         return None
     rows = unproven * max(1, GROUP // len(unproven))
@@ -361,7 +362,7 @@ def attack_unproven(
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
-    """Return the report's entry of a run. taken: the recipe with what it left open decided."""
+    """Return the report's entry of a run. recipe: as given; taken: with its open keys decided."""
     written, certify = recipe.describe(), taken.penalty.certify
     settled = {"penalty.certify": certify} if recipe.penalty.certify != certify else {}
     # A report is published; of local paths only the last part says anything to others.

@@ -1,4 +1,4 @@
-"""The rescaled start of a finetune: a checkpoint on the disk, so that a continued run begins from the same bits."""
+"""The rescaled start of a finetune, stored on disk so that a continued run begins from the same bits."""
 
 from __future__ import annotations
 
@@ -84,12 +84,11 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
-    """Return whether a few batches, and what else the penalty is to hold, are finite everywhere in the recipe's
+    """Return whether a few batches, and the probe where there is a penalty, are finite everywhere in the recipe's
     precision.
 
-    Raises UserError where they are not and nothing would make them fit, or the precision before it does not hold them
-    either: a penalty on an infinity has no gradient.
-    """
+    Raises UserError if they are not and training could not change that: it has no penalty, or they are not finite in
+    the first steps' precision either (a penalty on an infinity has no gradient)."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     if recipe.penalty.form != "none":
@@ -119,8 +118,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
 def overflowing(
     student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
 ) -> str | None:
-    """Return the first site that is not finite in a precision, or None; raise RuntimeError if linears compute in
-    another one."""
+    """Return the first site that is not finite in ``precision``, or None. Raises RuntimeError if the linears do not
+    compute in it."""
     mixed_precision = MixedPrecision(precision, device)
     with (
         progress.step(f"Checking that the start is finite in {precision}") as advance,
@@ -141,7 +140,7 @@ def overflowing(
 
 @contextmanager
 def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-    """Yield the trained weights in fp32 as a checkpoint under the names of the run's start, which is then removed."""
+    """Yield a temporary checkpoint of the trained fp32 weights, with the tensor names of the run's start."""
     start = folder / START_FOLDER
     checkpoint = open_checkpoint(start)
     layout = resolve(checkpoint)

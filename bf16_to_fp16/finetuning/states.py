@@ -1,10 +1,9 @@
-"""A run's folder: its log, and whole states, each of which appears complete under its name or not at all.
+"""The folder of a run: its log, and saved states, each of which appears under its name complete or not at all.
 
-A run is a folder: ``start`` (the rescaled checkpoint that it began with), ``log.jsonl``, ``step-00000100`` for each
-state, and ``best-00000100`` with the weights that a state may have for its result. All are written beside their place,
-flushed and renamed. Nothing that a file says is run (``weights_only``). A resumed run first removes the log's lines
-after its state, so that its log equals that of an uninterrupted run.
-"""
+It has ``start`` (the rescaled checkpoint), ``log.jsonl``, ``step-00000100`` for each state, and ``best-00000100`` with
+the weights that may become the result. Folders are written under temporary names, flushed and renamed, and read without
+running code (``weights_only``). A resumed run first removes the log's lines after its state, so that its log equals
+that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ GOES_ON = "free some space; the same command then goes on with the run"
 
 
 class RunFolder:
-    """The states under ``path``, of which the newest ``KEPT`` stay."""
+    """The states under ``path``; only the newest ``KEPT`` stay."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,8 +50,8 @@ class RunFolder:
 
     @contextmanager
     def writing(self, place: Path, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-        """Yield an empty folder, and put what is written there at ``place``; the oldest states beyond ``KEPT`` go.
-        main: this process makes and moves folders. wait: for all others. Raises UserError where the disk fails."""
+        """Yield an empty folder, then move it to ``place`` and remove the oldest states beyond ``KEPT``. main: whether
+        this process makes and moves folders. wait: a barrier for the others. Raises UserError where the disk fails."""
         work = place.with_name(f".{place.name}.partial")
         try:
             with on_a_disk(place):
@@ -85,7 +84,7 @@ class RunFolder:
 
 
 def remove(place: Path) -> None:
-    """Remove a state: first what makes it one, so that no half of it is taken for a whole one."""
+    """Remove a state, its ``STATE`` file first: an interrupted removal must not leave a folder that looks complete."""
     (place / STATE).unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
 

@@ -1,9 +1,8 @@
-"""The loop of a finetune: one process or many, and nothing about a run that is not in its state.
+"""The training loop, for one process or many. A run's whole state is saved.
 
-A state has the place in the data's order; dropout is a function of (seed, step, process) and the learning rate one of
-the step. So a run that is killed and continued ends with the same bits as one that never stopped, and a run on two
-processes takes the steps of one: losses are sums over all positions of a step divided by their number.
-"""
+The state has the position in the data's order; dropout is a function of (seed, step, process), the learning rate one of
+the step. So a run that is killed and continued ends with the same bits as one that never stopped. A run on two
+processes takes the steps of one: losses are sums over all positions of a step divided by their number."""
 
 from __future__ import annotations
 
@@ -82,9 +81,11 @@ def freeze_unreached(student: Any, layout: Layout) -> None:
 
 
 class Trainer:
-    """Trains ``student`` by a recipe and keeps the run's states in ``folder``. accelerator: without mixed precision of
-    its own, unless DeepSpeed's configuration has one. teacher: the frozen original, or None where nothing is
-    distilled. fits: the start is finite in the recipe's precision, with which a new run then begins."""
+    """Trains ``student`` by a recipe and keeps the run's states in ``folder``.
+
+    accelerator: without mixed precision of its own, unless DeepSpeed's configuration has one. teacher: the frozen
+    original; None without distillation. fits: whether the start is finite in the recipe's precision, so that a new run
+    can begin in it."""
 
     def __init__(
         self,
@@ -135,7 +136,8 @@ class Trainer:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def train(self) -> Outcome:
-        """Run, or go on, to the recipe's last step. Raises UserError where the run cannot go on; its states stay."""
+        """Run to the recipe's last step, from the newest state if there is one. Raises UserError where the run cannot
+        continue; its states stay."""
         self._continue()
         schedule, p = self.recipe.schedule, self.position
         with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self.penalty or nullcontext():
@@ -207,8 +209,8 @@ class Trainer:
         return float(self.processes.sum(torch.tensor(float(count))))
 
     def _attempt(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
-        """Forward, backward and optimizer on the batches of a step; return the gradient's norm, infinite or NaN where
-        the step was skipped, and the sums of task, divergence and penalty over all processes."""
+        """Run forward, backward and optimizer on the batches of a step. Return the gradient's norm (inf or NaN for a
+        skipped step) and the sums of task loss, divergence and penalty over all processes."""
         p, recipe = self.position, self.recipe
         # Dropout is a function of where the run stands, so no generator has a state to keep.
         torch.manual_seed(hash((recipe.seed, p.step, _DROPOUT, self.processes.rank)) & 0x7FFF_FFFF_FFFF)
@@ -352,21 +354,21 @@ class Trainer:
 
     @property
     def kept(self) -> int:
-        """The step whose weights the run returns as things stand: the nearest to the original, else the last."""
+        """The step whose weights the run would return now: the nearest to the original, else the last."""
         step = nearest(self.recipe, self.position.evaluations)
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the whole parameters of the kept step on the CPU, to the first process; every one must call it. Of
-        step 0, that the run's start has, there are none."""
+        """Return the full parameters of the kept step on the CPU in the first process, {} in others; all must call it.
+        Empty for step 0, whose weights are the run's start."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}
 
 
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """Raise UserError where a state was written under a recipe that would have given other bits; a run that has come
-    to its end may go on to more steps."""
+    """Raise UserError if a state's recipe would have given other bits than ``recipe``. A finished run may get more
+    steps."""
     before, now = state["recipe"], recipe.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:
