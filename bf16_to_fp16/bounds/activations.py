@@ -1,4 +1,4 @@
-"""The activations that have bounds, and the refusal of models that have none. Imports no torch."""
+"""The activations that have bounds; models with any other are refused. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.
 
 
 def check_bounded(layout: Layout, folder: str = "") -> None:
-    """Raise UserError for an eps or an activation that allows no bound. folder: of its config.json, for messages."""
+    """Raise UserError for an eps or an activation without a bound. folder: the config.json's, for the message."""
     where = f"{folder}/config.json".removeprefix("/")
     if layout.eps < 2.0**-126:
         raise UserError(

@@ -59,25 +59,27 @@ def full_precision() -> Iterator[None]:
 
 
 def growth(terms: int) -> float:
-    """Return how many times the sum of its terms' magnitudes a sum made in fp16, or any part of it, may reach. It holds
-    for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. The terms may be
-    rounded products (one more factor 1 + u), and one more is added to them.
+    """Return the largest ratio of a sum made in fp16, or of any part of it, to the sum of its terms' magnitudes.
 
-    Proof. Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most
-    (1 + u)·(a + b), and at most a + 2b and 2a + b: a is an fp16 number, and the result is no further from a + b than a
-    is. Additions of subnormals are exact. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
+    It holds for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. The
+    terms may be rounded products (one more factor 1 + u), and one more is added to them.
 
-    G(n) ≤ F(n) = 2·(1 + u)^(n/1024) by induction; F(1) ≥ 1. Let two parts of n₁ and n₂ terms have the ratios g₁ and
-    g₂. The ratio of the whole is at most g₁, g₂ or its value where two of the limits above meet: with w = u/(1 − u)
-    that is g₁·(1 + 2w)/(1 + w·g₁/g₂), or the same with 1 and 2 exchanged. It grows with g₁ and g₂, so put g₁ = F(n₁) ≥
-    2 and g₂ = (1 + u)^(n₂ − 1). Then it is at most F(n₁)·(1 + 2w)/(1 + 2wq) with q = 1/g₂. The logarithm of that factor
-    is at most 2w·(1 − q), and 1 − q at most 1 and at most (n₂ − 1)·ln(1 + u). With 2w = 2/2047 this is at most
-    (n₂/1024)·ln(1 + u) for every n₂: by the second up to 2048, by the first from 2051 on, by q > 0.36 between."""
+    Proof. Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most (1 +
+    u)·(a + b), and at most a + 2b and 2a + b: a is an fp16 number, and the result is no further from a + b than a is.
+    Additions of subnormals are exact. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
+
+    G(n) ≤ F(n) = 2·(1 + u)^(n/1024) by induction; F(1) ≥ 1. Let two parts of n₁ and n₂ terms have the ratios g₁ and g₂.
+    The ratio of the whole is at most g₁, g₂ or its value where two of the limits above meet: with w = u/(1 − u) that is
+    g₁·(1 + 2w)/(1 + w·g₁/g₂), or the same with 1 and 2 exchanged. It grows with g₁ and g₂, so put g₁ = F(n₁) ≥ 2 and g₂
+    = (1 + u)^(n₂ − 1). Then it is at most F(n₁)·(1 + 2w)/(1 + 2wq) with q = 1/g₂. The logarithm of that factor is at
+    most 2w·(1 − q), and 1 − q at most 1 and at most (n₂ − 1)·ln(1 + u). With 2w = 2/2047 this is at most (n₂/1024)·ln(1
+    + u) for every n₂: by the second up to 2048, by the first from 2051 on, by q > 0.36 between."""
     return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
 
 
 def rounded(times: float) -> float:
-    """Return the largest factor of ``times`` roundings to fp16 on a value; inf beyond the range of a double."""
+    """Return the largest factor by which ``times`` roundings to fp16 can change a value; inf beyond the range of a
+    double."""
     try:
         return (1 + UNIT) ** times
     except OverflowError:
@@ -86,7 +88,7 @@ def rounded(times: float) -> float:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a certificate assumes of the arithmetic and of the inputs.
+    """The assumptions of a certificate about arithmetic and inputs.
 
     Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, or in up
     to ``splits`` partial sums that are rounded to fp16 and added in fp16. Norms and softmax compute in fp32, LayerNorm
@@ -94,11 +96,10 @@ class Arithmetic:
     attention sees at least one.
 
     ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
-    ``planned``: for weights that are still to be scaled, leave subnormals out and multiply each residual stream by 2 to
-    its exponent here, 0 without one. ``exact``: real arithmetic without any rounding. ``norms16``: norms square, sum
-    and divide in fp16 instead, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every sum is made in
-    fp16 instead, term by term in any order, or in blocks.
-    """
+    ``planned``: the weights are not scaled yet: subnormals are left out, and each residual stream is multiplied by 2 to
+    its exponent in this mapping (0 if absent). ``exact``: real arithmetic without any rounding. ``norms16``: norms
+    square, sum and divide in fp16 instead, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every
+    sum is made in fp16 instead, term by term in any order, or in blocks."""
 
     max_length: int = MAX_LENGTH
     splits: int = SPLITS
@@ -125,8 +126,8 @@ class Arithmetic:
 
     @property
     def floor(self) -> float:
-        """Absolute error of a matrix product: each partial sum and the result may be subnormal. Where sums are made in
-        fp16, each product may be, and its error grows as the sum does."""
+        """Absolute error of a matrix product from subnormals: each partial sum and the result may be one. With sums in
+        fp16 each product may be, and its error grows as the sum does."""
         if not self.sums16 or not self.tiny:
             return (self.splits + 2) * self.tiny
         longest = max(LONGEST_SUM, self.max_length)
@@ -152,10 +153,11 @@ class Arithmetic:
         return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
 
     def norm_factor(self, width: int) -> float:
-        """Return how many times √width an RMS norm's output may be long, with squares, sum, mean and root in fp16. The
-        sum of squares only grows, so each addition loses at most a unit of it. If the mean square is at least 2⁻¹⁷, the
-        squares lose up to 2⁻²⁵ each where they are subnormal, and so does the mean. The factor is infinite where
-        nothing of the mean might be left."""
+        """Return the largest ratio of an RMS norm's output length to √width, with squares, sum, mean and root in fp16.
+
+        The sum of squares only grows, so each addition loses at most a unit of it. If the mean square is at least 2⁻¹⁷,
+        the squares lose up to 2⁻²⁵ each where they are subnormal, and so does the mean. The factor is infinite where
+        rounding could leave a mean of 0."""
         if not self.norms16:
             return 1.0
         underflow = TINY / NORM_FLOOR
@@ -171,20 +173,21 @@ class Arithmetic:
         return (length * (1 + self.unit) + self.tiny * math.sqrt(width)) * COMPUTED
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return a bound of a matrix product from its sum's: at most two roundings, and the floor."""
+        """Return the bound of a matrix product, given its exact sum's bound: at most two roundings more, and
+        ``floor``."""
         return values * (1 + self.unit) ** 2 + self.floor
 
 
 def norm_units(width: int) -> float:
-    """Return by how many units of 2⁻²⁴·mean|x| a LayerNorm's mean and standard deviation may be off in fp32.
+    """Return how far a LayerNorm's mean and standard deviation may be off in fp32, in units of 2⁻²⁴·mean|x|.
 
     Kernels that sum the squares of the same deviations that they divide need no allowance: an error of the mean is in
     both. Torch's merge groups' means m and sums of squares by Welford's and Chan's updates (``moments_utils.h``,
     ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides errors relative to a deviation
     (``NORM_ERROR``):
 
-    - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units;
-    - a merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
+    - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units; - a
+    merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
 
     In exact arithmetic the root of the sum of squares is the length of a vector: a sum for the true means and for their
     errors, of which those within runs are orthogonal to those between runs. The errors of a run's means have an rms of
@@ -193,8 +196,7 @@ def norm_units(width: int) -> float:
 
     On the CPU runs are 16 vectors of 4, 8 or 16 lanes, merged in a tree (twice its depth, once more for fp16's two
     halves and for lanes that fill no vector), then lane by lane. On CUDA each of 128 threads runs over its vectors of
-    4, and 7 merges follow.
-    """
+    4, and 7 merges follow."""
     cuda = 7 * (1 if width & (width - 1) == 0 else 4)
     kernels = [(4 * math.ceil(width / 512), cuda, 1)]
     for lanes in (4, 8, 16):

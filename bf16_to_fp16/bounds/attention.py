@@ -1,9 +1,9 @@
 """Bounds of an attention: its scores, its context and its output projection.
 
-A head's scores are at most d times the spectral norm of AqᵀAk, with A the weight times the gain of the norm; where
-positions are rotary, of AqᵀRAk for the worst of all rotations R. Attention weights are convex, so row i of the output
-is at most the sum over heads of √d·‖O_i·Av‖. Stock masks add −65504, which is finite (``masked_span``).
-"""
+Queries and keys are linear maps of norms' outputs, whose length is at most √d for a stream of d channels. So a head's
+scores are at most d times the spectral norm of AqᵀAk, with A the weight times the norm's gain; with rotary positions,
+of AqᵀRAk for the worst rotation R. Attention weights are convex, so row i of the output is at most the sum over heads
+of √d·‖O_i·Av‖. Stock masks add −65504, which is finite, so masked positions need bounds as well (``masked_span``)."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ the score, or to the position bias first."""
 
 @dataclass(frozen=True)
 class ScoreBounds:
-    """Bounds of every head's scores, fp64 [heads] each: of a product of a query and a key, of its partial sums, and of
-    the distance between two scaled products of one query."""
+    """Bounds of scores by head, fp64 [heads]. ``product``: of query·key. ``partial``: of its partial sums. ``span``: of
+    the difference between two scaled scores of one query."""
 
     product: Tensor
     partial: Tensor
@@ -48,8 +48,8 @@ class ScoreBounds:
 def score_bounds(
     query: LinearBound, key: LinearBound, heads: int, arithmetic: Arithmetic, scale: float = 1.0
 ) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key, as fp16 computes them. Several heads of queries may
-    share one of keys. scale: multiplies the products afterwards."""
+    """Return bounds of every head's products of a query and a key, as fp16 computes them. Several query heads may share
+    one key head. scale: the factor on the finished products."""
     a = arithmetic
     size = query.norms.numel() // heads
     group = query.norms.numel() // key.norms.numel()
@@ -83,10 +83,11 @@ def score_bounds(
 def summed_scores(
     exact: Tensor, error: Tensor, partial: Tensor, apart: Tensor, terms: Tensor, scale: float, arithmetic: Arithmetic
 ) -> ScoreBounds:
-    """Return the bounds of products of a query and a key with the rounding of their sums. exact, error: of the exact
-    product, and of the error that its factors bring; partial: of its partial sums; apart: of the distance between two
-    exact products of one query; fp64 [heads] each. terms: each channel's bounds of query and key added up, fp64 [heads,
-    channels]. scale: multiplies the products afterwards."""
+    """Return the bounds of query·key products, with the rounding of their sums.
+
+    exact, error: of the exact product, and of the errors of its factors. partial: of its partial sums. apart: of the
+    difference between two exact products of one query. All four are fp64 [heads]. terms: each channel's bounds of query
+    and key added up, fp64 [heads, channels]. scale: the factor on the finished products."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial
@@ -105,9 +106,11 @@ ANGLES = 2.0**-20  # how far cos² + sin² may be from 1 in fp32, and cos and si
 
 @dataclass(frozen=True)
 class Turned:
-    """Queries or keys after their norm and the rotation of pairs of channels. The length of pair p of a head is at most
-    ``gain``_p·|n_p| + ``absolute``_p, with n_p its two normalised values and ‖n‖₂ ≤ ``radius``: fp64 [heads, pairs],
-    with one head where a norm is of each head alike. ``bound``: of each channel, fp64 [heads, channels]."""
+    """Queries or keys after their norm and their rotary positions, which rotate pairs of channels.
+
+    The length of pair p of a head is at most ``gain``_p·|n_p| + ``absolute``_p, with n_p its two normalised values and
+    ‖n‖₂ ≤ ``radius``. Both are fp64 [heads, pairs], or [1, pairs] where all heads share one norm. ``bound``: of each
+    channel, fp64 [heads, channels]."""
 
     gain: Tensor
     absolute: Tensor
@@ -116,9 +119,10 @@ class Turned:
 
 
 def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
-    """Return how far a rotated channel may be from its exact value: relative to the length of its pair, and absolutely.
-    Both channels of a pair together are off by √2 of that. In fp16 it is off by at most the roundings of cosine, sine,
-    two products and their sum, relative to |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²)."""
+    """Return the error of a rotated channel: relative to the length of its pair, and absolute.
+
+    The error of both channels of a pair together is at most √2 times that. In fp16 it is at most the roundings of
+    cosine, sine, two products and their sum, relative to |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²)."""
     a = arithmetic
     if a.exact:
         return 0.0, 0.0
@@ -129,8 +133,8 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
 
 
 def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotary) -> Turned:
-    """Return a norm's output after a rotation, which keeps the length of a pair, except for ``rotation_error`` and the
-    factor on cosines and sines. heads: of the norm."""
+    """Return a norm's output after rotation. A rotation keeps the length of a pair, except for ``rotation_error`` and
+    the factor on cosines and sines. heads: the number that the norm spans."""
     factor, order = rotary.factor, pair_order(len(source.gain) // heads, rotary).to(source.gain.device)
 
     def largest_of_pairs(values: Tensor) -> Tensor:
@@ -147,9 +151,10 @@ def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotar
 
 
 def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of every head's products of a normalised query and key, rotated by any angles. Several heads of
-    queries may share one of keys. Pair by pair a product and its parts are at most the product of the lengths
-    (Cauchy-Schwarz), so their sum is at most the largest product of two gains times ‖n‖‖m‖."""
+    """Return bounds of every head's products of a normalised query and key, rotated by any angles.
+
+    Several query heads may share one key head. Pair by pair a product and its parts are at most the product of the
+    lengths (Cauchy-Schwarz), so their sum is at most the largest product of two gains times ‖n‖‖m‖."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
@@ -167,15 +172,13 @@ def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arit
 
 @dataclass(frozen=True)
 class Rotated:
-    """Queries or keys of every head, made by a linear without a norm behind it, after the rotation of pairs of
-    channels.
+    """Queries or keys that a linear makes without a norm behind it, after their rotary positions.
 
-    A pair is a linear map of n, ‖n‖₂ ≤ 1, plus a shift. ``grams``: Gram matrices of each head's maps, fp64 [channels,
-    channels], the first channels of all pairs before the second ones. ``shifts``: fp64 [heads, channels] in the same
-    order. ``peaks``, ``centres``, ``errors``: the largest length of each pair by its map, by shift and bias, and by
-    rounding, fp64 [heads, pairs] each. ``bound``: of each channel, in the order of the linear's rows, fp64
-    [heads·channels].
-    """
+    A pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift; rotation keeps its length. ``grams``: by head,
+    the Gram matrix of the maps' rows, fp64 [channels, channels], in ``pair_order``. ``shifts``: fp64 [heads,
+    channels] in the same order. A pair's length is at most ``peaks`` (from its map) + ``centres`` (from its shift) +
+    ``errors`` (from rounding), fp64 [heads, pairs] each. ``bound``: of each channel, in the linear's order, fp64
+    [heads·channels]."""
 
     grams: tuple[Tensor, ...]
     shifts: Tensor
@@ -186,7 +189,8 @@ class Rotated:
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:
-    """Return a head's channels, [size]: the first of each pair that a rotation turns, then the second of each."""
+    """Return a head's channels, [size], in the order first channels of all rotated pairs, then their second
+    channels."""
     channels = torch.arange(size)
     if rotary.interleaved:
         return channels.view(-1, 2).t().flatten()
@@ -195,9 +199,10 @@ def pair_order(size: int, rotary: Rotary) -> Tensor:
 
 
 def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
-    """Return a linear's outputs after a rotation by any angles and a multiplication with up to ``factor``. A rotation
-    keeps the length of a pair, except for ``rotation_error``. A pair's map is two rows with Gram matrix ((a, c), (c,
-    b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²)."""
+    """Return a linear's outputs after rotation by any angles and multiplication by a factor of at most ``factor``.
+
+    A rotation keeps the length of a pair, except for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
+    c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²)."""
     size = made.norms.numel() // heads
     order, half = pair_order(size, rotary), size // 2
     relative, tiny = rotation_error(arithmetic)
@@ -227,7 +232,7 @@ def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmeti
 
 
 def query_growth(rotary: Rotary, length: int) -> float:
-    """Return the largest factor on queries that grows with their position, over up to ``length`` positions."""
+    """Return the largest position-dependent factor on queries, over up to ``length`` positions."""
     if rotary.growth is None:
         return 1.0
     growth, positions = rotary.growth
@@ -235,10 +240,11 @@ def query_growth(rotary: Rotary, length: int) -> float:
 
 
 def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key, rotated by any angles. Several heads of queries may
-    share one of keys. Pair by pair a product and its parts are at most the product of the lengths (Cauchy-Schwarz),
-    ‖q_p‖·‖k_p‖. The sum over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for each pair (``longest_of``).
-    It is also at most the maps' part plus, pair by pair, the terms of shifts and biases."""
+    """Return bounds of every head's products of a query and a key, rotated by any angles.
+
+    Several query heads may share one key head. Pair by pair a product and its parts are at most the product of the
+    lengths (Cauchy-Schwarz), ‖q_p‖·‖k_p‖. The sum over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for
+    each pair (``longest_of``). It is also at most the maps' part plus, pair by pair, the terms of shifts and biases."""
     heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
     exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
@@ -275,7 +281,7 @@ def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Capped:
-    """Bounds of the steps of a soft cap c·tanh(x/c), in x's shape: the quotient, its tanh, the result. ``off``: of the
+    """Bounds of the steps of a soft cap c·tanh(x/c), in x's shape: ``quotient``, ``tanh``, ``result``. ``off``: the
     result's rounding error."""
 
     quotient: Tensor
@@ -285,10 +291,11 @@ class Capped:
 
 
 def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
-    """Return bounds of the steps of a soft cap for |x| up to ``values``. tanh grows with x and is at most 1, which fp16
-    holds, so each step's bound is the last step's, put through it and rounded once. Rounding the quotient moves the
-    result by as much as it moves x, since the slope of c·tanh(x/c) is at most 1; rounding tanh and product moves it by
-    a unit of c·tanh each."""
+    """Return bounds of the steps of a soft cap for |x| up to ``values``.
+
+    tanh grows with x and is at most 1, which fp16 holds, so each step's bound is the last step's, put through it and
+    rounded once. Rounding the quotient moves the result by as much as it moves x, since the slope of c·tanh(x/c) is at
+    most 1; rounding tanh and product moves it by a unit of c·tanh each."""
     a = arithmetic
     quotient = a.rounded(values / cap) * COMPUTED
     tanh = (a.rounded(quotient.tanh()) * COMPUTED).clamp(max=1)
@@ -298,16 +305,17 @@ def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
 
 
 def capped_span(span: Tensor, capped: Capped) -> Tensor:
-    """Return a bound of the distance between two scores of one query after a soft cap. span: before it. The slope of a
-    cap is at most 1, and its result lies within the cap on either side of 0."""
+    """Return a bound of the difference between two scores of one query after a soft cap; ``span`` is the bound before
+    it. The slope of a cap is at most 1, and its result is within the cap on either side of 0."""
     return torch.minimum(span + 2 * capped.off, 2 * capped.result)
 
 
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return by how much a mask must lower masked positions at least for them to have no weight, fp64 [heads]. span: of
-    the scores of one query. scores: their bound. bias: position biases [buckets, heads], None without. The largest
-    masked score plus the mask must stay so far under every other score that the weights of all masked positions sum to
-    less than 2⁻²⁵, and each is 0 in fp16. A fully masked row is not covered."""
+    """Return how far a mask must lower masked scores so that they get no weight, fp64 [heads].
+
+    span: bound of the difference between two scores of one query. scores: their bound. bias: position biases [buckets,
+    heads], or None. The largest masked score plus the mask must be so far under every other score that the weights of
+    all masked positions sum to less than 2⁻²⁵; then each is 0 in fp16. A fully masked row is not covered."""
     a = arithmetic
     reach = (26 + math.log2(a.max_length)) * math.log(2)
     if bias is not None:
@@ -331,7 +339,7 @@ class Context:
 
 
 def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Context:
-    """Return the context of ``values``. keep: a lower bound of 1 over dropout's factor on weights."""
+    """Return the context of ``values``. keep: a lower bound of the inverse of dropout's factor on the weights."""
     a = arithmetic
     total = a.attention_sum
     if keep != 1.0:

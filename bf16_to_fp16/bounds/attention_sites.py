@@ -1,4 +1,4 @@
-"""An attention's sites: its linears, their rotation, every head's scores, the context and the output projection."""
+"""Bound and record the sites of an attention: its linears, rotation, scores by head, context and output projection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .module_findings import ModuleFindings, Normed, Projected
 
 
 class AttentionSites:
-    """One attention of the walk, whose sites are recorded in ``findings``."""
+    """One attention of the walk; its bounds are recorded in ``findings``."""
 
     def __init__(self, findings: ModuleFindings, sublayer: Attention) -> None:
         self.findings, self.sublayer, self.a = findings, sublayer, findings.arithmetic
@@ -59,7 +59,7 @@ class AttentionSites:
         return findings.project(sublayer.output, weight, made, entering, mean_square)
 
     def summed(self, source: NormOutput, square: Tensor) -> Normed:
-        """Bound sums over blocks of positions and their norm; return what keys and values read."""
+        """Bound sums over blocks of positions and their norm; return the input of keys and values."""
         size, length = self.findings.layout.summed(self.sublayer), self.a.max_length
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)
@@ -68,7 +68,7 @@ class AttentionSites:
         return either(source, made), torch.maximum(square, made_square)
 
     def scores(self, query: tuple[LinearBound, Tensor], key: tuple[LinearBound, Tensor]) -> None:
-        """Bound the scores of queries and keys, given with their mean squares."""
+        """Bound the scores. query, key: each a linear's bounds and mean squares."""
         sublayer, rotary = self.sublayer, self.sublayer.rotary
         if rotary is None:
             made = attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale)
@@ -77,27 +77,29 @@ class AttentionSites:
             norms = (sublayer.query_norm, *query, self.heads), (sublayer.key_norm, *key, self.kv_heads)
             normed = (self.head_norm(*each) for each in norms)
             one, other = (attention.turned(source, self.a, together, rotary) for source, together in normed)
-            self.turn({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
+            self.raise_outputs({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
             factors = self.rotation(rotary, one.bound, other.bound)
             self.scored(attention.turned_score_bounds(one, other, self.heads, self.a, self.scale), factors)
         else:
             self.rotated_scores(rotary, query[0], key[0])
 
     def head_norm(self, path: str, made: LinearBound, square: Tensor, heads: int) -> tuple[NormOutput, int]:
-        """Bound the norm of queries, keys or values; return its output and number of heads. square: of its input."""
+        """Bound the norm of queries, keys or values; return its output and the number of heads that it spans. square:
+        mean squares of its input."""
         together = heads if self.sublayer.norms_whole else 1
         bound, square = (x.view(heads // together, -1) for x in (made.bound, square))
         longest = float(bound.norm(dim=1).max())
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
 
     def normed_values(self, made: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
-        """Bound the norm of each head's values, as a linear that takes every head's output as it is."""
+        """Bound the norm of every head's values. Return it as a linear with an identity matrix for each head, with its
+        mean squares."""
         source, _ = self.head_norm(self.sublayer.value_norm, made, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)
 
     def rotated_scores(self, rotary: Rotary, query: LinearBound, key: LinearBound) -> None:
-        """Bound the rotation of queries and keys without norms, and their scores."""
+        """Bound queries and keys without norms after their rotation, and their scores."""
         sublayer, a = self.sublayer, self.a
         one = attention.rotated(query, self.heads, rotary, a, attention.query_growth(rotary, a.max_length))
         other = attention.rotated(key, self.kv_heads, rotary, a)
@@ -105,14 +107,14 @@ class AttentionSites:
             self.note(f"{sublayer.at}:mul#5", SiteKind.ROTATION, largest(one.bound))
         if sublayer.fused:
             still = torch.zeros(sublayer.fused[2], dtype=torch.float64)
-            self.turn({sublayer.query: torch.cat([one.bound, other.bound, still])})
+            self.raise_outputs({sublayer.query: torch.cat([one.bound, other.bound, still])})
         else:
-            self.turn({sublayer.query: one.bound, sublayer.key: other.bound})
+            self.raise_outputs({sublayer.query: one.bound, sublayer.key: other.bound})
         factors = self.rotation(rotary, one.bound, other.bound)
         self.scored(attention.rotated_score_bounds(one, other, a, self.scale), factors)
 
-    def turn(self, turned_rows: Mapping[str, Tensor]) -> None:
-        """Raise modules' recorded outputs to their rotated values, which the same exponents move."""
+    def raise_outputs(self, turned_rows: Mapping[str, Tensor]) -> None:
+        """Raise the recorded output bounds of modules to those after rotation: both share their exponents."""
         for path, most in turned_rows.items():
             bound, square = self.findings.outputs[path]
             self.findings.outputs[path] = (torch.maximum(bound, most), square)
@@ -127,7 +129,7 @@ class AttentionSites:
         return most
 
     def scored(self, made: attention.ScoreBounds, factors: float) -> None:
-        """Record the steps of every head's scores. factors: bound of queries and keys."""
+        """Record the steps from every head's products to its attention weights. factors: bound of queries and keys."""
         sublayer, findings = self.sublayer, self.findings
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, made.product, made.partial)
         scaled = self.rounded(made.product * self.scale) if sublayer.scaled else made.product
@@ -161,7 +163,7 @@ class AttentionSites:
         findings.scores[sublayer.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)), excess)
 
     def position_bias(self) -> Tensor:
-        """Return each head's largest position bias, 0 without tables."""
+        """Return the largest position bias of each head; 0 without bias tables."""
         offset = torch.zeros(self.heads, dtype=torch.float64)
         for name in filter(None, (self.sublayer.bias, self.sublayer.block_bias)):
             table = self.findings.tensor(name)
@@ -173,6 +175,7 @@ class AttentionSites:
 
 
 def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
-    """Return how many bits ``values`` must fall for values + ``still`` to fit fp16; inf if ``still`` alone does not."""
+    """Return how many bits ``values`` must fall so that values + ``still`` fits fp16; inf if ``still`` alone does not
+    fit."""
     room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=torch.inf).clamp(min=1).log2()

@@ -2,10 +2,10 @@
 
 A norm turns any input into a vector of known length: n with ‖n‖₂ ≤ √d, times the gain. So every sublayer has a bounded
 input, and the stream is the embedding plus the most that every sublayer can add. Each rounding of fp16 is an additive
-term: a sum of large products that cancel can be off by more than any multiple of the sum. ``Arithmetic`` says what is
-covered; ``attention_sites`` and ``feed_forward_sites`` bound the sublayers that read the stream, and ``head_sites`` the
-logits.
-"""
+term: a sum of large products that cancel can be off by more than any multiple of the sum.
+
+``Arithmetic`` states what is covered. ``attention_sites`` and ``feed_forward_sites`` bound the sublayers,
+``head_sites`` the logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .spectral import Spectra
 
 
 def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
-    """source: the last norm's output."""
+    """Bound the sites of the head. source: the last norm's output."""
     (final, square), layout, a, note = source, findings.layout, findings.arithmetic, findings.note
     scale, keep = layout.head_scale, findings.kept("head") if head.dropout else 1.0
     if scale != 1.0:
@@ -103,7 +103,7 @@ def linear_on_norm(findings: ModuleFindings, linear: HeadLinear, source: Normed)
 def linear_behind_tanh(
     findings: ModuleFindings, linear: HeadLinear, caps: Tensor, square: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of a linear behind a tanh; caps, square: bounds and mean squares of its input."""
+    """Return the bounds and mean squares of a linear behind a tanh; caps, square: those of its input."""
     weight, bias = findings.weight(linear.at)
     bound = bound_box(caps, weight, bias, findings.arithmetic)
     expected = squared_matrix_vector(weight, square)
@@ -191,8 +191,8 @@ class _StreamWalk(ModuleFindings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Return bounds and mean squares of a projector's output. A projector takes a vision tower's states into the
-        text model's stream; they are only known to fit fp16, which is enough for its norm in fp32."""
+        """Return bounds and mean squares of a projector's output. A projector maps a vision tower's states into the
+        text model's stream. Of these states only the range of fp16 is known; its norm in fp32 needs no more."""
         width = self.layout.projected(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         if w.pool:
@@ -230,14 +230,16 @@ class _StreamWalk(ModuleFindings):
             head_sites(self, self.layout.head, (final, square))
 
     def read_by(self, path: str) -> Normed:
-        """Return a norm's output and its components' mean squares; the stream and its own without a norm."""
+        """Return the output of the norm at ``path`` with its mean squares; without a path, the stream itself with its
+        own."""
         if not path:
             return stream_itself(self.stream_axes, self.stream), self.stream_square
         length = min(float(self.stream.norm()), self.stream_norm)
         return self.normalised(path, self.stream, self.stream_square, length)
 
     def join(self, sublayer: Sublayer, made: Projection, expected: Tensor) -> None:
-        """Add a projection's output, through the norm behind it, to the stream. expected: its mean squares."""
+        """Add a projection's output to the stream, through the post-norm if there is one. expected: the output's mean
+        squares."""
         axes = None
         if sublayer.post_norm:
             length = min(made.length, float(made.bound.norm()))
@@ -254,7 +256,8 @@ class _StreamWalk(ModuleFindings):
             self.note(w.add, SiteKind.RESIDUAL, self.stream)
 
     def add(self, sublayer: Sublayer, made: Projection, square: Tensor, axes: Tensor | None) -> None:
-        """Add a sublayer's output to the stream. square: its mean squares. axes: squared, of an ellipsoid."""
+        """Add a sublayer's output to the stream. square: its mean squares. axes: squared axes of an ellipsoid that
+        holds it, if known."""
         keep, branch = min(self.kept("stream"), self.kept("branch")), made.bound
         width = branch.numel()
         length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
@@ -280,7 +283,7 @@ class _StreamWalk(ModuleFindings):
         self.note(sublayer.add, SiteKind.RESIDUAL, self.stream)
 
     def multiply(self, sublayer: FeedForward) -> None:
-        """Multiply the stream by the number behind a layer, and round it."""
+        """Scale the stream by the learned scalar at the end of a layer."""
         scalar, a = self.tensor(sublayer.scalar), self.arithmetic
         assert scalar is not None
         factor, width = largest(scalar.abs().double()), self.stream.numel()
@@ -305,13 +308,12 @@ def bound(
 ) -> Certificate:
     """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
 
-    weights: gives a tensor by name with the values to bound for. target: ``norm-safe`` adds the squares of the stream,
-    for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations under
-    147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that may get an
-    eigenvalue of their own. spectra: known eigenvalues of weights that are nearly the same. advance: called with
-    sublayers done and their number. until_one_fails: end at the first site that does not hold. Raises UserError for an
-    activation without a bound.
-    """
+    weights: returns the tensor of a name, with the values to bound. target: ``norm-safe`` adds the squares of the
+    stream, for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations
+    under 147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that may
+    get an eigenvalue of their own. spectra: known eigenvalues of nearly equal weights. advance: called with the
+    sublayers done and their number. until_one_fails: end at the first site over its limit. Raises UserError for an
+    activation without a bound."""
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
     limits: dict[str, float] = {}
@@ -328,12 +330,12 @@ def bound(
 
 
 def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, target: str, spectra: Spectra) -> bool:
-    """Return whether the certificate for ``target`` holds; ends at the first site that does not."""
+    """Return whether the certificate for ``target`` holds; stop at the first site over its limit."""
     return bound(layout, weights, arithmetic, target=target, spectra=spectra, until_one_fails=True).holds
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a reader of a checkpoint's weights in fp16, as stock code computes with them: fp32 with an offset."""
+    """Return a reader of a checkpoint's weights in fp16 as stock code uses them: gains with an offset in fp32."""
 
     def read(name: str) -> Tensor:
         tensor = layout.tensors[name]

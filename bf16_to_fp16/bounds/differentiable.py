@@ -1,4 +1,5 @@
-"""Bounds that no rescaling moves, as functions of live weights that have a gradient, in fp32 on the weights' device."""
+"""Bounds of the sites that rescaling cannot lower, as differentiable functions of live weights, in fp32 on their
+device."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class DifferentiableBounds:
-    """Bounds of the sites that only training can bring down, by the audit's names. weights: gives a live tensor by its
+    """Bounds of the sites that only training can lower, by the audit's names. weights: returns a live tensor by its
     name in the layout, as stored. stream: bound the residual stream, too."""
 
     def __init__(self, layout: Layout, weights: TensorReader, *, stream: bool = False) -> None:
@@ -57,15 +58,16 @@ class DifferentiableBounds:
 
     @full_precision()
     def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return all bounds without a graph, fp32 by row, head or channel. again: weights have hardly changed, so means
-        of LayerNorms' inputs are the last ones. only: sites, instead of all."""
+        """Return all bounds without a graph, fp32 by row, head or channel. again: weights have hardly changed, so the
+        last call's means of LayerNorms' inputs are used. only: the sites to bound."""
         wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again
             return _Walk(*live, self.fixed, self.stream, wanted).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return by site the tensors that training may change to lower it; of norms' gains only the encoder's last."""
+        """Return, by site, the tensors that training may change to lower its bound. The gains of pre-norms are not
+        among them."""
         layout, found = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
@@ -108,15 +110,16 @@ class DifferentiableBounds:
 
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return bounds of some sites at indices, with a graph; LayerNorms' input means are the last ``measure``'s."""
+        """Return the bounds of given elements of sites, with a graph. wanted: indices by site. The means of LayerNorms'
+        inputs are those of the last ``measure``."""
         live = self.layout, self.read, self.arithmetic, self.means, False
         return _Walk(*live, self.fixed, self.stream, wanted).run()
 
 
 @dataclass(eq=False)
 class _Walk(LiveWeights):
-    """One pass over a layout. fixed: linears and norms whose outputs no exponent moves. follows: whether the stream has
-    sites. wanted: indices of the bounds by site; None for all."""
+    """One pass over a layout. fixed: linears and norms whose outputs no exponent moves. follows: whether to bound the
+    stream's sites. wanted: indices of the bounds by site; None for all."""
 
     fixed: Collection[str]
     follows: bool
@@ -153,7 +156,7 @@ class _Walk(LiveWeights):
         return self.found
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
-        """Note a final norm's output where no exponent may move it, and the head's."""
+        """Record the sites of the head, and of a final norm whose output no exponent moves."""
         norm = stack.ends.norm
         if stack.is_encoder:
             self.memory = source
@@ -182,7 +185,7 @@ class _Walk(LiveWeights):
         return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
     def projected(self, w: Projector) -> Tensor:
-        """Bounds by channel of a projector's output, as ``certificate`` has them."""
+        """Return the bounds of a projector's output by channel, by the certificate's formulas."""
         gain, shift = self.weight(f"{w.norm}.weight"), self.weight(f"{w.norm}.bias")
         gain = torch.ones(self.layout.projected(w), device=self.axes.device) if gain is None else gain
         if w.layer_norm_eps is None:
@@ -202,13 +205,14 @@ class _Walk(LiveWeights):
         return rows_of(weight.mT, None, source).partial
 
     def first_axes(self, ends: StackEnds) -> Tensor:
-        """Squared axes of an ellipsoid that holds the stream's start."""
+        """Return the squared axes of an ellipsoid that holds the stream at its start."""
         table = self.weight(self.layout.table(ends))
         assert table is not None and self.stream is not None
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Bounds of output projections by path, and of their joint output; zeros where a norm behind hides them."""
+        """Return the bounds of output projections by path, and of the sublayer's whole output; zeros if a post-norm
+        makes them irrelevant."""
         if sublayer.post_norm and not self.follows and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -252,12 +256,12 @@ class _Walk(LiveWeights):
         return self.normalised(path, self.stream)
 
     def linear_site(self, path: str, source: NormOutput) -> None:
-        """Note a linear whose output no exponent moves, with all rows of a matrix that gate and neurons share."""
+        """Record a linear whose output no exponent moves. A matrix that holds both gate and neurons counts as one."""
         at = None if self.wanted is None else self.wanted[path]
         self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
     def head(self, head: Head, final: NormOutput) -> None:
-        """Note the bounds of a head's linears, a language model's with and without its bias."""
+        """Record the sites of a head's linears; of a language model's with and without ``logits_bias``."""
         layout, (first, *others) = self.layout, head.linears
         offset = None
         if layout.stock.is_language_model and layout.family.logits_bias:
@@ -278,7 +282,8 @@ class _Walk(LiveWeights):
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
-        """Note a head's linear, some thousand rows at a time where all are wanted. added: is added to its outputs."""
+        """Record a head's linear; if all rows are wanted, compute ``ROWS_AT_A_TIME`` at a time. added: a term of its
+        outputs."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)
@@ -294,7 +299,7 @@ class _Walk(LiveWeights):
         self.found[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
-        """Note every head's products, its scores with position bias, and the least that a mask must add."""
+        """Record every head's products, its scores with position bias, and how far a mask must lower them."""
         # Where the mask is −inf there is no third site.
         sites = [f"{sublayer.at}:scores", sublayer.joining, *(() if sublayer.radius else (f"{sublayer.at}:masked",))]
         if self.wants(*sites):
@@ -303,8 +308,8 @@ class _Walk(LiveWeights):
                 self.note(site, bound)
 
     def read_by_keys(self, sublayer: Attention, source: NormOutput) -> NormOutput:
-        """Return the input of keys and values: the encoder's output, or a norm's and, where block sums are read too,
-        their own norm's."""
+        """Return the input of keys and values. In cross-attention it is the encoder's output, else the sublayer's own
+        input; with global blocks (LongT5) it covers their normed sums too."""
         if sublayer.memory:
             assert self.memory is not None
             return self.memory
@@ -328,5 +333,6 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return each head's part of a weight or bias: [heads, …]. fused, number: rows in one matrix, and which it is."""
+    """Return each head's part of a weight or bias: [heads, …]. fused: the row counts of queries, keys and values in a
+    common matrix, () for separate ones; number: the index of the part in it."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)

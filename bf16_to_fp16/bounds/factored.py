@@ -1,5 +1,5 @@
-"""Weights times factors, computed as many rows at a time as a core's cache holds. New memory for a copy of each weight
-costs more than the arithmetic."""
+"""Weights times row and column factors, computed in blocks of rows that fit a core's cache. A full copy of each weight
+would cost more time than the arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IN_CACHE = 1 << 17  # elements of the rows that are computed at a time
 
 
 def working_dtype(matrix: Tensor | Factored) -> torch.dtype:
-    """Return fp64 for matrices that have it already or are small, else fp32."""
+    """Return fp64 for small matrices and those already in it, else fp32."""
     return torch.float64 if matrix.numel() < WIDE or matrix.dtype == torch.float64 else torch.float32
 
 
@@ -27,8 +27,8 @@ def chunks(matrix: Tensor, elements: int = IN_CACHE) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Factored:
-    """diag(rows)·W·diag(columns) for a weight [m, d] in any floating dtype. columns: fp64 [d]; rows: fp64 [m], None for
-    ones; name: the weight's."""
+    """diag(rows)·W·diag(columns) for a weight [m, d] in any floating dtype. columns: fp64 [d]. rows: fp64 [m], None for
+    ones. name: the weight's."""
 
     weight: Tensor
     columns: Tensor
@@ -48,7 +48,7 @@ class Factored:
         return made if self.rows is None else made.mul_(self.rows[start:stop, None].to(dtype))
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield all rows in the working dtype, as many at a time as a core's cache holds."""
+        """Yield all rows in the working dtype, in blocks that fit a core's cache."""
         dtype, count = working_dtype(self), len(self.weight)
         rows = max(1, IN_CACHE // max(1, self.weight.shape[1]))
         for start in range(0, count, rows):
@@ -73,8 +73,8 @@ class Factored:
 
 @dataclass(frozen=True)
 class Tall:
-    """Blocks of rows under one another, each a sum of factored weights, for a Gram matrix. ``label``: its name within a
-    model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's Frobenius norms."""
+    """Blocks of rows stacked on each other, each a sum of factored weights, for a Gram matrix. ``label``: its name
+    within a model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's Frobenius norms."""
 
     blocks: tuple[tuple[Factored, ...], ...]
     label: str

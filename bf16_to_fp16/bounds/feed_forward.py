@@ -36,9 +36,10 @@ WORTH_REFINING = 2.0**0.25
 
 
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
-    """Return two linears on one norm's output as maps alone; shift and bias become one more column. A·n + c is the map
-    (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. This s makes each row's bound at most the
-    sum of both parts where these have one proportion in all rows."""
+    """Return two linears on one norm's output as pure linear maps: shift and bias become one more column.
+
+    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. This s gives the sum of
+    both parts as each row's bound if their ratio is the same in all rows."""
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
     share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
@@ -63,9 +64,10 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 
 
 class GatedNeurons:
-    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n. ``undropped``,
-    ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go; ``rows`` covers it for
-    negative weights only."""
+    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n (``homogeneous``).
+
+    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go;
+    ``rows`` covers it for negative weights only."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -101,13 +103,13 @@ class GatedNeurons:
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor, which: str) -> tuple[Tensor, Tensor]:
-        """Return upper bounds of ±(out · neurons) for every row without the neurons' rounding: fp64 [d] each. which: a
-        key for ``out``, a function of the weights."""
+        """Return upper bounds of out·neurons and −out·neurons by row, without the neurons' rounding: fp64 [d] each.
+        which: a key that identifies ``out`` among functions of the weights, for reuse."""
         both = self.spectra.once((which, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the result of ``rows`` at a scale of 1."""
+        """Return ``rows`` for a scale of 1, which is reused at every scale."""
         dtype = working_dtype(out)
         unit_size = self.size / self.scale
         caps, size = self.caps.to(dtype), unit_size.to(dtype)
@@ -135,7 +137,7 @@ class GatedNeurons:
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
-        """Return the result of ``row`` at a scale of 1."""
+        """Return ``row`` for a scale of 1."""
         wide = out.double()
         values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
@@ -151,11 +153,11 @@ class GatedNeurons:
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
-        """Return a lower bound on the result of ``row``: one neuron alone."""
+        """Return a lower bound on the result of ``row``: the contribution of one neuron alone."""
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return the error of every row by the rounding of the neurons, fp64 [d]. exact: from ``rows``."""
+        """Return the error of every row from the neurons' rounding, fp64 [d]. exact: from ``rows``."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -169,7 +171,8 @@ class GatedNeurons:
 
 
 class PlainNeurons:
-    """Neurons of an activation at most max(x, 0) and at least −m, x = w·n + c; methods as in ``GatedNeurons``."""
+    """Neurons of an activation that is at most max(x, 0) and at least −m, x = w·n + c. Methods are those of
+    ``GatedNeurons``."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -203,8 +206,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return upper bounds of every row of ±out on the neurons, fp64 [2, 2, d]: at a scale of 1 without their
-        centres, and the centres' part, which has no scale."""
+        """Return upper bounds of every row of out·neurons and −out·neurons, fp64 [2, 2, d]: the part from the maps w,
+        at a scale of 1, and the part from the centres c, which has no scale."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.made.matrix.columns_first(dtype)
@@ -225,7 +228,7 @@ class PlainNeurons:
         return torch.cat(found, 1).view(2, 2, -1)
 
     def bent(self, out: Tensor, direction: int) -> Tensor:
-        """Return an upper bound of every row of ±out on neurons that their centres keep below their size."""
+        """Return a bound of every row of ±out on neurons with negative centres, which keep them smaller than ‖w‖."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -237,7 +240,7 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return ``unit_rows`` for one row of ±out, with its own eigenvalue for the first part."""
+        """Return ``unit_rows`` for one row of ±out, with an eigenvalue of its own for the first part."""
         name, dtype = self.made.matrix.name, working_dtype(self.made.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale
@@ -262,7 +265,8 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return the error's length of a matrix product in the working dtype, in any order: n·u·Σ|c_i|·‖row_i‖."""
+        """Return a bound on the length of the error of a matrix product in the working dtype, summed in any order:
+        n·u·Σ|c_i|·‖row_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
@@ -271,9 +275,10 @@ Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 
 
 def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:
-    """Return the bound of every row of a feed-forward's output projection, fp64 [d]; it covers partial sums too. First
-    one eigenvalue serves the whole layer. Then each row that sets the maximum gets its own, at most ``refine`` rows,
-    and only while it exceeds the others and what one neuron can do alone."""
+    """Return the bound of every row of a feed-forward's output projection and its partial sums, fp64 [d].
+
+    First one eigenvalue serves the whole layer. Then each row that sets the maximum gets its own, for at most
+    ``refine`` rows, and only while it exceeds the others and the contribution of a single neuron."""
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
     up, down = neurons.rows(weight, "output")

@@ -1,4 +1,4 @@
-"""A feed-forward's sites, and those of a router with its experts."""
+"""Bound and record the sites of a feed-forward, and of a router with its experts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: 
 
 
 def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: LinearBound) -> None:
-    """Record the sites inside the activation; each is at most |x|, or bounded by tanh."""
+    """Record the sites inside the activation; each value is at most |x|, or bounded by tanh."""
     note, after = findings.note, findings.rounded(before.bound)
     if sublayer.activation == "gelu_new":
         note(f"{sublayer.act}:mul", SiteKind.ACTIVATION, findings.rounded(before.bound / 2))
@@ -66,7 +66,7 @@ def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: Li
 
 def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, float]:
     """Return bounds of gelu_new's operations before its tanh, for an input up to ``x``, by the audit's names. From |x|
-    = 40.3 on they are inf in fp16, which tanh maps to ±1, so none has a limit of its own."""
+    = 40.3 on they are inf in fp16, which tanh maps to ±1, so none has a limit."""
 
     def computed(value: float) -> float:
         rounded = value * (1 + arithmetic.unit) * COMPUTED + arithmetic.tiny
@@ -80,7 +80,7 @@ def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, flo
 
 
 def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -> Projected:
-    """Bound a router and its experts; return the output of one token's experts."""
+    """Bound a router and its experts; return the sum of the experts' outputs for one token."""
     (read, square), a, note = source, findings.arithmetic, findings.note
     if a.train and sublayer.noise:
         # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
@@ -115,7 +115,7 @@ def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -
 
 
 def router_sites(findings: ModuleFindings, sublayer: Experts) -> None:
-    """Record the steps from a router's logits to its weights, all of them in fp32 but a cast."""
+    """Record the steps from a router's logits to its weights. All but one cast are in fp32."""
     _, weight, together = findings.layout.experts_together(sublayer)
     number, inner, path = len(sublayer.experts), findings.inner, sublayer.router
     for step in ("softmax", "max", "sigmoid", "gather", "div"):

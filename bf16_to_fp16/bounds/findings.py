@@ -1,4 +1,4 @@
-"""The certificate as data, and the bounds of a source before any exponent."""
+"""The certificate as data, and the source's bounds before rescaling."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CARRYING = _PLACING | _CHANGING
 
 @dataclass(frozen=True)
 class Certificate:
-    """The bounds of every site of a model, and the arithmetic for which they hold. ``ranges``: by module and channel,
-    with the mean squares that inputs of random direction give. ``at`` bounds any site that an audit names."""
+    """The bounds of every site of a model, with the arithmetic that they assume. ``ranges``: by module and channel,
+    with expected mean squares for inputs of random direction. ``at`` bounds any site of an audit."""
 
     sites: tuple[BoundEntry, ...]
     arithmetic: Arithmetic
@@ -32,7 +32,7 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether no site can pass its limit."""
+        """Whether every bound is within its limit."""
         return all(site.holds for site in self.sites)
 
     @property
@@ -41,8 +41,8 @@ class Certificate:
         return min((site.headroom_bits for site in self.sites), default=math.inf)
 
     def at(self, name: str) -> float | None:
-        """Return the bound of a site by the audit's name; None for an unknown one. Copies, casts, masks, clamps and
-        dropout's steps have the bound of their module's values; of repeated operations the largest counts."""
+        """Return the bound of a site by the audit's name; None if unknown. Copies, casts, masks, clamps and dropout's
+        steps have the bound of their module's values; among repeated operations the largest counts."""
         if name in self.unlimited:
             return self.unlimited[name]
         by_name = {site.name: site.largest for site in self.sites}
@@ -60,7 +60,7 @@ class Certificate:
         return max(inside, default=None)
 
     def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
-        """Return the report's ``certificate``. observed: the largest value found at each site."""
+        """Return the report's ``certificate``. observed: the largest observed value of each site."""
         found = observed or {}
         listed = [site.model_copy(update={"observed": found.get(site.name)}) for site in self.sites]
         more: dict[str, Any] = {"sites": listed} if sites else {}
@@ -80,8 +80,8 @@ def is_inside(name: str, path: str) -> bool:
 
 @dataclass(frozen=True)
 class SourceBounds:
-    """Bounds of the source before any exponent. exponents: of the streams, for LayerNorm's eps. unmoved: sites over
-    their limit that no exact exponent moves."""
+    """The source's bounds before rescaling. exponents: those that its streams will get, which LayerNorms' eps needs.
+    unmoved: sites over their limit that no exact exponent moves."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]

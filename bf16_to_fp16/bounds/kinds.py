@@ -1,4 +1,4 @@
-"""The kinds of a certificate's sites and their traits, in one table."""
+"""A table of the kinds of sites in a certificate, and their traits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 
 
 class SiteKind(StrEnum):
-    """The quantity at a site, in the words of a report."""
+    """The quantity at a site, as a report names it."""
 
     EMBEDDING = "embedding"
     RESIDUAL = "residual"
@@ -39,7 +39,7 @@ class SiteKind(StrEnum):
 
 
 class Remedy(StrEnum):
-    """The means that bring a bound under its limit."""
+    """How to bring a bound under its limit."""
 
     RESCALE = "rescale"
     EDIT = "rescale at a price"
@@ -47,7 +47,7 @@ class Remedy(StrEnum):
 
 
 class Line(StrEnum):
-    """The line of a figure that shows a site; the values are names in style sheets."""
+    """The curve of a figure to which a site belongs; the values are names in style sheets."""
 
     STREAM = "stream"
     ATTENTION = "attention"
@@ -58,8 +58,8 @@ class Line(StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """``remedy``: for a bound over its limit. ``line``: in figures; any output has an attention's line, None is not
-    drawn. ``limit_in_training``: where the derivative of gelu_new is computed."""
+    """``remedy``: for a bound over its limit. ``line``: the curve in figures, None if not drawn; every output counts as
+    an attention's. ``limit_in_training``: lower where the derivative of gelu_new is computed."""
 
     remedy: Remedy = Remedy.RESCALE
     line: Line | None = None
@@ -86,5 +86,5 @@ _TRAITS: Mapping[str, Traits] = {
 
 
 def traits(kind: str) -> Traits:
-    """Return the traits of a kind, the default ones for a kind that only the report knows."""
+    """Return the traits of a kind, or default ones for a kind that only a report knows."""
     return _TRAITS.get(kind, Traits())

@@ -22,9 +22,10 @@ NORM_ERROR = 2.0**-10  # relative error allowed to a LayerNorm in fp32, on input
 
 @dataclass(frozen=True)
 class NormOutput:
-    """A norm's output with its rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``. ``gain``, ``shift``,
-    ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| + |shift|) + ``absolute``.
-    ``most``: another bound of each component where one is known, fp64 [d]."""
+    """A norm's output with its rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``.
+
+    ``gain``, ``shift``, ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| +
+    |shift|) + ``absolute``. ``most``: a second bound of each component, fp64 [d], where one is known."""
 
     gain: Tensor
     shift: Tensor | None
@@ -59,7 +60,7 @@ class NormOutput:
 
     @property
     def axes(self) -> Tensor:
-        """Squared axes of an ellipsoid that holds an output without shift, fp64 [d]."""
+        """Squared axes of an ellipsoid that holds the output, for a norm without shift: fp64 [d]."""
         assert self.shift is None
         scaled, error = self.gain * self.radius * (1 + self.relative), self.absolute.square() * len(self.absolute)
         return summed_axes(scaled.square(), error)
@@ -74,10 +75,11 @@ class NormOutput:
 
 
 def summed_axes(one: Tensor, other: Tensor) -> Tensor:
-    """Return the squared axes of an ellipsoid that holds every sum of a point of one and a point of the other. By
-    Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ p·x²/a + (1 − p)·y²/b in each channel. Over all channels the right sides
-    add up to at most p + (1 − p) = 1, for every p. This p gives the least sum of squared axes (Kurzhanski and Vályi,
-    Ellipsoidal calculus, 2.1)."""
+    """Return the squared axes of an ellipsoid that holds all sums of a point of one ellipsoid and a point of the other.
+
+    By Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ p·x²/a + (1 − p)·y²/b in each channel. Over all channels the right
+    sides add up to at most p + (1 − p) = 1, for every p. This p gives the least sum of squared axes (Kurzhanski and
+    Vályi, Ellipsoidal calculus, 2.1)."""
     long, short = one.sum().sqrt(), other.sum().sqrt()
     if not (long > 0 and short > 0):
         return (one + other) * COMPUTED
@@ -86,21 +88,21 @@ def summed_axes(one: Tensor, other: Tensor) -> Tensor:
 
 def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
     """Return the squared axes, [d], of an ellipsoid that holds every vector with components up to ``caps`` and ‖·‖₂ up
-    to ``length``. Both are conditions of ellipsoids, Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1, and so is their mean."""
+    to ``length``. These conditions give Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1; the ellipsoid is the mean of both."""
     box, ball = caps.square() * caps.numel(), length * length
     return box * (2 * ball / (box + ball)).nan_to_num(0.0) * COMPUTED
 
 
 def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
-    """Return a residual stream as an input that is read without a norm: ‖x/√axes‖₂ ≤ 1, with components up to ``caps``.
+    """Return a residual stream that is read without a norm, as an input ‖x/√axes‖₂ ≤ 1 with components up to ``caps``.
     Its radius is √d, so that its gain is about its root mean square. Its rounding is in its axes."""
     radius = math.sqrt(caps.numel())
     return NormOutput((axes.sqrt() / radius) * COMPUTED, None, radius, 0.0, torch.zeros_like(caps), caps)
 
 
 def either(one: NormOutput, other: NormOutput) -> NormOutput:
-    """Return one output that covers two norms' outputs without shift: gain∘n is larger∘n' with |n'| at most |n| in
-    every component, and so ‖n'‖ at most ‖n‖."""
+    """Return one output that covers the outputs of two norms without shift. With G the larger gain, gain∘n = G∘n' with
+    |n'| at most |n| in every component, and so ‖n'‖ at most ‖n‖."""
     assert one.shift is None and other.shift is None
     return NormOutput(
         torch.maximum(one.gain.abs(), other.gain.abs()),
@@ -112,9 +114,10 @@ def either(one: NormOutput, other: NormOutput) -> NormOutput:
 
 
 def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
-    """Return bounds of each component, fp64 [d], and of ‖·‖₂, of sums of a norm's output at ``terms`` positions. They
-    are products with a matrix of 0 and 1 over ``length`` positions, whose terms are exact; a partial sum's magnitudes
-    are no larger than the whole's."""
+    """Return bounds of sums of a norm's output over ``terms`` positions: of each component, fp64 [d], and of ‖·‖₂.
+
+    They are computed as products with a matrix of zeros and ones over ``length`` positions: the terms are exact, and
+    partial sums are no larger in magnitude."""
     a, grown = arithmetic, 1 + arithmetic.gamma(length)
     bound = a.summed(source.bound * terms * grown)
     longest = float(source.gain.abs().max()) * source.radius * (1 + source.relative) + float(source.absolute.norm())
@@ -124,9 +127,11 @@ def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmet
 
 @dataclass(frozen=True)
 class LinearBound:
-    """The bounds of a linear on a normalised input, row by row; all fp64 [m]. ``matrix``: weight times gain, [m, d].
-    ``norms``: radius·‖row‖. ``centre``: from shift and bias. ``error``: largest difference from the exact value.
-    ``bound``, ``partial``: of the result, of its partial sums."""
+    """The bounds of a linear on a normalised input, by row; all fp64 [m].
+
+    ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖. ``centre``: the constant part, from shift and
+    bias. ``error``: the largest difference from the exact value. ``bound``: of the result. ``partial``: of its
+    partial sums."""
 
     matrix: Factored
     radius: float
@@ -143,7 +148,7 @@ class LinearBound:
         return replace(self.matrix, rows=lengths / length)
 
     def split(self, rows: Sequence[int]) -> list[LinearBound]:
-        """Return the linears of one common matrix; rows: of each."""
+        """Return the linears that share this matrix. rows: the number of rows of each."""
         vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
         parts = zip(self.matrix.weight.split(rows), *(x.split(rows) for x in vectors), strict=True)
         # Without the weight's name, by which the whole matrix would be read again.
@@ -152,8 +157,8 @@ class LinearBound:
 
 @dataclass(frozen=True)
 class Projection:
-    """The output of a sublayer's projection, which joins the residual stream. ``bound``, ``partial``: of each component
-    and of its partial sums, fp64 [d]. ``length``: of its ‖·‖₂."""
+    """The output of a sublayer's projection, to be added to the residual stream. ``bound``, ``partial``: of each
+    component and of its partial sums, fp64 [d]. ``length``: of its ‖·‖₂."""
 
     bound: Tensor
     partial: Tensor
@@ -161,8 +166,8 @@ class Projection:
 
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
-    """Return an RMS norm's output for any input. gain: fp64 [d], with stock code's offset. once: n and the gain are
-    rounded in fp32 alone before their product is rounded."""
+    """Return an RMS norm's output for any input. gain: fp64 [d], with stock code's offset. once: the result is rounded
+    to fp16 only after the multiplication by the gain, not before it as well."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -180,7 +185,7 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
 
 
 def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOutput:
-    """Return ``number`` outputs of a norm as one vector, one by one or channel by channel: ‖(n₁, n₂, …)‖² ≤
+    """Return ``number`` outputs of a norm as one vector, concatenated or interleaved (``by_channel``): ‖(n₁, n₂, …)‖² ≤
     number·radius²."""
     if number == 1:
         return source
@@ -209,15 +214,14 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
 
 
 def lengthened(mean: float, eps: float, width: int) -> float:
-    """Return how many times √d a LayerNorm's output may be long, if its fp32 mean and standard deviation are off by
-    ``norm_units`` of ``mean``.
+    """Return by which factor a LayerNorm's output may be longer than √d if its fp32 mean and standard deviation are off
+    by ``norm_units`` of ``mean``.
 
     Let the deviations have rms s. All are off by the same e, the mean's error, to which they are orthogonal, and are
     divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the square of the
     quotient's rms is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), whose maximum is the larger eigenvalue
     of ((1, √q), (√q, 2q)); for s < e it is at most 2q. A sum of products, some of them negative, may come out as
-    −(2⁻²⁴·mean)²/2, which is taken off eps.
-    """
+    −(2⁻²⁴·mean)²/2, which is taken off eps."""
     unit = UNIT32 * mean
     eps -= unit * unit / 2
     if eps <= 0:
@@ -230,7 +234,7 @@ def lengthened(mean: float, eps: float, width: int) -> float:
 def bound_linear(
     source: NormOutput, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, name: str = ""
 ) -> LinearBound:
-    """Return the bounds of a linear on a norm's output. weight: [m, d]. bias: [m]. name: the weight's."""
+    """Return the bounds of a linear on a norm's output. weight: [m, d]. bias: [m]. name: the weight's name."""
     matrix = Factored(weight, source.gain, name=name)
     lengths = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in matrix.parts()]
     norms = source.radius * torch.cat(lengths) * COMPUTED
@@ -251,7 +255,7 @@ def bound_linear(
 
 def bound_box(caps: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
     """Return the bound, fp64 [m], of a linear and its partial sums on any vector with rounded components up to
-    ``caps``. weight: [m, n]. bias: [m]. caps: fp64 [n]."""
+    ``caps``, fp64 [n]. weight: [m, n]. bias: [m]."""
     terms = magnitudes(weight, caps) * COMPUTED
     total = terms if bias is None else terms + bias.double().abs()
     total = total * (1 + arithmetic.gamma(weight.shape[1]))
@@ -265,9 +269,10 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 @full_precision()
 def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return an upper bound of |matrix|·vector for a vector without negative entries: fp64 [m], or [m, k] for a vector
-    [d, k]. Summed in the working dtype: where no term is negative, a sum of n rounded products is off by at most γ of n
-    + 2 terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides underflow."""
+    """Return an upper bound of |matrix|·vector for a vector without negative entries: fp64 [m], or [m, k] for [d, k].
+
+    Summed in the working dtype: where no term is negative, a sum of n rounded products is off by at most γ of n + 2
+    terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides underflow."""
     if not vector.any():
         return vector.new_zeros(len(matrix), *vector.shape[1:])
     dtype = working_dtype(matrix)
@@ -334,16 +339,17 @@ def number(value: float | Tensor) -> float:
 
 
 def products_of_rows(rows: Tensor) -> Tensor:
-    """Return an upper bound of rows·rowsᵀ in the positive semidefinite order, fp64 [n, n], for a few rows in fp64."""
+    """Return an upper bound of rows·rowsᵀ in the positive semidefinite order: fp64 [n, n], for few rows in fp64."""
     made = rows @ rows.t()
     made.diagonal().add_(made.trace() * sum(rows.shape) * 2.0**-50)
     return made
 
 
 def root_of(matrix: Tensor) -> Tensor:
-    """Return an L with L·Lᵀ at least a positive semidefinite fp64 matrix, in the same order. It is Cholesky's factor of
-    the matrix plus n units of its trace, several times the factor's error (Higham, Accuracy and Stability of Numerical
-    Algorithms, theorem 10.3)."""
+    """Return a matrix L such that L·Lᵀ − matrix is positive semidefinite, for a positive semidefinite fp64 matrix.
+
+    It is Cholesky's factor of the matrix plus n units of its trace, several times the factor's error (Higham, Accuracy
+    and Stability of Numerical Algorithms, theorem 10.3)."""
     raised = matrix.clone()
     raised.diagonal().add_(matrix.shape[0] * 2.0**-48 * matrix.trace())
     root, failed = torch.linalg.cholesky_ex(raised)

@@ -1,8 +1,7 @@
-"""Bounds of scores, attentions and feed-forwards that no rescaling moves, as functions of live weights.
+"""Differentiable bounds of scores, attentions and feed-forwards, for the sites that rescaling cannot lower.
 
-The formulas are the certificate's. Two things differ: spectral norms are those of ``power_iteration``, and a linear's
-rounding in fp16 is one factor.
-"""
+The formulas are the certificate's, with two differences: spectral norms come from ``power_iteration``, and the fp16
+rounding of a linear is a single factor."""
 
 from __future__ import annotations
 
@@ -26,9 +25,8 @@ from .linear import NormOutput, in_ball, knapsack, layer_normalised, rms_normali
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a linear on a norm's output. ``matrix``: weight times gain, [m, d]. Of each row, [m]: ``norms`` is
-    radius·‖row‖, ``centre`` the part that does not depend on the input, ``partial`` the bound of the result and its
-    partial sums."""
+    """A linear on a norm's output, by row, [m]. ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖.
+    ``centre``: the constant part. ``partial``: the bound of the result and its partial sums."""
 
     matrix: Tensor
     radius: float | Tensor
@@ -37,14 +35,15 @@ class Rows:
     partial: Tensor
 
     def split(self, rows: Sequence[int]) -> list[Rows]:
-        """Return the linears of one common matrix; rows: of each."""
+        """Return the linears that share this matrix. rows: the number of rows of each."""
         parts = zip(*(x.split(rows) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
         return [Rows(matrix, self.radius, *others) for matrix, *others in parts]
 
 
 @dataclass
 class LiveWeights:
-    """read: gives a live tensor as stored. means: of LayerNorms' inputs. finds_means: measure them anew."""
+    """The weights of a model in training. read: returns a live tensor as stored. means: bounds of the mean |x| of
+    LayerNorms' inputs. finds_means: compute them anew."""
 
     layout: Layout
     read: TensorReader
@@ -72,13 +71,14 @@ class LiveWeights:
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[Rows]:
-        """Return the rows of each linear on its source. fused: the rows of each in one common matrix."""
+        """Return the rows of each linear on its source. fused: their row counts if they share one matrix, else ()."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]
 
     def normalised(self, path: str, amax: Tensor | None = None) -> NormOutput:
-        """Return a norm's output. amax: of its input's components, needed for the means of LayerNorms' inputs."""
+        """Return a norm's output. amax: bound of each input component, needed only for the means of LayerNorms'
+        inputs."""
         gain, shift = self.pair(path)
         if not self.layout.family.centred_norm:
             return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
@@ -104,7 +104,7 @@ def rows_of(weight: Tensor, bias: Tensor | None, source: NormOutput) -> Rows:
 
 
 def homogeneous(one: Rows, other: Rows) -> tuple[Rows, Rows]:
-    """Return two linears as maps alone: shift and bias become one more column, as in the certificate."""
+    """Return two linears as pure linear maps: shift and bias become one more column, as in the certificate."""
     centres, norms = (torch.cat(both).abs().sum() for both in ((one.centre, other.centre), (one.norms, other.norms)))
     share = (centres / norms.clamp(min=power.SMALL)).clamp(2.0**-20, 2.0**20)
     length, radius = one.radius * share.sqrt(), one.radius * (1 + share).sqrt()
@@ -122,8 +122,8 @@ def directions(rows: Rows) -> Tensor:
 
 
 def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: NormOutput) -> tuple[Tensor, ...]:
-    """Bounds by head of products with their partial sums, of these scaled, and of one query's span. other: what keys
-    read."""
+    """Return bounds by head: of products and their partial sums, of scaled products, and of the difference between two
+    scores of one query. other: the keys' input."""
     if sublayer.rotary is not None and sublayer.query_norm:
         return turned_scores(live, sublayer, sublayer.rotary)
     if sublayer.rotary is not None:
@@ -158,7 +158,7 @@ def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: No
 
 
 def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
-    """Bounds of normalised, rotated products with their partial sums, of these scaled, and of one query's span."""
+    """Return ``scores`` for queries and keys with norms and rotary positions."""
     scale = live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     if not sublayer.norms_whole:
@@ -170,7 +170,7 @@ def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tup
 
 
 def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
-    """Bounds by head of rotated products with their partial sums, of these scaled, and of one query's span."""
+    """Return ``scores`` for queries and keys with rotary positions but without norms."""
     a, scale = live.a, live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     sides = []
@@ -201,7 +201,8 @@ def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, sourc
 
 
 def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of capped scores with bias, and of the least that a mask must add. scores, span: before the cap."""
+    """Return bounds of capped scores with position bias, and of how far a mask must lower them. scores, span: before
+    the cap."""
     cap = live.layout.cap(sublayer)
     if cap is not None:
         capped = soft_capped(scores, cap, live.a)
@@ -212,7 +213,7 @@ def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor)
 
 
 def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) -> tuple[Tensor, Tensor]:
-    """Bounds of an attention's output and of its partial sums, by channel. other: what its values read."""
+    """Return bounds of an attention's output and of its partial sums, by channel. other: the values' input."""
     heads = live.layout.heads(sublayer)
     a = replace(live.a, max_length=live.layout.sees(sublayer, live.a.max_length))
     values = live.linears(sublayer.fused, (sublayer.value, other))[-1]
@@ -242,7 +243,7 @@ def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) 
 
 
 def feed_forward_output(live: LiveWeights, sublayer: FeedForward, source: NormOutput) -> Tensor:
-    """Bound of a feed-forward's output by channel; no row has an eigenvalue of its own."""
+    """Return a bound of a feed-forward's output by channel, from one eigenvalue for all rows."""
     weight, bias = live.pair(sublayer.output)
     if sublayer.gate:
         gate, linear = live.linears(sublayer.fused, (sublayer.gate, source), (sublayer.linear, source))

@@ -1,5 +1,5 @@
-"""What a walk has bounded so far, and the bounds of norms and linears on its way, each recorded at its sites with its
-mean squares."""
+"""The bounds that a walk has recorded so far, and the recording of norms and linears. Each module has bounds at its
+sites and expected mean squares."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 @dataclass(eq=False)
 class ModuleFindings:
-    """The bounds found so far, by site and by module, and the weights from which they are computed. limits: of kinds of
-    sites, FP16_MAX for others. refine: rows of one feed-forward output that get an eigenvalue of their own."""
+    """The recorded bounds, by site and by module, and the weights that they are computed from. limits: by kind of site;
+    FP16_MAX for others. refine: how many rows of a feed-forward output may get an eigenvalue of their own."""
 
     layout: Layout
     read: TensorReader
@@ -84,7 +84,7 @@ class ModuleFindings:
         return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        """Record a site. If it runs twice (dropout at both ends of a stack) the larger bound counts."""
+        """Record a site. If it runs twice (as dropout at both ends of a stack), the larger bound counts."""
         top = largest(bound)
         sums = top if partial is None else largest(partial)
         before = self.sites.get(name)
@@ -111,12 +111,14 @@ class ModuleFindings:
         expected: Tensor,
         entering: tuple[Tensor, Tensor],
     ) -> None:
-        """Record a linear's bounds and mean squares. entering: the same of its input."""
+        """Record a linear. bounds: of its output and partial sums. expected: the output's mean squares. entering:
+        bounds and mean squares of its input."""
         self.note(path, kind, *bounds)
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def dropout(self, path: str, keep: float, kind: SiteKind, bound: Tensor) -> None:
-        """Record a dropout's output and its mask, divided by 1 − p. Of several in a module the largest counts."""
+        """Record a dropout's output and its mask, divided by 1 − p. For several dropouts in a module the largest
+        counts."""
         self.note(f"{path}:mul", kind, bound)
         self.mask(path, keep)
 
@@ -125,7 +127,7 @@ class ModuleFindings:
             self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
 
     def kept(self, what: DropoutKind) -> float:
-        """Return a lower bound of 1 over dropout's factor; 1 outside training."""
+        """Return a lower bound of the inverse of dropout's factor; 1 outside training."""
         if not self.arithmetic.train:
             return 1.0
         key = self.layout.family.dropout.get(what)
@@ -141,7 +143,8 @@ class ModuleFindings:
         return self.checked(name, self.read(name))
 
     def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Return a tensor and record its largest entry. One that fp16 cannot hold becomes a site that fails."""
+        """Return a tensor and record its largest entry. A tensor that overflows fp16 is recorded as a site that
+        fails."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         self.note_weight(name.rsplit(".", 1)[0], max(-low, high))
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
@@ -173,8 +176,8 @@ class ModuleFindings:
     def normalised(
         self, path: str, entering: Tensor, variances: Tensor, length: float, *, eps: float | None = None
     ) -> Normed:
-        """Bound a norm. entering, variances, length: bounds, mean squares and largest ‖·‖₂ of its input. eps: of a
-        LayerNorm among RMSNorms."""
+        """Record a norm. entering, variances, length: bounds, mean squares and largest ‖·‖₂ of its input. eps: given
+        for a LayerNorm in a model of RMSNorms."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         gain = torch.ones_like(entering) if gain is None else gain
         width, a = gain.numel(), self.arithmetic
@@ -209,7 +212,7 @@ class ModuleFindings:
         return made, square
 
     def linear(self, path: str, kind: SiteKind, source: Normed) -> tuple[LinearBound, Tensor]:
-        """Bound a linear on a norm's output; return it and the expected mean square of each output."""
+        """Record a linear on a norm's output; return its bounds and the expected mean square of each output."""
         (read, square), (weight, bias) = source, self.weight(path)
         made = bound_linear(read, weight, bias, self.arithmetic, f"{path}.weight")
         expected = (made.norms / made.radius).square() + made.centre.square()
@@ -222,7 +225,8 @@ class ModuleFindings:
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Yield ``linear`` of each read. fused: the rows of each in one common matrix, () where each has its own."""
+        """Yield the result of ``linear`` for each of ``reads``. fused: the row counts of linears that share one matrix,
+        else ()."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return

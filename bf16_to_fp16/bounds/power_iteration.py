@@ -1,5 +1,5 @@
 """Spectral norms by power iteration with fixed start vectors, differentiable and for all heads at once. At convergence
-they have the norm's value and gradient; they prove nothing."""
+they have the norm's value and gradient, but they are no proof."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def transposed(matrices: Tensor, vectors: Tensor) -> Tensor:
 
 
 def random_vector(like: Tensor) -> Tensor:
-    """Return the start vector of every power iteration, as long as the last axis."""
+    """Return the start vector of every power iteration, with the size of the last axis of ``like``."""
     drawn = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return drawn.to(like.device, like.dtype)
 

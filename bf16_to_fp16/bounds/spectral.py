@@ -1,11 +1,9 @@
 """Upper bounds on the largest eigenvalue of a Gram matrix, rounding included.
 
 Power or Lanczos iteration gives a lower bound, which proves nothing. Here it only makes a guess t: if the Cholesky
-factorisation of t·I − G succeeds, every eigenvalue of G is below t, whatever the guess came from. Small matrices take
-all eigenvalues from ``eigvalsh`` instead. To both the backward error of the computation is added (Higham, Accuracy and
-Stability of Numerical Algorithms, theorems 10.3 and 8.3). fp32 products go to oneDNN, which is faster than the BLAS of
-torch.
-"""
+factorisation of t·I − G succeeds, every eigenvalue of G is below t. For small matrices ``eigvalsh`` computes all
+eigenvalues instead. Both results get the backward error of the computation added (Higham, Accuracy and Stability of
+Numerical Algorithms, theorems 10.3 and 8.3). fp32 products go to oneDNN, which is faster than the BLAS of torch."""
 
 from __future__ import annotations
 
@@ -38,7 +36,8 @@ _GUESS = 1 + 2.0**-9
 
 @on_device
 def summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of left_i·right_iᵀ over i, fp64 [a, b], products in the dtype of both: [n, a, k], [n, b, k]."""
+    """Return the sum of left_i·right_iᵀ over i: fp64 [a, b], from [n, a, k] and [n, b, k] of one dtype, in which
+    products are made."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     for one, other in zip(left, right, strict=True):
         total += times_rows(one, other)
@@ -47,10 +46,11 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 
 @full_precision()
 def gram(rows: Tensor | Tall) -> Tensor:
-    """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d]. rows: [n, d], fp32 or fp64;
-    in fp32 ``FP32_ROWS`` of them are summed. The error of every product is bounded by γ·Σ|a||b|, whose Frobenius norm
-    is at most γ times the trace; that is added to the diagonal. γ has eight units more, for factors that are off by
-    four units each."""
+    """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
+
+    rows: [n, d], fp32 or fp64; fp32 sums have ``FP32_ROWS`` terms, the rest is added in fp64. The error of every
+    product is bounded by γ·Σ|a||b|, whose Frobenius norm is at most γ times the trace; that is added to the diagonal. γ
+    has eight units more, for factors that are off by four units each."""
     count, size = rows.shape
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -72,17 +72,15 @@ def gram(rows: Tensor | Tall) -> Tensor:
 
 @dataclass(frozen=True)
 class Spectra:
-    """Upper bounds on the largest eigenvalues of a source's Gram matrices, which also serve weights that are nearly the
-    same.
+    """A store of upper bounds on the largest eigenvalues of a source's Gram matrices, reused for nearly equal weights.
 
-    Weights written from a source are its own times powers of two, up to rounding, and so are many of their products.
-    For Z, Z₀ and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So a pass over both weights turns one's bound into the
-    other's, whatever was done to them; where they are too far apart, it is computed.
+    Rescaled weights are the source's times powers of two, up to rounding, and so are many of their products. For Z, Z₀
+    and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So one pass over both weights turns the bound of one into a bound of
+    the other, however they differ. If that is too loose, the bound is computed.
 
-    read: gives the source's weights. found: by label, a matrix without its weights and its eigenvalue. fixed: the
-    weights at hand are not the source's, so their eigenvalues are not kept. kept: other results by the names of their
-    weights and further arguments. about: the names for the next result.
-    """
+    read: returns the source's weights. found: by label, a matrix without its weights and its eigenvalue. fixed: the
+    present weights are not the source's, so their eigenvalues are not stored. kept: other results by the names of their
+    weights and further arguments. about: the weights' names for the next result."""
 
     read: TensorReader
     found: dict[str, tuple[Tall, float]] = field(default_factory=dict)
@@ -91,16 +89,17 @@ class Spectra:
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return the results that hold with the weights of these names changed. read: gives the changed source's."""
+        """Return a store with the results that do not depend on the ``changed`` weights. read: returns the changed
+        source's."""
         found = {label: kept for label, kept in self.found.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, found, {key: made for key, made in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return the results that serve other, nearly equal weights."""
+        """Return a store for other, nearly equal weights: it stores no new eigenvalues."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result for the weights ``about`` and ``given``, computed once and then kept."""
+        """Return the result for the weights ``about`` and the arguments ``given``, computed once and then reused."""
         key = (self.about, given)
         if not self.about:
             return compute()
@@ -109,7 +108,7 @@ class Spectra:
         return self.kept[key]
 
     def largest(self, matrix: Tall) -> float:
-        """Return a bound on the largest eigenvalue of a matrix's Gram matrix; keep it for a matrix of the source."""
+        """Return a bound on the largest eigenvalue of a matrix's Gram matrix; store it for a matrix of the source."""
         value = self.carried(matrix) if matrix.label in self.found else None
         if value is None:
             value = largest_eigenvalue(gram(matrix))
@@ -119,8 +118,10 @@ class Spectra:
 
     @full_precision()
     def carried(self, matrix: Tall) -> float | None:
-        """Return the bound that follows from the kept one, None where it would be more than ``CARRIED`` larger.
-        Elements of both are off by at most five units of the working dtype, those multiplied by s by two more."""
+        """Return the bound derived from the stored matrix of this label; None if it is over ``CARRIED`` looser.
+
+        Elements of both matrices are off by at most five units of the working dtype, those multiplied by s by two
+        more."""
         kept, value = self.found[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
@@ -141,7 +142,7 @@ class Spectra:
 
 
 def without_weights(matrix: Tall) -> Tall:
-    """Return a tall matrix that keeps the factors and names of its weights, not their values."""
+    """Return the matrix with the factors and names of its weights but without their values."""
     nothing = torch.zeros(0)
     return replace(matrix, blocks=tuple(tuple(replace(p, weight=nothing) for p in block) for block in matrix.blocks))
 
@@ -155,8 +156,8 @@ def product_of_rows(left: Tensor, right: Tensor) -> Tensor:
 
 @full_precision()
 def largest_eigenvalue(matrix: Tensor) -> float:
-    """Return an upper bound on the largest eigenvalue of a symmetric positive semidefinite fp64 matrix. As a rule
-    within 1% of it. Zero for an empty matrix."""
+    """Return an upper bound on the largest eigenvalue of a symmetric positive semidefinite fp64 matrix, usually within
+    1% of it; 0 for an empty matrix."""
     size = matrix.shape[0]
     trace = float(matrix.trace())
     if size == 0 or trace <= 0:
@@ -186,9 +187,10 @@ def largest_eigenvalues(matrices: Tensor) -> Tensor:
 
 
 def ritz_value(matrix: Tensor) -> float:
-    """Return a close lower bound on the largest eigenvalue: Lanczos from a fixed random vector. With full
-    reorthogonalisation (Golub and Van Loan, Matrix Computations, 10.3.5), in fp32, which halves the reading: the result
-    is only a guess."""
+    """Return a close lower bound on the largest eigenvalue, by Lanczos from a fixed random vector.
+
+    It reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5), in fp32, which halves the memory read:
+    the result is only a guess."""
     size = matrix.shape[0]
     scaled = (matrix / matrix.trace()).float()
     basis = torch.zeros(min(_STEPS, size), size)
@@ -219,7 +221,7 @@ def onednn_linear() -> Any:
 
 
 def times_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return left·rightᵀ, by oneDNN on the CPU in fp32. left [m, k], right [n, k], contiguous as oneDNN needs."""
+    """Return left·rightᵀ, by oneDNN if on the CPU in fp32. left [m, k], right [n, k], contiguous as oneDNN needs."""
     linear = onednn_linear() if left.dtype == torch.float32 and left.device.type == "cpu" else None
     if linear is None:
         return left @ right.t()

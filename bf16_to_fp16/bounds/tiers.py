@@ -1,5 +1,5 @@
-"""The tiers: runtimes' arithmetics, from PyTorch's kernels to sums in fp16. A tier's certificate implies every weaker
-tier's, since bounds only grow from one to the next."""
+"""The tiers: arithmetics of runtimes, from PyTorch's kernels to sums in fp16. A tier's certificate implies that of
+every weaker tier, since bounds only grow from one to the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return by tier whether its certificate holds. holds: for ``target``. arithmetic: of the weakest tier."""
+    """Return, by tier, whether its certificate holds. holds: the known result for ``target``. arithmetic: the weakest
+    tier's."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # Every target covers the weakest tier.
@@ -44,8 +45,9 @@ def bounded(
     *,
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds. whose: ends the
-    step's name. So many parameters, since all commands that bound something share it."""
+    """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds. whose: the end
+    of the progress step's name. tiers: whether to try the stronger tiers. All commands that bound a checkpoint share
+    this function, hence its many parameters."""
     weights = fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device, "certificate"):
