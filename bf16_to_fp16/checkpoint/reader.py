@@ -99,11 +99,10 @@ def open_checkpoint(
     if folder is not None and not folder.is_dir():
         if subfolder is not None:
             raise UserError(f"{folder} is one file of weights, which has no folders; leave out --subfolder")
-        one = open_single_file(folder, config)
-        VIEWS[one.folder] = Checkpoint(
-            one.folder, str(source), None, one.config, one.tensors, (one.file,), None, one.states, notes=one.notes
-        )
-        return VIEWS[one.folder]
+        states = {folder: formats.state_of(folder)}
+        scratch, own_config, tensors, notes = open_single_file(folder, config)
+        one = Checkpoint(scratch, str(source), None, own_config, tensors, (folder,), None, states, notes=notes)
+        return VIEWS.setdefault(scratch, one)
     check_lone(source, config)
     if folder is None:
         folder, revision = download(str(source), subfolder, endpoint)

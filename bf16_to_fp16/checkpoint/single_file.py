@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,11 @@ SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
 SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
-@dataclass(frozen=True)
-class SingleFile:
-    """``folder``: temporary, with config and tokenizer. ``tensors``: by stock names. ``notes``: the assumptions
-    made."""
-
-    file: Path
-    folder: Path
-    config: dict[str, Any]
-    tensors: dict[str, headers.TensorInfo]
-    states: dict[Path, formats.FileState]
-    notes: tuple[str, ...]
-
-
-def open_single_file(file: Path, config: Path | Mapping[str, Any] | None) -> SingleFile:
-    """Open one file of weights. config: replaces the inferred one."""
-    state = formats.state_of(file)
+def open_single_file(
+    file: Path, config: Path | Mapping[str, Any] | None
+) -> tuple[Path, dict[str, Any], dict[str, headers.TensorInfo], tuple[str, ...]]:
+    """Open one file of weights. Return a temporary folder with config and tokenizer, the config, the tensors by stock
+    names, and the assumptions made. config: replaces the inferred one."""
     safetensors = file.suffix in (".safetensors", ".sft")
     every = headers.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
     if not every:
@@ -77,7 +66,7 @@ def open_single_file(file: Path, config: Path | Mapping[str, Any] | None) -> Sin
             aside.remove(SPIECE)
     if aside:
         notes.append(f"{file.name}: leaves out {shortened(', '.join(aside))}, which stock code does not read")
-    return SingleFile(file, folder, settled, tensors, {file: state}, tuple(notes))
+    return folder, settled, tensors, tuple(notes)
 
 
 def naming_of(file: Path, tensors: Mapping[str, headers.TensorInfo]) -> Naming:

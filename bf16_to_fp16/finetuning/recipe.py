@@ -68,22 +68,15 @@ class Data(Section):
         """Return the settings with which each of ``processes`` takes an equal share of a step's examples. Raises
         UserError where the examples do not divide."""
         whole = self.batch_size * self.gradient_accumulation
-        if whole % processes == 0:
-            size, passes = self._passes(whole // processes)
-            return self.model_copy(update={"batch_size": size, "gradient_accumulation": passes})
-        nearest = max(1, round(whole / processes)) * processes
-        size, passes = self._passes(nearest // processes)
-        raise UserError(
-            f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
-            f" {processes} processes; the nearest that does has {nearest}:"
-            f" --set data.batch_size={size} --set data.gradient_accumulation={passes * processes}"
-        )
-
-    def _passes(self, examples: int) -> tuple[int, int]:
-        """Return the largest divisor of ``examples`` up to ``batch_size``, and how many passes of that size they
-        make."""
+        examples = whole // processes
+        if whole % processes:
+            raise UserError(
+                f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
+                f" {processes} processes; set data.batch_size to {(examples + 1) * processes} and"
+                " data.gradient_accumulation to 1, or to others that do"
+            )
         size = next(size for size in range(min(self.batch_size, examples), 0, -1) if examples % size == 0)
-        return size, examples // size
+        return self.model_copy(update={"batch_size": size, "gradient_accumulation": examples // size})
 
 
 class Optimizer(Section):

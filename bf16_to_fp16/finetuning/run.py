@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +45,7 @@ from .processes import begun_by, make_accelerator, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .start import START_FOLDER, START_RECORD, check_start, options_of, write_start, written_trained
 from .states import LOG, RunFolder, lines, read_state, start_tracker
-from .trainer import Outcome, Trainer, check_same_recipe
+from .trainer import Trainer, check_same_recipe
 
 UNNEEDED = "Nothing to train: after a conversion alone no input can overflow it (--force trains all the same)"
 
@@ -79,8 +79,8 @@ def finetune(
     alone = None if force else partial(converted_alone, recipe, progress)
     with saying_where_it_stopped(run_folder(recipe)):
         run = train(recipe, checkpoint, progress=progress, alone=alone)
-    if run.converted is not None:
-        return run.converted
+    if not isinstance(run, Run):
+        return run
     if run.weights is None:
         return None
     provenance = Provenance(
@@ -115,16 +115,11 @@ def saying_where_it_stopped(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its outcome, data and devices. ``weights``: trained, in fp32, in the first process only.
-    ``converted``: the conversion that made training unnecessary; it then has no weights."""
+    """A finished run. ``weights``: trained, in fp32, in the first process only."""
 
     folder: Path
-    outcome: Outcome
-    data: Mapping[str, Any]
-    processes: int
-    devices: Sequence[str]
+    entry: FinetuneEntry
     weights: Mapping[str, torch.Tensor] | None
-    converted: Conversion | None = None
 
 
 def train(
@@ -133,9 +128,10 @@ def train(
     *,
     progress: Progress | bool | None = None,
     alone: Callable[[], Conversion | None] | None = None,
-) -> Run:
+) -> Run | Conversion | None:
     """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. alone: a conversion to try
-    first if the rescaled start already fulfils the recipe. Raises UserError where the device's memory is full."""
+    first if the rescaled start already fulfils the recipe; the first process returns it, the others None. Raises
+    UserError where the device's memory is full."""
     linear = torch.nn.functional.linear
     try:
         return _train(recipe, checkpoint, progress, alone)
@@ -166,7 +162,7 @@ def _train(
     checkpoint: Checkpoint,
     progress: Progress | bool | None,
     alone: Callable[[], Conversion | None] | None,
-) -> Run:
+) -> Run | Conversion | None:
     from accelerate.utils import broadcast_object_list
 
     folder = run_folder(recipe)
@@ -202,7 +198,7 @@ def _train(
                 with suppress(OSError):
                     folder.rmdir()
             accelerator.end_training()
-            return Run(folder, Outcome(0, 0, (), ()), {}, accelerator.num_processes, (), None, converted)
+            return converted
         tried = student
         if weights_in_parts(accelerator):  # no card need hold it whole
             tried = deal_out(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)
@@ -211,12 +207,12 @@ def _train(
     if main:
         start_tracker(accelerator, recipe, folder)
     trainer = Trainer(recipe, student, teacher, corpus, folder, accelerator, progress=progress, fits=fits)
-    outcome, device = trainer.train(), shown(accelerator.device)
-    weights = trainer.weights()
+    entry, weights = trainer.train(), trainer.weights()
     # All are done with each other: a process that ends with its group's threads running may be aborted.
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return Run(folder, outcome, corpus.describe(), accelerator.num_processes, [device], weights if main else None)
+    where = {"processes": accelerator.num_processes, "devices": [shown(accelerator.device)]}
+    return Run(folder, entry.model_copy(update=where | {"data": corpus.describe()}), weights if main else None)
 
 
 def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
@@ -374,21 +370,20 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
         "data": written["data"] | {"path": path},
         "checkpointing": written["checkpointing"] | {"folder": None},
     }
-    data = {key: Path(str(value)).name if key == "path" else value for key, value in run.data.items()}
+    data = {key: Path(str(value)).name if key == "path" else value for key, value in run.entry.data.items()}
     file = run.folder / START_RECORD
     record = read_json(file, "plan of the start") if file.is_file() else {}
     mark = checkpoint.config.get(CONVERTED_KEY)
     before = {} if mark is None else {"config_changes": {CONVERTED_KEY: {"before": mark}}}
     return Lineage(
         source=Source.of(checkpoint).model_copy(update={"other_sha256": other_sha256(checkpoint), **before}),
-        finetune=FinetuneEntry(
-            recipe=settings,
-            settled=settled,
-            data=data,
-            processes=run.processes,
-            devices=list(run.devices),
-            **vars(run.outcome),
-            start=Plan.model_validate(record["plan"]) if record else None,
-            start_outputs=record.get("outputs", {}),
+        finetune=run.entry.model_copy(
+            update={
+                "recipe": settings,
+                "settled": settled,
+                "data": data,
+                "start": Plan.model_validate(record["plan"]) if record else None,
+                "start_outputs": record.get("outputs", {}),
+            }
         ),
     )

@@ -22,6 +22,7 @@ from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import ModelTensors, resolve
 from ..progress import Progress
+from ..report.schema import FinetuneEntry
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
@@ -54,15 +55,6 @@ class RunPosition:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     least_excess: float = math.inf
     least_excess_step: int = 0
-
-
-@dataclass(frozen=True)
-class Outcome:
-    steps: int
-    tokens: int
-    skipped: tuple[Mapping[str, Any], ...]
-    evaluations: tuple[Mapping[str, Any], ...]
-    kept: int | None = None
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
@@ -135,7 +127,7 @@ class Trainer:
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
-    def train(self) -> Outcome:
+    def train(self) -> FinetuneEntry:
         """Run to the recipe's last step, from the newest state if there is one. Raises UserError where the run cannot
         continue; its states stay."""
         self._continue()
@@ -158,7 +150,9 @@ class Trainer:
                     self._save()
         if self.kept != p.step:
             self.progress.say(f"Step {self.kept} is kept, the nearest to the original of those at which all held")
-        return Outcome(p.step, p.tokens, tuple(p.skipped), tuple(p.evaluations), self.kept)
+        return FinetuneEntry(
+            steps=p.step, tokens=p.tokens, skipped=p.skipped, evaluations=p.evaluations, kept=self.kept
+        )
 
     def _step(self) -> float | None:
         p, recipe = self.position, self.recipe

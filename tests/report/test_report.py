@@ -23,7 +23,6 @@ from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
-from bf16_to_fp16.finetuning.trainer import Outcome
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.measuring.batch import describe_batches
 from bf16_to_fp16.measuring.probe import batches
@@ -32,7 +31,7 @@ from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by
 from bf16_to_fp16.report.remedies import with_next
-from bf16_to_fp16.report.schema import REPORT, Inputs, Lineage, Report, Source, Text, json_schema, read
+from bf16_to_fp16.report.schema import REPORT, FinetuneEntry, Inputs, Lineage, Report, Source, Text, json_schema, read
 from bf16_to_fp16.report.steps import signals_of
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.results import (
@@ -78,9 +77,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     changed = Path(shutil.copytree(converted, folder / "changed"))
     (changed / "README.md").write_text("# Mine\n")
     (folder / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5}\n')
-    lineage = lineage_of(
-        open_checkpoint(source), recipe, recipe, Run(folder, Outcome(10, 100, (), ()), {}, 1, ["cpu"], None)
-    )
+    entry = FinetuneEntry(steps=10, tokens=100, devices=["cpu"])
+    lineage = lineage_of(open_checkpoint(source), recipe, recipe, Run(folder, entry, None))
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
     layout = resolve(open_checkpoint(source))
     least: dict[str, Any] = {"nonfinite": 0, "saturated": 0, "amax": 1e-5, "headroom_bits": 32.6}
@@ -238,7 +236,7 @@ def test_a_finetunes_report_has_the_keys_of_a_conversion_and_its_own(written: di
 
 def test_the_report_of_a_finetune_has_its_recipe_as_written_and_what_became_of_it(source: Path, tmp_path: Path) -> None:
     recipe = parse_recipe({"source": str(source), "out": "out", "data": {"path": "texts.jsonl"}})
-    run = Run(tmp_path, Outcome(10, 100, (), ()), {}, 1, ["cpu"], None)
+    run = Run(tmp_path, FinetuneEntry(steps=10, tokens=100, devices=["cpu"]), None)
     found = lineage_of(open_checkpoint(source), recipe, recipe.settled(), run).finetune
     assert found.recipe["penalty"]["certify"] is None and found.settled == {"penalty.certify": True}
     assert found.holds_bounds
