@@ -13,7 +13,7 @@ from ..errors import UserError, shortened
 from ..json_text import write_json
 from . import files, formats, headers
 from .files import FREE_SPACE_REMEDY, writing
-from .naming import NAMINGS, SPIECE, SPIECE_FILE, STOCK, Naming
+from .naming import NAMINGS, SPIECE, SPIECE_FILE, STOCK
 from .recorded import undo_data_of
 from .sources import RESTORE
 
@@ -36,7 +36,13 @@ def open_single_file(
     if not every:
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
     inside = undo_data_of(file) if config is None else None
-    naming = STOCK if inside is not None and inside["layout"] == "single" else naming_of(file, every)
+    of_ours = inside is not None and inside["layout"] == "single"
+    naming = STOCK if of_ours else next((n for n in NAMINGS if every.keys() >= {*n.anchors}), None)
+    if naming is None:
+        raise UserError(
+            f"{file}: no T5 in it by its stock names or Wan's (its first tensor is {formats.shown(min(every))});"
+            " give the file of the text encoder alone, or a checkpoint's folder"
+        )
     own = {naming.to_stock(name): info for name, info in every.items() if not name.endswith(ASIDE)}
     tensors = {name: replace(info, name=name) for name, info in sorted(own.items())}
     aside = sorted(name for name in every if name.endswith(ASIDE))
@@ -67,16 +73,6 @@ def open_single_file(
     if aside:
         notes.append(f"{file.name}: leaves out {shortened(', '.join(aside))}, which stock code does not read")
     return folder, settled, tensors, tuple(notes)
-
-
-def naming_of(file: Path, tensors: Mapping[str, headers.TensorInfo]) -> Naming:
-    for naming in NAMINGS:
-        if tensors.keys() >= {*naming.anchors}:
-            return naming
-    raise UserError(
-        f"{file}: no T5 in it by its stock names or Wan's (its first tensor is {formats.shown(min(tensors))});"
-        " give the file of the text encoder alone, or a checkpoint's folder"
-    )
 
 
 # --- its config ------------------------------------------------------------------------------------------------------

@@ -163,20 +163,18 @@ class Place:
 def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Place:
     """Return where the processes run: on this machine's cards, on its CPU or, to plan for another machine, on assumed
     cards of ``gib`` GiB each."""
-    seen = [] if on_cpu else cards()
+    seen, given = [] if on_cpu else cards(), None if gib is None else gib * 2**30
     if on_cpu or (running and not seen):
-        each = available_memory() / processes if gib is None else gib * 2**30
-        said = f"CPU processes over gloo: {processes}, {_gib(each)} of memory each"
-        return Place(processes, each, said, on_gpu=False, bf16=True)
+        each = given or available_memory() / processes
+        return Place(processes, each, f"CPU processes over gloo: {processes}, {_gib(each)} each", on_gpu=False)
     if running and len(seen) < processes:
         raise UserError(f"{counted(len(seen), 'card')} here, and --gpus asks for {processes}; give --gpus {len(seen)}")
     if not seen:
-        each = (ASSUMED if gib is None else gib) * 2**30
+        each = given or ASSUMED * 2**30
         return Place(processes, each, f"{counted(processes, 'card')} of {_gib(each)} each (--memory says otherwise)")
     least = min(seen[:processes], key=lambda card: card.memory)
-    each = least.memory if gib is None else gib * 2**30
-    bf16 = all(card.has_bf16 for card in seen)
-    return Place(processes, each, f"{processes} × {least.name}, {_gib(each)} each", bf16=bf16)
+    said = f"{processes} × {least.name}, {_gib(given or least.memory)} each"
+    return Place(processes, given or least.memory, said, bf16=all(card.has_bf16 for card in seen))
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,7 @@ def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
         raise UserError(f"{kind} {why}; choose another --kind")
     config = config_of_source(recipe)
     needs = Needs(recipe, config, getattr(transformers, stock_class(config.to_dict())), place.processes)
-    in_bf16 = place.bf16 and place.on_gpu and "bfloat16" in str(getattr(config, "dtype", None))
+    in_bf16 = place.bf16 and "bfloat16" in str(getattr(config, "dtype", None))
     teacher = 0 if recipe.distillation.weight == 0 else 2 if in_bf16 else 4
     tried = dict[str, Mapping[str, float]]()
     for name in [name for name in KINDS if excluded(name, place) is None] if kind is None else [kind]:

@@ -305,7 +305,9 @@ def _problem(error: Any) -> str:
     wanted = error["msg"].removeprefix("Input should be ")
     if kind in ("model_type", "model_attributes_type"):
         wanted = "a section: keys on indented lines under it"
-    return f"{key} is {_shown(error['input'])}; it should be {wanted}"
+    value = error["input"]
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return f"{key} is {shortened(shown)}; it should be {wanted}"
 
 
 def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -320,8 +322,3 @@ def _field(place: Sequence[str]) -> Any:
     for part in place[:-1]:
         model = model.model_fields[part].annotation
     return model.model_fields[place[-1]]
-
-
-def _shown(value: Any) -> str:
-    text = repr(value) if value is not None and not isinstance(value, bool) else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."

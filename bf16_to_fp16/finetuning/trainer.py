@@ -26,8 +26,7 @@ from ..report.schema import FinetuneEntry
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
-from .distillation import Losses
-from .evaluation import MOST_EXAMPLES, Evaluator, nearest
+from .distillation import MOST_EXAMPLES, Evaluator, Losses, nearest
 from .mixed_precision import MixedPrecision, recomputation
 from .optimizers import make_optimizer, set_rate
 from .penalty import ActivationPenalty

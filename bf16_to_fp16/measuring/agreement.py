@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..checkpoint.contents import check_sentence_encoder
 from ..checkpoint.formats import shown
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
-from ..checkpoint.side_modules import check_sentence_encoder
 from ..errors import UserError, first_line
 from ..families.configs import config_value, looked_up, with_value
 from ..families.known import FAMILIES, stock_class

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..checkpoint.contents import listed_modules
-from ..checkpoint.side_modules import check_sentence_encoder
+from ..checkpoint.contents import check_sentence_encoder, listed_modules
 from ..errors import UserError
 
 

@@ -36,7 +36,7 @@ ALLOWED = {("t5", "demo"), ("pegasus", "demo"), ("gemma3", "demo")}  # the names
 
 FILES = {
     *("advise/initialisation.py", "checkpoint/naming.py"),
-    *("checkpoint/side_modules.py", "checkpoint/single_file.py", "finetuning/launching.py"),
+    *("checkpoint/contents.py", "checkpoint/single_file.py", "finetuning/launching.py"),
 }
 """Tables of what files of single encoders are called and what models they are, by which a file is opened before there
 is a config that could have a family; of what configs of any class call their width and deviations or have position

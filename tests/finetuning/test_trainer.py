@@ -28,8 +28,7 @@ from support.learner import (
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
-from bf16_to_fp16.finetuning.distillation import arguments, task_loss
-from bf16_to_fp16.finetuning.evaluation import nearest
+from bf16_to_fp16.finetuning.distillation import arguments, nearest, task_loss
 from bf16_to_fp16.finetuning.mixed_precision import FIRST_LOSS_SCALE
 from bf16_to_fp16.finetuning.optimizers import make_optimizer
 from bf16_to_fp16.finetuning.penalty import Observation

@@ -77,7 +77,9 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     changed = Path(shutil.copytree(converted, folder / "changed"))
     (changed / "README.md").write_text("# Mine\n")
     (folder / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5}\n')
-    entry = FinetuneEntry(steps=10, tokens=100, devices=["cpu"])
+    entry = FinetuneEntry(
+        steps=10, tokens=100, skipped=[], evaluations=[], kept=None, processes=1, devices=["cpu"], data={}
+    )
     lineage = lineage_of(open_checkpoint(source), recipe, recipe, Run(folder, entry, None))
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
     layout = resolve(open_checkpoint(source))

@@ -13,7 +13,7 @@ import pytest
 
 from bf16_to_fp16.checkpoint.reader import Checkpoint
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.finetuning.evaluation import Evaluator
+from bf16_to_fp16.finetuning.distillation import Evaluator
 from bf16_to_fp16.measuring import agreement, batch, probe, soft_side
 from bf16_to_fp16.report import figures, page
 
