@@ -1,5 +1,4 @@
-"""What a model does when it runs: stock models and their inputs, taps on every operation, regimes, fidelity.
+"""Running models: stock models and their inputs, observers of every operation, regimes of precision, fidelity.
 
-A checkpoint's folder and batches of ids come in. Out come each site's largest value in each regime of precision, the
-ranges of channels that the planner reads, and the differences between two checkpoints' outputs.
-"""
+The input is a checkpoint's folder and batches of ids. The results are each site's largest value in each regime, the
+ranges of channels for the planner, and the differences between two checkpoints' outputs."""

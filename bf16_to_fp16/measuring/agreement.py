@@ -1,6 +1,7 @@
-"""Check that stock code builds the model that the layout describes. The loader of stock code builds it on the meta
-device and lists missing and unexpected tensors. A config attribute that stock code reads is refused unless no bound
-depends on it or its value follows from the layout's keys."""
+"""Check that stock code builds the model that the layout describes.
+
+Stock code builds it on the meta device and lists missing and unexpected tensors. A config attribute that stock code
+reads is refused unless no bound depends on it or its value follows from the layout's keys."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ _ABSENT = object()
 
 
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the checkpoint's layout. Raises UserError where stock code or sentence-transformers differs from it."""
+    """Return the checkpoint's layout. Raises UserError where stock code or sentence-transformers would build another
+    model."""
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
@@ -82,7 +84,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
-    """Raise UserError where stock code, run inside, reads an attribute of ``refused`` or fails."""
+    """Raise UserError if the block, which runs stock code, fails or reads an attribute of ``refused``. refused: a
+    message by attribute. asked: the attributes that ``noting`` saw."""
     failed: Exception | None = None
     try:
         yield
@@ -98,7 +101,7 @@ def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]
 
 
 def noting(config: Any, asked: set[str], within: str = "") -> Any:
-    """Make a config, and the configs inside it, add the name of each attribute that is read to ``asked``; return it."""
+    """Make a config and its nested configs add the name of each attribute that is read to ``asked``; return it."""
     kind: Any = type(config)
 
     def attribute(config: Any, name: str) -> Any:
@@ -202,7 +205,8 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return an activation's attributes for comparison, partial functions in parts, since two are never equal."""
+    """Return an activation's attributes for comparison. Partial functions are taken apart, since two are never
+    equal."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
@@ -266,7 +270,7 @@ def check_older(layout: Layout, where: str) -> None:
 
 
 class _Agreeing(TorchDispatchMode):
-    """Answers True where stock code branches on a meta tensor's value, as BigBird-Pegasus does on a mask's."""
+    """Returns True where stock code branches on a meta tensor's value, as BigBird-Pegasus does on a mask's."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -303,7 +307,7 @@ def run_short(model: Any, layout: Layout) -> bool:
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return a message for each config attribute that neither follows from the layout's keys nor is harmless."""
+    """Return a message for each config attribute that is neither harmless nor determined by the layout's keys."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
@@ -344,7 +348,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
 
 
 def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the config values that a layout is made from, with stock defaults. A default that is a quotient of other
+    """Return the config values that a layout is made from, with stock defaults. A default that is computed from other
     values counts only if the config states it: without ``head_dim`` Llama's class computes one, Qwen2's does not."""
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}

@@ -1,5 +1,6 @@
-"""Audit a model of a transformers class without a family: where its fp16 breaks, and by how much. Bounds, conversion,
-chosen ids and the walk over files need a family; here each regime's model is loaded whole."""
+"""Audit a transformers model of an unknown family: where its fp16 breaks, and by how much.
+
+Bounds, conversion, chosen ids and the walk over files need a family; here the model of each regime is loaded whole."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from .batch import CAUSAL, Batch
 from .regime_results import RegimeResult, beside_fp32
 from .regimes import DTYPES, audit_each, audit_model
 from .sites import Site
-from .stock import all_half, any_config, attentions_of, described, from_files
+from .stock import all_half, any_config, attentions_of, by_signature, from_files
 
 
 @dataclass(frozen=True)
 class AnyModel:
-    """A checkpoint whose class belongs to no family. ``config``: the text config, which makes the inputs.
-    ``attention``: the implementations to run."""
+    """A checkpoint whose class belongs to no family. ``config``: the text model's config. ``attention``: the
+    implementations to run."""
 
     folder: Path
     name: str
@@ -36,8 +37,8 @@ class AnyModel:
     generates: bool
 
     def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
-        """Return the model in eval mode on the CPU; half: every weight in fp16. Raises UserError where stock code
-        cannot load it or would draw a missing tensor at random."""
+        """Return the model in eval mode on the CPU. half: cast every weight to fp16. Raises UserError where stock code
+        cannot load it or would initialise a missing tensor at random."""
         model, missing = from_files(self.folder, self.name, dtype, self.attention[0])
         if missing:
             raise UserError(
@@ -48,15 +49,16 @@ class AnyModel:
 
 
 def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
-    """Return a checkpoint ready to audit, without attentions that its class lacks. Raises UserError for a class outside
-    transformers (its code is never run), for a model that takes no token ids, and where no attention is left."""
+    """Return a checkpoint ready to audit, without the attentions that its class lacks. Raises UserError for a class
+    outside transformers (its code is never run), for a model without token ids as input, and where no attention is
+    left."""
     import transformers
 
     config = any_config(folder)
     names = architectures({"architectures": config.architectures})
     if not names:
         raise UserError(f'{folder}/config.json names no class; add "architectures" with the name of one')
-    stock = described(names[0])
+    stock = by_signature(names[0])
     if stock is None:
         raise UserError(
             f"{folder}/config.json: {names[0]} is no model of transformers {transformers.__version__}, and code of a"
@@ -81,8 +83,8 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
 
 
 def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
-    """Return the batches of the probe and of the user's text, all with logits, and generations where the class can.
-    Raises UserError for unusable data."""
+    """Return the batches of the probe and of the user's text: all with logits, and with generation if the class can
+    generate. Raises UserError for unusable data."""
     made = probe.batches(model.config, None, None, seed=seed, sweep=sweep)
     if data is not None:
         made += probe.batches(model.config, model.folder, data, seed=seed)
@@ -117,7 +119,7 @@ def audit_any(
 
 
 def lost_weights(model: Any) -> list[Site]:
-    """Return weights with non-finite elements, as sites: the probe runs few rows of a large embedding."""
+    """Return weights with non-finite elements, as sites: the probe runs only few rows of a large embedding."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
     lost = [(_site_of(name), dtype, count) for name, dtype, count in counts if count]
     return [Site(name, dtype, FP16_MAX, amax=math.inf, calls=1, nonfinite=count) for name, dtype, count in lost]

@@ -1,7 +1,8 @@
-"""A gradient search for the inputs that bring each site nearest to its limit. Each row of a batch climbs towards one
-goal: a site, or 1/σ of a norm's input. It searches mixtures of embedding rows (the certificate's hull), and ids, one
-position at a time (HotFlip, Ebrahimi et al. 2018). Each round tries all inputs on all goals and starts from the best.
-The best inputs are measured again in fp32 and in real fp16."""
+"""A gradient search for the inputs that bring each site nearest to its limit.
+
+Each row of a batch maximises one goal: a site, or 1/σ of a norm's input. It searches mixtures of embedding rows (the
+certificate's hull), and ids, one position at a time (HotFlip, Ebrahimi et al. 2018). Each round tries all inputs on all
+goals and starts from the best. The best inputs are measured again in fp32 and in real fp16."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ class _Climb:
 
 
 class _Adversary:
-    """A model under attack. Each search climbs from a start and returns every row's best inputs."""
+    """A model under attack. Each search improves a start and returns every row's best inputs."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
@@ -148,8 +149,8 @@ class _Adversary:
         return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
     def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return for every position the largest x·row over a table's rows, and that row's id. nearest: maximise x·row −
-        ‖row‖²/2, which finds the row nearest to x."""
+        """Return, for every position, the largest x·row over a table's rows, and that row's id. nearest: maximise x·row
+        − ‖row‖²/2 instead, which finds the row nearest to x."""
         best = torch.full(x.shape[:2], -math.inf, device=x.device)
         word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         for start in range(0, len(table), 4096):
@@ -163,8 +164,8 @@ class _Adversary:
         return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
-        """Return every operation's largest |x| over all inputs. Each batch's first row comes again with as much padding
-        as fp16 bears, so that the mask's operations run."""
+        """Return every operation's largest |x| over all inputs. Each batch's first row runs a second time, with as much
+        padding as fp16 allows, so that the mask's operations run."""
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
@@ -259,15 +260,17 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> AttackEntry:
-    """Return each site's findings after ``steps`` gradient steps, one in ``TOKEN_SHARE`` of them over tokens. model: a
-    stock model in eval mode with the weights that run in fp16, in any dtype; unchanged. sites: audit names to attack,
-    by default all goals; a repeated name gets more rows. Sites after an attention's scores are attacked by the scores.
-    length: positions of both sides. Deterministic for a seed, on every device."""
+    """Return each site's findings after ``steps`` gradient steps; one in ``TOKEN_SHARE`` of them searches over tokens.
+
+    model: a stock model in eval mode with the weights that run in fp16, in any dtype; it is not changed. sites: audit
+    names to attack, by default all goals; a repeated name gets more rows. A site behind an attention's scores is
+    attacked through the scores. length: positions of encoder and decoder inputs. Deterministic for a seed, on every
+    device."""
     half = fixed(copy.deepcopy(model).half())
     wide = fixed(copy.deepcopy(model).float())
     adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
     known = list(adversary.survey(adversary.embed(adversary.draw(1))))
-    goals = known if sites is None else [goal for goal in (way_to(site, known) for site in sites) if goal]
+    goals = known if sites is None else [goal for goal in (goal_for(site, known) for site in sites) if goal]
     search = _AttackSearch(adversary, goals or known)
     search.run(steps, advance)
     chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
@@ -292,8 +295,8 @@ def attack(
     )
 
 
-def way_to(site: str, known: Sequence[str]) -> str:
-    """Return the goal that reaches a site: itself, its attention's scores, or "" for none."""
+def goal_for(site: str, known: Sequence[str]) -> str:
+    """Return the goal to attack for a site: the site, its attention's scores, or "" for none."""
     scores = f"{site.partition(':')[0]}:scores"
     return site if site in known else scores if scores in known else ""
 

@@ -1,6 +1,6 @@
-"""A batch of token ids: rows of mixed lengths padded as far as stock code allows in fp16, the report's entry about all
-batches, and a stock model's run on one. A family says how much padding a row needs (``spare_padding``), and whether
-padding may attend to nothing (``blind_padding``)."""
+"""Batches of token ids: rows of mixed lengths, padded as far as stock code allows in fp16; their entry in the report;
+and a stock model's run on one. A family declares how much padding a row needs (``spare_padding``), and whether padding
+may attend to nothing (``blind_padding``)."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image"
 
 @dataclass(frozen=True)
 class Batch:
-    """One input: int64 ids and 0/1 masks, [rows, length]. ``head``: whether logits are computed. ``generate``: beam
-    search from ``input_ids``. ``kind``: "given" for a batch made elsewhere. ``chosen``: the chosen ids by reason, on
-    their first batch. ``blind``: some padding attends to nothing. ``image``: stock arguments of an image in each
-    row."""
+    """One input: int64 ids and 0/1 masks, [rows, length].
+
+    ``head``: whether logits are computed. ``generate``: run beam search from ``input_ids``. ``kind``: "given" for a
+    batch from outside. ``chosen``: the probe's chosen ids by reason, on the first batch that has them. ``blind``: some
+    padding attends to no position. ``image``: stock arguments of an image in each row."""
 
     description: str
     input_ids: Tensor
@@ -66,7 +67,7 @@ class Batch:
         return replace(self, **kept)
 
     def labels(self) -> Tensor:
-        """Return the id after each position, the decoder's if there is one; -100 where that is padding."""
+        """Return the next id at each position, of the decoder if there is one; -100 where that is padding."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask
@@ -87,7 +88,7 @@ def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
 
 
 def ended(batch: Batch, end: int) -> Batch:
-    """Return the batch with one end token in each row, at its last position that is not padding."""
+    """Return the batch with exactly one end token in each row, at its last unpadded position."""
     ids = batch.input_ids.clone()
     ids[ids == end] = end - 1 if end else 1
     places = torch.arange(ids.shape[1]) * batch.attention_mask
@@ -95,9 +96,9 @@ def ended(batch: Batch, end: int) -> Batch:
     return replace(batch, input_ids=ids)
 
 
-def seen_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
-    """Return the batches that a claim about fp16 covers. Eager attention may give NaN in padding that attends to
-    nothing: padded rows of blind batches are left out."""
+def without_blind_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
+    """Return the batches to audit. Under eager attention, padding that attends to no position may give NaN, so blind
+    batches lose their padded rows."""
     if attention != "eager":
         return list(inputs)
     seen = []
@@ -116,9 +117,11 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
-    """Return the report's ``inputs``, from which the same batches can be made again. ``batches``: for each kind the
-    number of batches and rows, and the longest rows. ``data``: base name or Hub id, and rows drawn. ``chosen``: ids by
-    reason, empty where every id is run. ``sha256``: of all ids and masks."""
+    """Return the report's ``inputs``, enough to make the same batches again.
+
+    ``batches``: by kind, the number of batches and rows, and the longest rows. ``data``: base name or Hub id, and the
+    rows drawn. ``chosen``: by reason, the token ids chosen for the probe; empty if it runs every id. ``sha256``: of all
+    ids and masks."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -146,9 +149,9 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Run ``model`` on ``batch``, moved to its device. Return the stock output, None for a generation or without the
-    head. labels: the output has the stock loss. shown: stock options for further outputs. Raises UserError where stock
-    code fails, as for impossible settings."""
+    """Run ``model`` on ``batch``, moved to its device. Return the stock output; None for a generation or without the
+    head. labels: include stock code's loss. shown: stock options for further outputs. Raises UserError where stock code
+    fails, as for impossible settings."""
     try:
         return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):
@@ -204,7 +207,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
 
 
 def values_of(output: Any) -> Tensor:
-    """Return an output's logits, a span's start and end as [rows, positions, 2], or the first output."""
+    """Return an output's logits; a span head's start and end as [rows, positions, 2]; or else the first output."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     return output["logits"] if "logits" in output else output[0]
@@ -239,7 +242,7 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 def bearable(config: Any, batch: Batch) -> list[Batch]:
     """Return the batch as stock code can run it in fp16: with the padding that it needs, or as one unpadded batch per
-    length. A batch padded on the left gives none: its rows are another's."""
+    length. Left-padded batches that it cannot run are dropped: another batch has their rows."""
     if _is_borne(config, batch):
         return [batch]
     if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
@@ -256,7 +259,7 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def spared(config: Any, batch: Batch) -> Batch:
-    """Return the batch with the padding that stock code needs in fp16; a backward pass needs it in every batch."""
+    """Return the batch with the padding that stock code needs in fp16; for a backward pass every batch needs it."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch
@@ -265,7 +268,7 @@ def spared(config: Any, batch: Batch) -> Batch:
 
 
 def bearable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return one batch that stock code can run in fp16: with the padding that it needs or, where it can run none, with
+    """Return one batch that stock code can run in fp16: with the padding that it needs or, if it can run none, with
     rows repeated to the full length."""
     if _is_borne(config, batch):
         return batch
@@ -282,7 +285,7 @@ def _is_borne(config: Any, batch: Batch) -> bool:
 
 def is_blind(config: Any, batch: Batch) -> bool:
     """Return whether some padding attends to no position: left of a row under a causal mask, or outside a window. For
-    an unknown family ``CAUSAL`` says whether the mask is causal."""
+    an unknown family, the config attribute ``CAUSAL`` tells whether the mask is causal."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False

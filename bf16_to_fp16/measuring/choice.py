@@ -1,8 +1,8 @@
-"""Choose the ids of a large vocabulary that the probe runs: special ids, the embedding's longest, shortest and outlier
-rows, and ids with the largest values when carried alone through every sublayer. Random ids fill up the rest.
+"""Choose which ids of a large vocabulary the probe runs: special ids, the embedding's longest, shortest and outlier
+rows, and the ids with the largest values inside the model. Random ids fill up the rest.
 
-A token alone in its row is carried in fp32 (``forward``), and the weights are read one after another. Attention then
-returns the token's own value. ``soft_side`` takes its suspects from it, too."""
+For the values, each token runs alone in its row, in fp32 (``forward``), one sublayer after another; attention then
+returns the token's own value. ``soft_side`` takes its candidates from it, too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` different ids, each under the first reason that chose it."""
+    """Return ``CHOSEN`` different ids by reason; an id with several reasons is under the first."""
     weights = Weights(source, layout)
     carried = max(_CANDIDATES, affordable(layout))
     others = torch.randperm(weights.vocabulary, generator=generator)[:carried].tolist()
@@ -113,7 +113,7 @@ def scanned(weights: Weights) -> dict[str, list[int]]:
 
 
 class Weights:
-    """A layout's weights in fp32, from ``reader`` or before any exponent. ``vocabulary``, ``width``: its
+    """A layout's weights in fp32, from ``reader`` or, by default, before rescaling. ``vocabulary``, ``width``: the
     embedding's."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
@@ -180,7 +180,8 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return a router's logits, what ``feed_forward_outputs`` has inside a token's first expert, and the sum."""
+        """Return the router's logits, the values inside each token's first expert (``feed_forward_outputs`` without the
+        last), and the weighted sum of its experts' outputs."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []
@@ -196,8 +197,8 @@ class Weights:
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's experts and weights, [tokens, experts per token], the largest first; ignores expert
-        groups."""
+        """Return each token's experts and their weights, [tokens, experts per token], largest first; expert groups are
+        ignored."""
         number, weight, _ = self.layout.experts_together(sublayer)
         scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
         correction = self.read(sublayer.correction) if sublayer.correction else None
@@ -214,7 +215,7 @@ class Weights:
         return ACT2FN[sublayer.activation](x)
 
     def head_output(self, states: Tensor) -> Tensor:
-        """Return the head's output for the last states; without a head the states."""
+        """Return the head's output for the last states; the states themselves without a head."""
         head = self.layout.head
         if head is None:
             return states
@@ -228,10 +229,11 @@ class Weights:
 
 @dataclass
 class Step:
-    """The outputs of a norm and its sublayer for lone tokens, [tokens, channels]. ``norm`` is "" and ``sublayer`` None
-    where absent. ``stream`` is the norm's input. ``outputs`` holds the norm's output, a router's logits and the
-    linears' outputs, with the neurons before the last. With experts they are those of each token's first expert, and
-    the last is the experts' sum."""
+    """The outputs of a norm and its sublayer for tokens that stand alone, [tokens, channels].
+
+    ``norm`` is "" and ``sublayer`` None if absent. ``stream`` is the norm's input. ``outputs`` holds the norm's output,
+    a router's logits and the linears' outputs, with the neurons before the last. With experts they are those of each
+    token's first expert, and the last is the experts' sum."""
 
     stack: ResolvedStack
     norm: str

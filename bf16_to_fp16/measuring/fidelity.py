@@ -1,5 +1,5 @@
-"""Whether fp16 is the more accurate 16-bit format for a checkpoint. The source in bf16 and the output in fp16 are
-compared with the fp32 source: logits by KL, an encoder's states by relative squared error."""
+"""Measure whether fp16 is the more accurate 16-bit format for a checkpoint. The source in bf16 and the output in fp16
+are compared with the fp32 source: logits by KL, an encoder's states by relative squared error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def compared(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return a stock output's logits or last states, [choices, channels]. A class with one answer a row gives its
+    """Return a stock output's logits or last states, [choices, channels]. A class with one answer per row gives its
     logits, a span head the logits of every position, any other class its values at unpadded positions."""
     values = values_of(output).detach().cpu()
     mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
@@ -56,8 +56,9 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Add a lane to a walk for each compared batch, whose result is its output by ``FastProducts``. every: receives all
-    stock outputs on ``smallest_batches``, in order. options: for ``Walk.add``."""
+    """Add runs to a walk that return a model's outputs, one run for each compared batch.
+
+    every: a list to fill with all stock outputs on ``smallest_batches``. options: for ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -77,8 +78,8 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Add fp32 lanes that compare their outputs, times ``scale``, with ``expected``. Their results are the differences
-    alone: outputs of many runs would fill the memory."""
+    """Add fp32 runs to a walk that return the difference between their outputs, times ``scale``, and ``expected``. The
+    outputs themselves are not kept: those of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():
@@ -104,7 +105,7 @@ class Difference:
 
     @torch.no_grad()
     def add(self, expected: Tensor, found: Tensor, *, probabilities: bool) -> Difference:
-        """Add the difference of two outputs, [positions, channels]; return the sum."""
+        """Add the difference of two outputs, [positions, channels], to the totals; return self."""
         positions = max(1, _ELEMENTS_AT_A_TIME // expected.shape[1])
         for start in range(0, len(expected), positions):
             a, b = (output[start : start + positions].double() for output in (expected, found))
@@ -192,7 +193,7 @@ def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: 
 
 
 def all_outputs(output: Any) -> EveryOutput:
-    """Return a stock output's tensors on the CPU; the last of ``hidden_states`` is named as the last state."""
+    """Return a stock output's tensors on the CPU. The last of ``hidden_states`` has the name of the last state."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

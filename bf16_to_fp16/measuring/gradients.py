@@ -1,6 +1,8 @@
-"""Gradients under fp16 AMP: the loss scale that they allow, and the gradients lost at it. A dynamic scaler settles
-where the largest gradient just fits; gradients under 2⁻²⁵ become 0. A signal times 2^r has gradients times 2^-r, so a
-stream that shrinks further than needed costs the smallest gradients elsewhere."""
+"""Gradients under fp16 AMP: the loss scale that they allow, and the gradients that become 0 at it.
+
+A dynamic scaler settles where the largest gradient just fits; gradients under 2⁻²⁵ become 0. A signal times 2^r has
+gradients times 2^-r, so scaling the stream down raises its gradients, which lowers the loss scale. Scaling it down
+further than needed loses the smallest gradients of other signals."""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ SHOWN = 20  # sites that a report lists
 
 
 def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]:
-    """Return a model's output and loss, or None twice without an output. Without labels the loss is the output's mean
-    square."""
+    """Return a model's output and loss, or None twice if it gives no output. Without labels the loss is the output's
+    mean square."""
     batch = _with_rows_of_text(model, batch)
     labelled = batch.head and predicts_tokens(config_of(model))
     # A causal model predicts nothing in rows of one token.
@@ -39,8 +41,8 @@ def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]
 
 
 def _with_rows_of_text(model: Any, batch: Batch) -> Batch:
-    """Replace tokens whose embedding is all zeros, such as an untrained padding token's, by one whose is not. A norm of
-    zeros multiplies gradients by 1/√eps in each layer; in training, padding is masked."""
+    """Replace tokens whose embedding is all zeros, such as an untrained padding token's. A norm of zeros multiplies
+    gradients by 1/√eps in each layer; in training, padding is masked."""
     weight = model.get_input_embeddings().weight.detach()
     zeros = [token for token in batch.input_ids.unique().tolist() if not bool(weight[token].any())]
     if not zeros:

@@ -1,7 +1,9 @@
-"""Run a stock model many times in one walk over its files, with one block's weights in memory. A lane is one stock run
-in its own thread. Its model starts without weights and waits at each place: a block, final norm or head. The walk loads
-the weights of the first place where a lane waits, lets those lanes through and drops the weights. Every number is that
-of a whole model on as many threads. A generation passes all places for each token, and the weights are read again."""
+"""Run a stock model many times in one walk over its files, with one block's weights in memory.
+
+A lane is one run of the model in its own thread. Its model starts without weights and waits at each place: a block, a
+final norm or a head. The walk loads the weights of the first place where a lane waits, lets those lanes through and
+drops the weights. Every number is that of a whole model on as many threads. A generation passes all places for each
+token, so the weights are read again each time."""
 
 from __future__ import annotations
 
@@ -34,11 +36,12 @@ _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes
 
 
 class _Ended(BaseException):
-    """Ends a lane after another one failed."""
+    """Stops a lane after another one failed."""
 
 
 class _Model:
-    """One precision's model, whose parameters its lanes share. They have values only while lanes pass their place."""
+    """The model of one precision. Its lanes share its parameters, which have values only while lanes pass their
+    place."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
@@ -79,7 +82,7 @@ def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) ->
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Yield the modules where a run waits for weights, in order: blocks, and other modules with parameters."""
+    """Yield the modules at which a run waits for weights, in order: blocks, and other modules with parameters."""
     for name, child in module.named_children():
         below = f"{path}.{name}".removeprefix(".")
         if isinstance(module, nn.ModuleList) or next(child.parameters(recurse=False), None) is not None:
@@ -130,8 +133,11 @@ class Walk:
         change: Change | None = None,
         casts: bool = False,
     ) -> Lane[T]:
-        """Add a run of the model that ``stock.load`` would give, with its errors. run: called with the model in its own
-        thread; must not change weights. casts: ``run`` uses autocast; such lanes run one after another."""
+        """Add a run of the model as ``stock.load`` would load it; raises the same errors.
+
+        run: called with the model in its own thread; it must not change weights. half: all weights in fp16. attention:
+        the implementation. change: a function of name and weight, applied to each weight. casts: ``run`` uses autocast;
+        such lanes run one after another."""
         weights = self._weights(dtype, half)
         lane = Lane(run, self._hooked(weights, attention), weights, change, casts=casts)
         self.lanes.append(lane)
@@ -283,8 +289,8 @@ class Walk:
         self._models.clear()
 
     def _hook_own(self, place: nn.Module) -> None:
-        """Give a lane its own parameters at a place, since Switch's routers cast theirs in place. Under autocast it
-        keeps the shared ones, so that each is cast once."""
+        """Give a lane parameters of its own at a place, since Switch's routers cast theirs in place. Under autocast
+        they stay shared, so that each is cast only once."""
         slots = [(m, n, p) for m in place.modules() for n, p in m._parameters.items() if p is not None]
 
         def before(module: nn.Module, args: Any) -> None:

@@ -1,4 +1,5 @@
-"""Ranges of a model's linears, embeddings, norms and attentions in fp32, by channel; of norms' inputs in any format."""
+"""Measure ranges by channel: of a model's linears, embeddings, norms and attentions in fp32, and of norms' inputs in
+any format."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ _STEPS_IN_A_BINADE = 8
 
 
 class RangeObserver:
-    """Context manager that meters, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and
-    attentions. Padding counts: fp16 must hold it. Scores need ``attn_implementation="eager"``."""
+    """Context manager that measures, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms
+    and attentions. Padding counts: fp16 must hold it. Scores need ``attn_implementation="eager"``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -47,7 +48,7 @@ class RangeObserver:
         self._hooks.close()
 
     def take(self, others: Sequence[RangeObserver]) -> None:
-        """Move the metered values of observers of the model's copies into this one, to save memory."""
+        """Move the values of other observers, of copies of the model, into this one, which frees memory."""
         for other in others:
             for path, meter in other.meters.items():
                 if meter.output.rows:
@@ -74,7 +75,7 @@ def metering_norms(model: nn.Module) -> Iterator[NormMeters]:
 
 
 def norms_seen(runs: Sequence[NormMeters]) -> dict[str, NormRange]:
-    """Return the ranges of norms' inputs over runs by copies of one model."""
+    """Return the ranges of norms' inputs, merged over runs of copies of one model."""
     first, *rest = runs or [{}]
     for path, meter in first.items():
         for other in rest:
@@ -105,7 +106,7 @@ _TOTAL = "_bf16_to_fp16_total"
 
 
 def _total(x: Tensor) -> _Total:
-    """Return the total of a tensor [..., channels], computed once though several modules read it."""
+    """Return the total of a tensor [..., channels], computed once even if several modules read it."""
     total: _Total | None = getattr(x, _TOTAL, None)
     if total is None or total.version != x._version:
         flat = x.reshape(-1, x.shape[-1]).float()

@@ -59,11 +59,10 @@ class _Frame(Call):
 class SiteObserver(TorchDispatchMode):
     """Context manager that measures every floating-point output of ``model``'s forward and backward.
 
-    Sites are named ``<path>`` for a linear, else ``<path>:add``, and ``<path>:add#2`` for a call's second. An attention
-    has ``:scores``, ``:context`` and, for the least that its mask must add, ``:masked``. The backward has
-    ``<site>:grad``. Entered again, sites accumulate. A fully masked attention row is NaN under a −inf mask; this counts
-    unless it is cut off before the module ends. only: measure the modules at these paths.
-    """
+    Sites are named ``<path>`` for a linear, else ``<path>:add``, and ``<path>:add#2`` for the second in one call. An
+    attention has ``:scores``, ``:context`` and ``:masked`` (how far its mask must lower masked scores). The backward
+    has ``<site>:grad``. Entering again adds to the same sites. A fully masked attention row is NaN under a −inf mask;
+    it counts unless a later operation of the module removes it. only: the paths of modules to measure."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
@@ -181,7 +180,7 @@ class SiteObserver(TorchDispatchMode):
             self._remember(self._frame.path)
 
     def _remember(self, name: str) -> None:
-        """Note that the newest autograd node is the backward of site ``name``."""
+        """Record that the newest autograd node is the backward of site ``name``."""
         number = torch.autograd._get_sequence_nr() - 1
         if number > self._sequence:
             self._sequence = number
@@ -248,7 +247,7 @@ class SiteObserver(TorchDispatchMode):
         return self._node_frame
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
-        """Measure the least that a mask must add to scores of this dtype."""
+        """Measure how far a mask must lower these scores."""
         scores = origins.scores_of_mask(args)
         if scores is None:
             return
@@ -257,7 +256,8 @@ class SiteObserver(TorchDispatchMode):
         site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 
     def _cube(self, name: str, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
-        """Follow x³ to the tanh that makes its infinities benign; return whether the output lies between the two."""
+        """Track x³ up to the tanh that makes its infinities harmless; return whether this output lies between the
+        two."""
         if name == "pow":
             if args[1] != 3:
                 return False
@@ -280,7 +280,7 @@ class SiteObserver(TorchDispatchMode):
         return False
 
     def _see_cubed(self, operand: Tensor, cube: Site) -> None:
-        """Measure x against its own limit: in training the derivative of x³ overflows first."""
+        """Measure x against a limit of its own: in training the derivative of x³ overflows first."""
         if operand.dtype != torch.float16 or self._frame is None:
             return
         site = self._frame.site("cubed", 1, operand.dtype, cube.order)
@@ -355,7 +355,7 @@ def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = Fals
 
 
 def _count(chosen: Tensor) -> int:
-    """Count true elements; ``sum`` would make int64 of each first."""
+    """Count true elements; ``sum`` would first make an int64 of each."""
     return int(torch.count_nonzero(chosen))
 
 
@@ -382,7 +382,8 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
 
 
 def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
-    """Count non-finite values behind a softmax with fully masked rows, whose NaN wait for the module's end."""
+    """Count non-finite values after a softmax with fully masked rows. Their NaN are decided on at the module's end
+    (``_settle``)."""
     nans = out.isnan()
     kept = out.masked_fill(nans, 0.0)
     _note(site, kept, *_extremes(kept))
@@ -391,7 +392,7 @@ def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
 
 
 def _settle(frame: _Frame, output: Any) -> None:
-    """Count the NaN of fully masked rows at their module's end: they are benign if its output has none."""
+    """Count the NaN of fully masked rows at the end of their module: they are benign if its output has none."""
     if not frame.pending:
         return
     first = output[0] if isinstance(output, (tuple, list)) and output else output

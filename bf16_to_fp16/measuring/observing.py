@@ -1,4 +1,4 @@
-"""Runs of the source in fp32 and bf16, as it is, edited, or with another eps: what a plan is made from."""
+"""Run the source in fp32 and bf16 (as it is, edited, or with another eps) to collect the facts for a plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .meter import RangeObserver
 
 @dataclass(frozen=True)
 class Observed:
-    """The modules' fp32 ranges on all inputs, and the outputs on those that are compared."""
+    """The fp32 ranges of modules on all inputs, and the outputs on compared inputs."""
 
     ranges: Mapping[str, ModuleRange]
     reference: Reference
@@ -41,8 +41,8 @@ class Observed:
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> Observed:
-    """Run the source in one walk, in fp32 and, where outputs are compared, in bf16. change: by edits; then it runs in
-    fp32 alone."""
+    """Run the source in one walk: in fp32 and, on compared inputs, in bf16. change: edits to apply; it then runs in
+    fp32 only."""
 
     def observed(place: torch.device) -> Observed:
         walk = Walk(checkpoint, place)
@@ -86,7 +86,8 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the change of stored weights by edits. read: gives weights with keys centred, shared by many changes."""
+    """Return the function that applies edits to a stored weight. read: returns weights with keys centred, to be shared
+    by many changes."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 
@@ -101,9 +102,10 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the fp32 source's outputs under eps·4^-r, which is the function of rescaled weights with a fixed eps.
-    Corrected gains are rounded to fp16. Where some weights are stored minus an offset, all are rounded: both losses are
-    of one size."""
+    """Return the fp32 source's outputs with eps·4^-r in its norms, which equals rescaled weights with a fixed eps.
+
+    Corrected gains are rounded to fp16. If some gains are stored minus an offset, all weights are rounded: the losses
+    from rounding and from eps then have a similar size, and both must be in the comparison."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

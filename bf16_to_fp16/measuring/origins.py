@@ -1,5 +1,5 @@
-"""The origin of tensors, which tells infinities by design from overflows: masks are made of constants, ``gelu_new``'s
-cube ends in a tanh. Observer and tap share these rules."""
+"""Track where tensors come from, which separates intended infinities from overflows: masks are made of constants, and
+``gelu_new``'s cube ends in a tanh. Observer and tap share these rules."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _ORIGIN = "_bf16_to_fp16_origin"
 
 @dataclass(slots=True)
 class Origin:
-    """A tensor's origin, kept as its attribute. ``constant``: no activation or parameter entered it. ``masked``: its
-    masked positions. ``cube``: the sites from x³ to it. ``least``: a constant's least number."""
+    """A tensor's origin, stored as its attribute. ``constant``: computed from no activation or parameter. ``masked``:
+    its masked positions. ``cube``: the sites since x³. ``least``: a constant's least number."""
 
     constant: bool = False
     masked: Tensor | None = None
@@ -136,7 +136,7 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
     """Return the scores to which a mask is added, if the mask's least number is its dtype's least finite one, as in
-    transformers. Return None for any other mask: it is −inf in fp16 and hides every score."""
+    transformers; None for any other mask, which is −inf in fp16 and hides every score."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
@@ -146,7 +146,7 @@ def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def is_sum_of_positions(args: Iterable[Any]) -> bool:
-    """Return whether a product sums positions instead of forming scores: one factor is constant."""
+    """Return whether a product sums over positions instead of making scores: one factor is constant."""
     return any(isinstance(x, Tensor) and (origin := origin_of(x)) is not None and origin.constant for x in args)
 
 
@@ -156,9 +156,8 @@ def sees_nothing(scores: Tensor) -> bool:
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
-    """Return by how much a mask must lower masked scores at least for them to have no weight, fp32 [..., queries]. It
-    is 0 where nothing or everything is masked, or a score is NaN. scores: [..., queries, keys], before the mask.
-    masked: bool."""
+    """Return how far a mask must lower masked scores so that they get no weight, fp32 [..., queries]. It is 0 if
+    nothing or everything is masked, or a score is NaN. scores: [..., queries, keys], before the mask. masked: bool."""
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
     return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)

@@ -1,5 +1,5 @@
 """The differentiable sites of a layout that can overflow, for the attack. The attack runs the model hundreds of times,
-so hooks are on the layout's modules alone, instead of every operation."""
+so only the layout's modules are hooked, not every operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tap import Tap
 
 @dataclass(frozen=True)
 class _Point:
-    """A feed-forward's site: the values that enter or leave ``module``; ``width``: a linear with as many outputs."""
+    """A site of a feed-forward: the input or output of ``module``. ``width``: a linear with as many outputs."""
 
     name: str
     module: str
@@ -39,9 +39,9 @@ def points_of(sublayer: FeedForward) -> list[_Point]:
 
 @contextmanager
 def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that each forward fills with the values of sites that can overflow, by audit names, with
-    channels last. Scores are computed again from queries and keys, [rows, heads, queries, keys]; local attention's are
-    taken as they are, [rows, ..., keys]."""
+    """Yield a dictionary that each forward fills with the values of sites that can overflow, by audit names, channels
+    last. Scores are recomputed from queries and keys, [rows, heads, queries, keys]; those of local attention are taken
+    from the module, [rows, ..., keys]."""
     local = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention) and sublayer.radius]
     near = {f"{at}:{what}" for at in local for what in ("scores", "context")}
     watch = _Watch(model, layout)
@@ -53,8 +53,7 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
 
 class _Watch:
-    """Hooks on a layout's modules. ``taken``: where an expert's sites have values, which they have for its tokens
-    alone."""
+    """Hooks on a layout's modules. ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout, self.hooks = model, layout, ExitStack()
@@ -142,7 +141,8 @@ class _Watch:
         values[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
     def hand_out(self, sublayer: Experts, inputs: Any, kwargs: Any, output: Any) -> None:
-        """Give every expert's sites zeros, [rows, positions, channels], to fill where the expert takes a token."""
+        """Give the sites of every expert zeros, [rows, positions, channels], and a mask of the tokens that will fill
+        them."""
         values, layout = self.values, self.layout
         chosen, weights = output[0].bool(), output[1]
         if sublayer.chosen:  # of tokens of all rows
@@ -162,7 +162,7 @@ class _Watch:
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Return queries or keys [rows, heads, positions, channels] rotated by angles [rows, positions, channels]. Channel
-    i pairs with i + channels/2 or, ``interleaved``, 2i with 2i + 1; channels beyond the angles stay."""
+    i pairs with i + channels/2 or, ``interleaved``, 2i with 2i + 1; channels beyond the angles are unchanged."""
     size = cos.shape[-1]
     turning, rest = x[..., :size], x[..., size:]
     if interleaved:

@@ -1,6 +1,7 @@
-"""The seeded token batches on which a model is observed. The built-in probe needs no tokenizer: it has random, long,
-repeated, padded and short rows, ids chosen by the weights, a generation and an image. A causal model's rows begin with
-its start token and are padded on the left as well."""
+"""The seeded token batches for measuring a model.
+
+The built-in probe needs no tokenizer: it has random, long, repeated, padded and short rows, ids chosen by the weights,
+a generation and an image. A causal model's rows begin with its start token and are padded on the left as well."""
 
 from __future__ import annotations
 
@@ -74,9 +75,9 @@ def batches(
     sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return the batches of ``data``, by the tokenizer in ``source``, or without data the built-in probe. data: see
+    """Return the batches of ``data``, by the tokenizer in ``source``; without data, the built-in probe. data: see
     ``texts``. examples, length: caps, in examples and tokens. sweep: run every id. chosen: the probe's ids by reason,
-    by default random. Raises UserError for unusable data or tokenizer."""
+    by default random ones. Raises UserError for unusable data or tokenizer."""
     length = min(length, longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, sweep, chosen)
@@ -100,8 +101,9 @@ def audit_batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
-    """Return the built-in probe, its ids by default chosen by the weights in ``folder``, and ``data``'s batches.
-    opened: the checkpoint in ``folder`` and its layout. Other arguments and errors are those of ``batches``."""
+    """Return the built-in probe and the batches of ``data``. The probe's ids are by default chosen by the weights in
+    ``folder``. opened: the checkpoint in ``folder`` and its layout. Other arguments and errors are those of
+    ``batches``."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -118,7 +120,7 @@ def is_small(config: Any) -> bool:
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
-    """Return the ids of a large vocabulary that the probe runs, by reason; None for a small one, which is run whole."""
+    """Return the probe's ids of a large vocabulary, by reason; None for a small one, which is run whole."""
     if is_small(config):
         return None
     with FastProducts():
@@ -132,7 +134,7 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
 
 
 def _readable(config: Any, batch: Batch) -> Batch:
-    """Give every row one end token where the head reads it. Raises UserError where the config has none."""
+    """Give every row one end token, from which the head reads. Raises UserError if the config has none."""
     stock = class_in(config)
     if stock is None or not stock.reads_end_token:
         return batch
@@ -202,8 +204,8 @@ def _past_window(config: Any, length: int) -> int | None:
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row about an image of uniform noise in [−1, 1], without its token in the text; [] for a model without
-    vision."""
+    """Return a row with an image of uniform noise in [−1, 1], without an image token in the text; [] for a model
+    without vision."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -236,7 +238,7 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Leave out logits beyond ``_PROBE_LOGITS``, but never those of the first random and the first short batch."""
+    """Drop logits beyond ``_PROBE_LOGITS``, but never those of the first random and the first short batch."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}
@@ -250,8 +252,8 @@ def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
-    """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half are framed as texts, one
-    in four has a special token. left: pad the encoder's rows on the left."""
+    """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half have start and end tokens
+    like a text, one in four has a special token. left: pad the encoder's rows on the left."""
     generator, vocabulary = seeded(seed), vocabulary_of(config)
     most, special = longest_sequence(config), special_ids(config)
 
@@ -273,8 +275,8 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
 
 
 def few_rows(config: Any) -> Batch:
-    """Return eight unpadded rows of eight random ids, in the decoder four, to compare checkpoints; 32 rows for models
-    with one answer a row."""
+    """Return eight unpadded rows of eight random ids (decoder: four), for comparing checkpoints; 32 rows for models
+    with one answer per row."""
     generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
     most = longest_sequence(config)
 
@@ -290,14 +292,14 @@ def few_rows(config: Any) -> Batch:
 
 
 def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
-    """Return ids [rows, length] as one unpadded batch; a decoder gets them behind its start token."""
+    """Return ids [rows, length] as one unpadded batch; a decoder gets them after its start token."""
     started = ids.roll(1, dims=1)
     started[:, 0] = decoder_start(config)
     return _readable(config, _unpadded(config, kinds.RANDOM, description, ids, started))
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
-    """Put the start token before ids, or else the end token behind; keep ``most`` tokens with that one."""
+    """Put the start token before ids or, if there is none, the end token after them; at most ``most`` tokens in all."""
     first = first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *end_ids(config)][-most:]
 
@@ -313,8 +315,8 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Return rows of 1 to ``longest`` tokens and every special token alone, bare and framed; padded on the right, then
-    on the left. Decoder rows are shorter and padded on the right."""
+    """Return rows of 1 to ``longest`` tokens and every special token alone, without and with start or end token; padded
+    on the right, then on the left. Decoder rows are shorter and padded on the right."""
     vocabulary = vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []

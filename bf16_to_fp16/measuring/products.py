@@ -1,5 +1,5 @@
-"""16- and 32-bit matrix products on a CPU, computed in fp32 and rounded once. The CPU's own 16-bit products accumulate
-in fp32 too, but take up to 100 times as long. fp32 linears go to oneDNN: MKL is half as fast on AMD."""
+"""16- and 32-bit matrix products on a CPU, computed in fp32 and rounded once. The CPU's native 16-bit products
+accumulate in fp32 too, but take up to 100 times as long. fp32 linears go to oneDNN: MKL is half as fast on AMD."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 
 class FastProducts(TorchDispatchMode):
-    """Under it, 16- and 32-bit matrix products on the CPU are fp32 products rounded once. A backward must run under it
-    as well. Exact sums come out identical; else under 1% of 16-bit elements differ, by one rounding. Other devices and
-    dtypes, convolutions and fused SDPA are left alone."""
+    """Context manager under which 16- and 32-bit matrix products on the CPU are fp32 products rounded once. A backward
+    must run under it as well. Exact sums come out identical; else under 1% of 16-bit elements differ, by one rounding.
+    Other devices and dtypes, convolutions and fused SDPA are left alone."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -60,13 +60,13 @@ _OF_LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def _is_weight(operand: Tensor) -> bool:
-    """Whether a factor is a linear's weight: [inputs, outputs], contiguous when transposed."""
+    """Whether a factor looks like a linear's weight: [inputs, outputs], contiguous when transposed."""
     return operand.dim() == 2 and not operand.is_contiguous() and operand.t().is_contiguous()
 
 
 class Widened:
-    """fp32 copies of 16-bit weights, transposed, kept until ``clear``. An equal fp32 weight that was ``offer``ed serves
-    as the copy."""
+    """Transposed fp32 copies of 16-bit weights, kept until ``clear``. An equal fp32 weight given to ``offer`` serves as
+    the copy."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}

@@ -19,8 +19,8 @@ _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 
 
 class RegimeResult(RegimeEntry):
-    """A regime's entry in the report, with further results of its run. ``norms``: norms' inputs, in ``half`` under the
-    first attention. ``vectors``: a sentence encoder's further modules ran."""
+    """A regime's report entry, with further results of its run. ``norms``: ranges of norms' inputs, in ``half`` under
+    the first attention. ``vectors``: whether a sentence encoder's further modules ran."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -33,7 +33,7 @@ def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:
 
 
 def merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> None:
-    """Add ``sites`` by name; a site in fp16 once and in fp32 once counts as fp16."""
+    """Add ``sites`` by name. A site that runs in fp16 once and in fp32 once counts as fp16."""
     for site in sites:
         if not site.calls:
             continue
@@ -98,14 +98,15 @@ def regime_result(
 
 
 def finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
-    """Return a report's finite numbers: 65536 for an overflowed amax, at most 40 bits (fp16's range) of headroom."""
+    """Return finite numbers for a report: 65536 for an overflowed amax, and at most 40 bits (fp16's range) of
+    headroom."""
     if bits is not None:
         bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)
     return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}
 
 
 def beside_fp32(results: dict[str, RegimeResult], run: Callable[[], Mapping[str, float]]) -> dict[str, RegimeResult]:
-    """Add fp32's values of sites that broke. run: gives every site's largest fp32 |x|; called only where needed."""
+    """Add the fp32 values of sites that broke. run: returns every site's largest fp32 |x|; called only if needed."""
     if verdict(results) == "safe":
         return results
     fp32 = run()

@@ -1,11 +1,10 @@
-"""Run a checkpoint in the ways people run it in fp16, and measure every operation.
+"""Run a checkpoint in each regime in which people run it in fp16, and measure every operation.
 
 ``stock`` is the model of ``from_pretrained(dtype=float16)``, in which T5's ``wo`` and the residual stay in fp32. In
-``half`` every weight is in fp16, with those that no file holds and stock code makes. ``amp`` has fp32 weights, and
+``half`` every weight is in fp16, also those that no file holds and stock code makes. ``amp`` has fp32 weights, and
 autocast runs the matrix products in fp16. Each runs with eager attention, whose scores can be measured, and with SDPA,
 whose kernels hide them. Finite logits prove nothing, since stock code clamps residuals: a regime is safe iff no
-operation's output is non-finite or saturated, other than by design.
-"""
+operation's output is non-finite or saturated, other than by design."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from ..families.known import stock_class
 from ..progress import Advance
 from ..ranges import NormRange
 from ..results import SiteEntry
-from .batch import SHORT, Batch, run_batch, seen_padding, values_of
+from .batch import SHORT, Batch, run_batch, values_of, without_blind_padding
 from .fidelity import EveryOutput, Outputs, add_outputs, compared, output_on
 from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
 from .lanes import Lane, Walk, results_of
@@ -60,10 +59,11 @@ def audit_folder(
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Audit the checkpoint in ``folder`` in each regime. ``half`` runs all inputs under the first attention; other runs
-    get fewer, unless ``half`` breaks. Forwards walk over the files, with one block's weights in memory; ``train_mode``
-    loads the model and runs all. Attentions that the class lacks are left out. Raises UserError for a folder that
-    cannot be used."""
+    """Audit the checkpoint in ``folder`` in each regime.
+
+    ``half`` runs all inputs under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over
+    the files, with one block's weights in memory; ``train_mode`` loads the model and runs everything. Attentions that
+    the class lacks are left out. Raises UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
@@ -91,8 +91,9 @@ def audit_each(
     seed: int = 0,
     weights: Callable[[nn.Module], Iterable[Site]] = lambda model: (),
 ) -> dict[str, RegimeResult]:
-    """weights: gives a model's non-finite weights, as sites."""
-    share = sum(len(seen_padding(inputs, name)) for name in attention)
+    """Audit a model in each regime. load: returns the model of a regime. weights: returns a model's non-finite weights,
+    as sites."""
+    share = sum(len(without_blind_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
     scale, fits, first = LOSS_SCALE, train_mode, "amp" if train_mode else None
     for i, regime in enumerate(sorted(regimes, key=lambda each: each != first)):
@@ -104,7 +105,7 @@ def audit_each(
         model, gradients = load(regime), None
         if regime == first:
             set_attention(model, attention[0])
-            gradients = measure_gradients(model.train(), seen_padding(inputs, attention[0]), seed=seed)
+            gradients = measure_gradients(model.train(), without_blind_padding(inputs, attention[0]), seed=seed)
             scale, fits = min(scale, gradients.loss_scale or scale), gradients.loss_scale is not None
         options: dict[str, Any] = {"regime": regime, "attention": attention, "advance": step, "seed": seed}
         options["known"] = weights(model)
@@ -123,7 +124,7 @@ def _breaks_backwards_alone(result: RegimeResult) -> bool:
 
 @dataclass(frozen=True)
 class Audited:
-    """Each regime's result, the outputs of ``half`` under the first attention, and fp32 outputs where asked for."""
+    """Each regime's result, the outputs of ``half`` under the first attention, and fp32 outputs if requested."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -142,7 +143,7 @@ def run_regimes(
     advance: Advance | None = None,
 ) -> Audited:
     """Run a checkpoint in ``regimes`` in one walk over its files, as ``audit_folder`` does without training. ``stock``
-    is ``half`` where it leaves nothing in fp32. fp32: inputs to run in fp32 too, unmeasured, for their outputs."""
+    is ``half`` if it keeps nothing in fp32. fp32: inputs to run in fp32 too, without measuring, for their outputs."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
@@ -153,7 +154,7 @@ def run_regimes(
         for regime in ran
         for name in attention
     }
-    given = {name: seen_padding(inputs, name) for name in attention}
+    given = {name: without_blind_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():
         shown.add(walk, _inputs_of(given[name], regime == "half" or "half" not in ran, name == attention[0]))
     every: list[EveryOutput] = []
@@ -201,9 +202,10 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
-    """Return the inputs that a regime runs under an attention: all, or the first batch, padded ones and those with a
-    cache. all_regimes: this regime stands for the others, since stock's and amp's fp16 is fp16 in half too. Another
-    attention differs in one function."""
+    """Return the inputs that a regime runs under an attention: all, or the first batch, padded ones and generations.
+
+    all_regimes: this run stands for all regimes, since the fp16 operations of ``stock`` and ``amp`` are in ``half``
+    too. first: for the first attention; further ones get fewer inputs, since they differ in one function only."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
@@ -222,8 +224,8 @@ class _RunResult:
 
 
 class _RegimeLanes:
-    """A regime's lanes under one attention. keeps: whether norms' inputs and outputs are kept. behind: a sentence
-    encoder's folder, whose further modules run in ``half`` alone."""
+    """A regime's lanes under one attention. keeps: whether to keep norms' inputs, and the outputs. behind: the folder
+    of a sentence encoder, whose further modules run in ``half`` alone."""
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, behind: Path | None = None) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps
@@ -294,9 +296,11 @@ def audit_model(
     seed: int = 0,
     known: Iterable[Site] = (),
 ) -> RegimeResult:
-    """Run ``model``, in the dtypes of ``regime``, on ``batches`` under each attention; for ``amp`` it is in fp32 and
-    runs under autocast. loss_scale: train, with seeded dropout and a backward of the scaled loss. known: further sites
-    of the result. Mode, attention and gradients are restored."""
+    """Run ``model`` on ``batches`` under each attention, and return the regime's result.
+
+    model: in the dtypes of ``regime``; in fp32 for ``amp``, which runs it under autocast. loss_scale: if given, train:
+    with seeded dropout, and a backward of the scaled loss. known: sites measured elsewhere, to merge into the result.
+    The model's mode, attention and gradients are restored."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -304,7 +308,7 @@ def audit_model(
     norms: list[NormMeters] = []
     nonfinite_logits = steps = 0
     merge(merged, known)
-    given = {implementation: seen_padding(batches, implementation) for implementation in attention}
+    given = {implementation: without_blind_padding(batches, implementation) for implementation in attention}
     model.train(loss_scale is not None)
     try:
         for implementation in attention:

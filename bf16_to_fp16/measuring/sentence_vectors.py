@@ -1,4 +1,4 @@
-"""The modules behind a sentence-transformers encoder, run by that package where it is installed."""
+"""The modules after a sentence-transformers encoder, run by that package if it is installed."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 @dataclass(slots=True)
 class Site:
     """The measurements of a site. ``amax``: the largest |x| without masked positions, inf for an overflow or NaN.
-    ``nonfinite`` and ``saturated`` (finite, from 64504, fp16 only) count elements, without the ``benign`` ones.
-    ``order``: the number of the first output that broke, else of the first. ``limit``: None where fp16's range does not
-    bind, as in other dtypes, constants and ``gelu_new``'s cube. ``elements`` and ``zeros`` are counted for gradients
-    alone."""
+    ``nonfinite`` and ``saturated`` (finite, from 64504, fp16 only) count elements; intended ones count as ``benign``.
+    ``order``: when it first broke, as the number of that output; before that, when it first ran. ``limit``: None where
+    fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube. ``elements`` and ``zeros`` are
+    counted for gradients alone."""
 
     name: str
     dtype: torch.dtype
@@ -60,7 +60,7 @@ _OUTPUTS_OF_A_RUN = 1 << 40  # more than any run has
 
 
 def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
-    """Return the sites of runs by copies of one model, merged as if one observer had seen the runs in order."""
+    """Return the sites of several runs of copies of one model, as if one observer had measured them in order."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
         after = number * _OUTPUTS_OF_A_RUN
@@ -95,7 +95,7 @@ class Call:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module's output is the site named by its path: a linear, or a router with a weight of its own."""
+    """Whether a module's output is the site with its path as name: a linear, or a router with its own weight."""
     own = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) or (hasattr(module, "top_k") and isinstance(own, nn.Parameter))
 

@@ -1,9 +1,9 @@
-"""The soft side of edits: tokens at which an edited signal is small, so that an edit changes the function most.
+"""Search for inputs that edits harm: tokens for which an edited signal is small, so that an edit changes the function
+most.
 
-The weights give suspects, by ids that stand alone (``alone``): where the model's or a sublayer's output changes
-most, and where the attention weight between two keys moves most. Stock code then judges the suspects, beside bf16 and
-beside random pairs.
-"""
+The weights give candidates, from ids that stand alone (``choice``): those whose output of the model or a sublayer
+changes most, and sets of ids between which attention weights move most. Stock code then runs the candidates, and
+compares them with bf16 and with random pairs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class SoftSide:
 def soft_side(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
 ) -> SoftSide:
-    """Search for inputs that a plan's edits harm. written: the edited checkpoint, run to judge them. text: int64 ids
-    [rows, length] into which single ids are put; None draws it."""
+    """Search for inputs that a plan's edits harm. written: the edited checkpoint, which runs them. text: int64 ids
+    [rows, length] into which single ids are put; drawn at random if None."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)
@@ -100,7 +100,8 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield suspects, ids and sets of ids, by how far edits change lone tokens; the worst of every site come first."""
+    """Yield candidates, ids and sets of ids, by how much edits change tokens that stand alone. The worst of every site
+    come first."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -127,7 +128,7 @@ def first_of(change: Tensor, ids: Tensor) -> list[int]:
 
 
 def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
-    """Return each token's change of a feed-forward's output, in units of bf16's error."""
+    """Return how much edits change each token's feed-forward output, in units of bf16's error."""
     normed, output = step.outputs[0], step.outputs[-1]
     sublayer = step.sublayer
     assert isinstance(sublayer, FeedForward | Experts)
@@ -142,7 +143,7 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
 
 
 def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Tensor) -> Tensor:
-    """Return how far edits move each token's output: the divergence of logits, or the relative squared error."""
+    """Return how much edits change each token's final output: divergence of logits, or relative squared error."""
     parts, together = [], max(1, LOGITS_TOGETHER // plain.vocabulary)
     for states in zip(before.split(together), after.split(together), strict=True):
         a, b = (weights.head_output(each) for weights, each in zip((plain, edited), states, strict=True))
@@ -157,7 +158,7 @@ def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Ten
 def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Yield for every edited head the sets of ids between which its attention weights move most."""
+    """Yield, for every edited head, the sets of ids between which its attention weights change most."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])
@@ -198,7 +199,7 @@ def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool)
 
 
 def weight_of_two(scores: Tensor) -> Tensor:
-    """Return each query's weight of another key, where its own is the only other."""
+    """Return the weight that each query gives to each key when the only other key is its own token's."""
     return (scores - scores.diagonal()[:, None]).sigmoid()
 
 
@@ -213,8 +214,8 @@ def judged(
     inputs: Sequence[tuple[int, ...]],
     rows: Tensor,
 ) -> tuple[list[ExceptionEntry], Tensor]:
-    """Return the entries of those ``inputs``, each run as one row, that the edits harm. Return also, for each input,
-    whether its divergence exceeds bf16's."""
+    """Return the entries of the ``inputs`` that edits harm, and whether each input diverges more than in bf16. rows:
+    the inputs as rows to run."""
     batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
     walk, other = Walk(source), Walk(written)
     expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -247,7 +248,8 @@ def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool
 
 
 def mean_bf16_divergence(source: Checkpoint, batches: Sequence[Batch], layout: Layout) -> Tensor:
-    """Return each row's mean divergence under stochastic rounding to bf16: one ordinary bf16 run may be lucky."""
+    """Return each row's mean divergence under stochastic rounding to bf16, since a single bf16 run may be accurate by
+    luck."""
     walk = Walk(source)
     expected = add_outputs(walk, batches, torch.float32)
     draws = [

@@ -1,5 +1,5 @@
 """Stock models: the class that a config names, loaded from a folder with no remote code and no network; its inputs and
-outputs by its config. A family's declaration goes before the class's signature, and that before the config's flags."""
+outputs. What a family declares goes before the class's signature, and that before the config's flags."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _OF_ROWS = "ForSequenceClassification"
 
 
 @cache
-def described(name: str) -> StockClass | None:
-    """Return a transformers class by its signature, None for an unknown name. A class that can generate counts as a
-    language model; its output fields stay unknown."""
+def by_signature(name: str) -> StockClass | None:
+    """Return what a transformers class's signature tells of it; None for an unknown name. A class that can generate
+    counts as a language model; its output fields stay unknown."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -86,7 +86,7 @@ def vocabulary_of(config: Any) -> int:
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
     """Return a folder's stock model as ``from_pretrained(dtype=dtype)`` does, in eval mode on the CPU. half: cast every
     weight to fp16. Nothing is fetched, no remote code runs. Raises UserError for unreadable files or a missing tensor,
-    which stock code fills at random."""
+    which stock code would fill at random."""
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
     check_complete(folder, config, missing)
@@ -94,7 +94,7 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def ready(model: Any) -> Any:
-    """Split joined experts, and let a head that reads the last token of a row take several rows."""
+    """Split fused experts, and let a head that reads a row's last token take several rows."""
     if takes_one_row(model):
         model.config.get_text_config().pad_token_id = NO_PADDING
     return experts_apart(model, of_model_type(model.config.model_type))
@@ -116,7 +116,7 @@ def several_rows(model: Any) -> AbstractContextManager[Any]:
 
 
 def all_half(model: Any) -> Any:
-    """Cast parameters and stored buffers to fp16 in place, T5's ``wo`` too. ``.half()`` would also cast rotary
+    """Cast parameters and stored buffers to fp16 in place, including T5's ``wo``. ``.half()`` would also cast rotary
     frequencies, which changes the function."""
     kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
     model.half()
@@ -144,8 +144,8 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
 
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
-    """Return a checkpoint's stock model with eager attention on the meta device; only buffers, and tensors that no file
-    holds, have values. Two equal tensors, which stock code ties, stay two where the checkpoint has both. Raises
+    """Return a checkpoint's stock model with eager attention on the meta device. Only buffers, and tensors that no file
+    holds, have values. Two equal tensors, which stock code would tie, stay separate if the checkpoint has both. Raises
     UserError as ``load`` does."""
     folder = checkpoint.folder
     config = load_config(folder)
@@ -175,8 +175,8 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Set the attention of a stock model and its stacks; raises stock code's error for one it lacks. Some transformers
-    5 leave a stack's own config as it is (5.17)."""
+    """Set the attention of a stock model and its stacks; raises stock code's error for one it lacks. Some versions of
+    transformers 5 (such as 5.17) do not change a stack's own config."""
     model.set_attn_implementation(implementation)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -192,8 +192,8 @@ NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code"
 def without_values(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, any_shape: bool = False
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return a checkpoint's stock model on the meta device, and its loader's report about the weights. any_shape:
-    report other shapes instead of raising."""
+    """Return a checkpoint's stock model on the meta device, and the loader's report about the weights. any_shape:
+    report unexpected shapes instead of raising."""
     import transformers
 
     weights = {
@@ -216,7 +216,7 @@ def without_values(
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
-    """Run a stock model. A head that reads the end token runs at every position, so that no row needs one."""
+    """Run a stock model. A head that reads only the end token runs at every position, so that no row needs one."""
     stock, head = layout.stock, layout.head
     if not stock.reads_end_token or head is None:
         model(**inputs)
@@ -267,18 +267,18 @@ def cannot_be_loaded(folder: Path, error: Exception) -> UserError:
 
 def class_in(config: Any) -> StockClass | None:
     names = getattr(config, "architectures", None) or ()
-    return next((stock for look in (class_named, described) for name in names if (stock := look(name))), None)
+    return next((stock for look in (class_named, by_signature) for name in names if (stock := look(name))), None)
 
 
 def config_of(model: Any) -> Any:
-    """Return a copy of a model's config with its class's name, which a config that was never saved lacks."""
+    """Return a copy of a model's config that names its class; a config that was never saved does not."""
     config = copy(model.config)
     config.architectures = [type(model).__name__]
     return config
 
 
 def takes_decoder_ids(config: Any) -> bool:
-    """Return whether a model needs decoder ids; ``is_encoder_decoder`` is often true of encoders too."""
+    """Return whether a model needs decoder ids. ``is_encoder_decoder`` does not tell: it is often true of encoders."""
     stock = class_in(config)
     return bool(config.is_encoder_decoder) if stock is None else stock.takes_decoder_ids
 
@@ -325,7 +325,7 @@ def end_ids(config: Any) -> list[int]:
 
 
 def first_ids(config: Any) -> list[int]:
-    """Return a causal model's start token as a list of one; [] for other models."""
+    """Return a list with a causal model's start token; [] for other models."""
     return _named(config, "bos_token_id")[:1] if is_causal(config) else []
 
 

@@ -1,4 +1,4 @@
-"""The observer's sites as differentiable tensors, taken above autograd and autocast, for the penalty."""
+"""The observer's sites as differentiable tensors for the penalty, taken above autograd and autocast."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Function:
 
 @dataclass(slots=True, kw_only=True)
 class _Call(Call):
-    """One call of one module; ``names``: its sites' full names, None for unwanted ones."""
+    """One call of one module. ``names``: full names of its sites, None for unwanted ones."""
 
     module: nn.Module
     tapped: bool

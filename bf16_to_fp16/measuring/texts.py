@@ -36,8 +36,8 @@ def choose_columns(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[str, str | None]:
-    """Return the text's and the target's column: the named ones, else ``input``, ``text`` or the first other column of
-    strings, and ``target``. Raises UserError where a named column is missing or there is none."""
+    """Return the names of the text column and the target column. By default they are ``input``, ``text`` or the first
+    other column of strings, and ``target``. Raises UserError if a named column is missing or there is none."""
     listed = ", ".join(map(str, names)) or "none"
     for wanted in (target_column, input_column):
         if wanted is not None and wanted not in names:
@@ -54,7 +54,7 @@ def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
     """Yield text and target of ``rows``; the first row decides on columns that are not named. data: its name in errors.
-    Raises UserError where a column is missing or holds no strings."""
+    Raises UserError if a column is missing or holds no strings."""
     columns: tuple[str, str | None] | None = None
     for row in rows:
         if columns is None:
@@ -68,8 +68,8 @@ def text_pairs(
 
 
 def file_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be .gz. Raises UserError
-    where it cannot be read, with the line's number if known."""
+    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be .gz. Raises UserError for
+    an unreadable file, with the line's number if known."""
     if (ending := _ending(path)) == ".parquet":
         yield from parquet_rows(path)
         return
@@ -135,8 +135,8 @@ KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 
 def local_files(path: str) -> list[Path] | None:
-    """Return the files of a path, ``*`` pattern or folder; None for a Hub dataset. Raises UserError for no file,
-    several kinds, or an unreadable kind."""
+    """Return the files that a path, ``*`` pattern or folder means; None for a Hub dataset. Raises UserError for no
+    file, mixed kinds, or an unreadable kind."""
     place = local_path(path)
     if place.is_dir():
         files = sorted(file for file in place.iterdir() if _ending(file) in KINDS)
@@ -227,7 +227,8 @@ def open_texts(
 def _local_rows(
     path: str, files: tuple[str, ...], columns: tuple[str | None, str | None], stamps: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows as {"text", "target"}; ``stamps`` only tell ``datasets`` when a file has changed."""
+    """Yield the rows as {"text", "target"}. ``stamps`` are unused: ``datasets`` hashes them to notice a changed
+    file."""
     for name in files:
         for text, target in text_pairs(path, file_rows(Path(name)), *columns):
             yield {"text": text, "target": target}

@@ -18,7 +18,7 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.measuring import choice
 from bf16_to_fp16.measuring.any_model import batches_of, open_any
-from bf16_to_fp16.measuring.batch import Batch, is_blind, run_batch, seen_padding
+from bf16_to_fp16.measuring.batch import Batch, is_blind, run_batch, without_blind_padding
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regimes import audit_model
@@ -168,7 +168,7 @@ def test_an_audit_runs_blind_padding_where_a_claim_needs_it(kind: str, whole_pro
     model = with_low_scores(kind)
     source = tiny.save(model, tmp_path / "source")
     inputs = batches(model.config, None, None)
-    eager, others = (seen_padding(inputs, name) for name in ("eager", "sdpa"))
+    eager, others = (without_blind_padding(inputs, name) for name in ("eager", "sdpa"))
     blind = [batch.description for batch in others if batch.blind]
     assert "short rows, padded on the left" in blind and others == inputs
     assert ("padded, mixed lengths" in blind) is (kind != "llama")  # which has no window

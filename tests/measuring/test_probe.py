@@ -29,8 +29,8 @@ from bf16_to_fp16.measuring.fidelity import fidelity, output_on
 from bf16_to_fp16.measuring.probe import audit_batches, batches, images, random_rows, rows_of
 from bf16_to_fp16.measuring.regimes import LOSS_SCALE, audit_model
 from bf16_to_fp16.measuring.stock import (
+    by_signature,
     config_of,
-    described,
     gives_probabilities,
     is_causal,
     predicts_tokens,
@@ -334,9 +334,9 @@ def test_a_class_says_itself_what_it_takes_and_gives(name: str, decoder: bool, p
     config = transformers.PretrainedConfig(architectures=[name], is_encoder_decoder=not decoder)
     assert (takes_decoder_ids(config), predicts_tokens(config)) == (decoder, predicts)
     assert is_causal(config) == (predicts and not decoder)
-    stock = described(name)
+    stock = by_signature(name)
     assert stock is not None and stock.reads_end_token == ends
 
 
 def test_what_is_no_model_describes_nothing() -> None:
-    assert described("BertTokenizer") is None and described("MyOwnModel") is None
+    assert by_signature("BertTokenizer") is None and by_signature("MyOwnModel") is None
