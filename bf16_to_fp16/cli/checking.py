@@ -114,7 +114,7 @@ def certify_command(
 
 def check_source(lone: object, folder: Path, config: Mapping[str, Any], *, proof: bool) -> None:
     from ..bounds.activations import check_bounded
-    from ..families.declared import check_config
+    from ..families.from_config import check_config
     from ..families.known import is_known
 
     check_lone(folder, lone)
@@ -161,7 +161,7 @@ def verify_command(
     shared.check_given(original, check=partial(check_source, None, proof=False))
     from ..conversion.verify import verify
     from ..report import terminal
-    from ..report.answers import Verification
+    from ..report.other_reports import Verification
     from ..report.schema import read
 
     result = verify(source, original=original, data=data, run_model=not no_audit, progress=True, **options)

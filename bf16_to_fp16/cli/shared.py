@@ -83,7 +83,7 @@ def check_given(
     precedes slow imports and downloads. check: raises for more that the command needs of the folder and its config."""
     here = None if source is None else local_source(source)
     if source is not None and (here is None or here.is_dir()):
-        from ..families.declared import in_folder
+        from ..families.from_config import in_folder
 
         folder = here or asked(source, SMALL_FILES)
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)

@@ -21,7 +21,7 @@ from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import is_known, padding_entry
 from ..families.layout import Layout
-from ..families.older import differences
+from ..families.older_versions import differences
 from ..measuring.any_model import audit_any, batches_of, open_any
 from ..measuring.attack import attacked
 from ..measuring.batch import Batch, describe_batches

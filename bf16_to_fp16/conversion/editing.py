@@ -33,7 +33,7 @@ from ..measuring.fidelity import (
     reference_of,
 )
 from ..measuring.lanes import Lane, Walk
-from ..measuring.observing import change_by
+from ..measuring.source_runs import change_by
 from ..numerics import FP16_MAX, NOISE, PROOF_LIMIT
 from ..progress import Progress
 from ..ranges import ModuleRange
@@ -41,8 +41,8 @@ from ..rescaling.centred import centrable, centred, shared_biases, tables_of
 from ..rescaling.columns import column_exponents
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, excess_of_signals, exponents_for, least
 from ..rescaling.exponents import OfChannels
-from ..rescaling.losses import CHANNEL_RANGE
 from ..rescaling.plan import Plan
+from ..rescaling.weight_losses import CHANNEL_RANGE
 from ..wording import counted
 
 MOST_ON_TEXT = 1.5  # times bf16's divergence; the verdict counts the conversion's own inputs only

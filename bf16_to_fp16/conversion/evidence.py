@@ -38,9 +38,9 @@ from ..measuring.fidelity import (
     smallest_batches,
 )
 from ..measuring.lanes import Change, Walk, results_of
-from ..measuring.observing import change_by, drifted_outputs
 from ..measuring.regime_results import RegimeResult
 from ..measuring.regimes import ATTENTIONS, REGIMES, Audited, audit_folder, run_regimes
+from ..measuring.source_runs import change_by, drifted_outputs
 from ..measuring.stock import attentions_of, load_config
 from ..measuring.tokenizer import load_tokenizer, tokenised
 from ..progress import Advance, Progress

@@ -26,7 +26,7 @@ from ..families.known import architectures, class_named, family_of, is_known, na
 from ..json_text import write_json
 from ..progress import Progress, progress_of
 from ..quiet import quiet
-from ..report import answers, schema
+from ..report import other_reports, schema
 from ..report.facts import giving_states
 from ..rescaling.exponents import LAST
 from ..results import dump
@@ -127,13 +127,13 @@ def convert_pipeline_by(
         known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
         files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
         shown = own_name(pipeline.source) if local else pipeline.source
-        report = answers.PipelineReport(
+        report = other_reports.PipelineReport(
             schema=SCHEMA,
             verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
             source=schema.Source(path=shown, revision=pipeline.revision),
             pipeline=pipeline.kind,
             encoders=[
-                answers.PipelineEntry(subfolder=name, verdict=one.report["verdict"], proof=one.report["proof"])
+                other_reports.PipelineEntry(subfolder=name, verdict=one.report["verdict"], proof=one.report["proof"])
                 for name, one in done.items()
             ],
             left_out=list(pipeline.left_out),
@@ -200,7 +200,9 @@ def check_no_pipeline(folder: Path) -> None:
     if not file.is_file():
         raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
     try:
-        report = schema.read(answers.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline"))
+        report = schema.read(
+            other_reports.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline")
+        )
     except ValidationError as error:
         raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
     names = [shlex.quote(str(folder / entry.subfolder)) for entry in report.encoders]

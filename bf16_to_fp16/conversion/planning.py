@@ -27,8 +27,8 @@ from ..families.resolve import check_norms, resolve
 from ..families.signals import LOGITS
 from ..measuring.batch import Batch
 from ..measuring.fidelity import fidelity
-from ..measuring.observing import Observed, change_by, drifted_outputs, observe_source
 from ..measuring.probe import checkpoint_batches
+from ..measuring.source_runs import Observed, change_by, drifted_outputs, observe_source
 from ..measuring.stock import load_config
 from ..numerics import PROOF_MARGIN_BITS
 from ..progress import Advance, Progress

@@ -20,7 +20,7 @@ from ..devices import Device
 from ..environment import SCHEMA, installed
 from ..errors import UserError
 from ..families.configs import looked_up
-from ..families.declared import DTYPE_KEYS
+from ..families.from_config import DTYPE_KEYS
 from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.other_class import read_as
@@ -28,13 +28,13 @@ from ..families.resolve import resolve
 from ..measuring import probe
 from ..measuring.agreement import agreed_layout
 from ..measuring.batch import SWEEP, Batch, describe_batches
-from ..measuring.observing import observe_source
 from ..measuring.regimes import Audited
 from ..measuring.soft_side import LEAST
+from ..measuring.source_runs import observe_source
 from ..measuring.stock import load_config
 from ..progress import Progress, progress_of
 from ..quiet import quiet
-from ..report import answers, schema
+from ..report import other_reports, schema
 from ..report.build import moved_by
 from ..report.facts import missed
 from ..report.judgement import judged
@@ -59,14 +59,14 @@ CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers"
 
 @dataclass
 class Verified:
-    problems: list[answers.ProblemEntry] = field(default_factory=list)
+    problems: list[other_reports.ProblemEntry] = field(default_factory=list)
     checks: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
     notes: list[str] = field(default_factory=list)
     sections: dict[str, Any] = field(default_factory=dict)
 
     def add(self, check: str, problems: Iterable[tuple[str, ...]]) -> None:
         found = [
-            answers.ProblemEntry(check=check, name=name, reason=reason, remedy=next(iter(remedy), CONVERT_AGAIN))
+            other_reports.ProblemEntry(check=check, name=name, reason=reason, remedy=next(iter(remedy), CONVERT_AGAIN))
             for name, reason, *remedy in problems
         ]
         self.problems += found
@@ -112,12 +112,12 @@ def verify(
         check_contents(place, report, opened, data, found, run_model=run_model, device=on, progress=progress)
     found.add("report", check_verdict(report))
     return dump(
-        answers.Verification(
+        other_reports.Verification(
             schema=SCHEMA,
             verdict="unsafe" if found.problems else "safe",
             verified=not found.problems,
             source=schema.Source(path=own_name(source) if revision is None else str(source), revision=revision),
-            report=answers.Claim(verdict=report.verdict, proof=report.proof, family=report.family),
+            report=other_reports.Claim(verdict=report.verdict, proof=report.proof, family=report.family),
             checks=found.checks,
             problems=found.problems,
             notes=found.notes,

@@ -13,7 +13,7 @@ from ..checkpoint.naming import names_in_files
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..checkpoint.single_file import SCRATCH
 from ..json_text import write_json
-from .declared import in_folder
+from .from_config import in_folder
 from .known import architectures, class_of, family_of, named_as, naming_class
 from .llama import STACK
 

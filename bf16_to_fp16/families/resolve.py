@@ -17,8 +17,8 @@ from ..checkpoint.headers import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .configs import axis_size, looked_up
-from .declared import declared, in_folder
 from .experts import experts_apart
+from .from_config import declared, in_folder
 from .known import named_as, of_model_type
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader, TensorSource
 from .signals import Tensor, carried_by

@@ -22,7 +22,7 @@ from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from . import batch as kinds
-from . import choice
+from . import id_choice
 from .batch import (
     GENERATED_TOKENS,
     LOGIT_BUDGET,
@@ -116,7 +116,7 @@ def audit_batches(
 
 
 def is_small(config: Any) -> bool:
-    return vocabulary_of(config) <= choice.WHOLE
+    return vocabulary_of(config) <= id_choice.WHOLE
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
@@ -124,12 +124,12 @@ def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int =
     if is_small(config):
         return None
     with FastProducts():
-        return choice.chosen(source, layout, special_ids(config), seeded(seed))
+        return id_choice.chosen(source, layout, special_ids(config), seeded(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
     ids = [i for chosen in by_reason.values() for i in chosen]
-    fits = 0 < len(ids) <= choice.CHOSEN and max(ids) < vocabulary_of(config)
+    fits = 0 < len(ids) <= id_choice.CHOSEN and max(ids) < vocabulary_of(config)
     return by_reason if fits else None
 
 
@@ -181,7 +181,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
     if sweep or is_small(config):
         inputs += _sweep(config, vocabulary, min(length, 128))
     else:
-        ids_by_reason = choice.drawn(vocabulary, special_ids(config), generator) if chosen is None else chosen
+        ids_by_reason = id_choice.drawn(vocabulary, special_ids(config), generator) if chosen is None else chosen
         inputs += _chosen(config, ids_by_reason, min(length, 128))
     if not predicts_tokens(config):
         return inputs

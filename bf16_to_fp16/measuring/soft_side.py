@@ -27,8 +27,8 @@ from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
 from ..results import ExceptionEntry, SearchEntry
 from .batch import LOGIT_BUDGET, Batch, run_batch
-from .choice import Step, Weights, affordable, forward
 from .fidelity import Outputs, add_outputs, difference, output_on
+from .id_choice import Step, Weights, affordable, forward
 from .lanes import Walk, results_of
 from .probe import whole_rows
 from .products import FastProducts

@@ -19,8 +19,8 @@ import torch
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.reader import VIEWS, Checkpoint
 from ..errors import UserError, first_line
-from ..families.declared import check_ids, in_folder
 from ..families.experts import experts_apart
+from ..families.from_config import check_ids, in_folder
 from ..families.known import class_named, may_be_absent, of_model_type, placed_family, stock_class
 from ..families.layout import NOT_A_CHOICE, Layout
 from ..families.types import Part, StockClass

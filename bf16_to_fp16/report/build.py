@@ -18,7 +18,7 @@ from ..environment import SCHEMA
 from ..families.configs import changes
 from ..families.known import padding_entry
 from ..families.layout import Layout
-from ..families.older import differences
+from ..families.older_versions import differences
 from ..families.wiring import Attention, FeedForward
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors

@@ -14,8 +14,8 @@ from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import TOKENIZER_FILES
 from ..families.known import architectures, class_named, loading_class, named
 from . import coverage, facts, remedies
+from .markdown import changes_text, environment, notice, origin, results_text
 from .schema import Report
-from .text import changes_text, environment, notice, origin, results_text
 
 TAGS = ("fp16", "bf16-to-fp16")
 NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}  # beginnings of the text by standing

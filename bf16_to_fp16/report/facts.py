@@ -22,7 +22,7 @@ from ..wording import (
     reached,
     scientific,
 )
-from . import answers, coverage, schema
+from . import coverage, other_reports, schema
 from .remedies import OVER, SQUARES_UNSEEN, described, prices, tower_in_fp32
 
 REGIME_MEANINGS = {
@@ -288,7 +288,7 @@ def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
     return {"certified": f"yes, {proven}", "observed": "yes, on what was run", None: unseen}[entry.proof]
 
 
-def unmet_target(report: schema.Report | answers.Verification) -> str:
+def unmet_target(report: schema.Report | other_reports.Verification) -> str:
     """Return why a checkpoint is not known to be safe in its target's arithmetic, though it is safe in PyTorch."""
     name = next((tier.name for tier in TIERS if tier.target == report.target), "")
     entry = report.tiers.get(name)

@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from ..results import SiteEntry
 from ..wording import headroom_by_bound, infinite, magnitude
-from . import figures, text
+from . import figures, markdown
 from .facts import by_design, headroom_at, reached_at
 from .schema import Report
 
@@ -107,8 +107,8 @@ def render(report: Report) -> str:
     template = environment().get_template("page.html.jinja")
     return template.render(
         report=report,
-        results=text.results_text(report, on_page=True),
-        changes=text.changes_text(report),
+        results=markdown.results_text(report, on_page=True),
+        changes=markdown.changes_text(report),
         pictures=figures.before_and_after(report.signals),
         bounds=figures.bound_and_observed(report.certificate) if report.certificate else [],
         columns=site_columns(report),
@@ -119,12 +119,12 @@ def render(report: Report) -> str:
 
 @cache
 def environment() -> Environment:
-    made = text.environment().overlay(autoescape=True)
-    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
+    made = markdown.environment().overlay(autoescape=True)
+    renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
     made.filters = made.filters | {
         "breakable": lambda name: Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name))))),
         "with_command": with_command,
-        "as_html": lambda text: Markup(markdown.render(text)),
+        "as_html": lambda text: Markup(renderer.render(text)),
     }
     made.globals = made.globals | {"figures": figures}
     return made

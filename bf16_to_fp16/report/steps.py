@@ -16,9 +16,9 @@ from ..families.signals import ObservationPoint, Side
 from ..families.spread import carrying, spread_out
 from ..families.wiring import Attention
 from ..measuring.fidelity import Outputs
-from ..measuring.observing import Observed
 from ..measuring.regime_results import RegimeResult
 from ..measuring.soft_side import SoftSide
+from ..measuring.source_runs import Observed
 from ..ranges import ModuleRange
 from ..rescaling.centred import centred_tensors
 from ..rescaling.edits import without_edits

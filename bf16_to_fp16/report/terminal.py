@@ -20,7 +20,7 @@ from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..targets import TIERS
-from . import answers, coverage, facts, schema, uses
+from . import coverage, facts, other_reports, schema, uses
 from .screen import Column, Output, Table, bad, console, good, names, numbers
 from .sections import TIER_COLUMNS, exponent_rows
 from .stored import read_packed, read_parts
@@ -257,7 +257,7 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
     print_first(screen, "over the limit with margin", lines)
 
 
-def print_verification(result: answers.Verification) -> None:
+def print_verification(result: other_reports.Verification) -> None:
     screen, environment = console(), result.environment
     ran = list(dict.fromkeys(name for names in environment.devices.values() for name in names))
     screen.say(f"device: {wording.listed(ran) if ran else environment.device}")

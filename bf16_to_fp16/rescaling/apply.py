@@ -8,9 +8,9 @@ from ..bounds.factored import chunks
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.shards import Write
 from ..families.configs import with_value
-from ..families.declared import DTYPE_KEYS
+from ..families.from_config import DTYPE_KEYS
 from ..families.layout import Layout, TensorSource
-from ..families.older import with_older_keys
+from ..families.older_versions import with_older_keys
 from ..families.resolve import source_weights
 from ..families.types import OutputScale
 from .centred import centred_tensor, centred_tensors

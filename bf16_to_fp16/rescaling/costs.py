@@ -20,9 +20,9 @@ from ..numerics import FP16_MAX, PROOF_LIMIT, PROOF_MARGIN_BITS
 from ..ranges import ModuleRange
 from ..targets import SQUARING
 from .channels import ROUNDING, as_shares, excess_bits, known_points
-from .losses import CHANNEL_RANGE, EXPONENTS, Losses
 from .plan import Fallback
 from .rounding_loss import LossTable, signal_noise
+from .weight_losses import CHANNEL_RANGE, EXPONENTS, Losses
 
 EXCESS = 1e6  # cost of one bit over a hard limit: more than any precision, so that limits come first
 

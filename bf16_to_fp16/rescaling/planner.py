@@ -26,9 +26,9 @@ from ..targets import MARGIN_BITS, SQUARING
 from .channels import RESIDUAL_RANGE, ROUNDING, excess_bits, folded, known_points, rooms_beside, same, whole_log2
 from .costs import NEARNESS, PROOF_WORTH, SOLVED, Costs, Total
 from .exponents import exponents_of
-from .losses import CHANNEL_RANGE
 from .plan import Drift, Fallback, Plan, Violation
 from .rounding_loss import Tables
+from .weight_losses import CHANNEL_RANGE
 
 TRAIN_MARGIN_BITS = 2.0
 """Further bits that the target ``train`` keeps, because weights move and gradients flow back."""

@@ -2,7 +2,7 @@
 
 Every row goes through the command line, in this process: exit status 2, one ``error:`` line that names the file or
 tensor and a remedy, no traceback, nothing at OUT and nothing beside it. Of each reader a few rows are here; all
-that it refuses is in its own tests (test_reader, test_resolve, test_choice, test_recipe, test_corpus).
+that it refuses is in its own tests (test_reader, test_resolve, test_id_choice, test_recipe, test_corpus).
 """
 
 import json

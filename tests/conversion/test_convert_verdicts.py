@@ -18,8 +18,8 @@ from bf16_to_fp16.conversion.planning import Opened, Search
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.run import attack_unproven
-from bf16_to_fp16.measuring.observing import observe_source
 from bf16_to_fp16.measuring.probe import checkpoint_batches
+from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import OUTPUT, WITHOUT_AUDIT, WITHOUT_EITHER, WITHOUT_EXACT

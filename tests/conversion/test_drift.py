@@ -23,8 +23,8 @@ from bf16_to_fp16.measuring import probe
 from bf16_to_fp16.measuring.batch import Batch
 from bf16_to_fp16.measuring.fidelity import compared as judged
 from bf16_to_fp16.measuring.fidelity import fidelity, reference_of
-from bf16_to_fp16.measuring.observing import drifted_outputs, observe_source
 from bf16_to_fp16.measuring.probe import batches, checkpoint_batches
+from bf16_to_fp16.measuring.source_runs import drifted_outputs, observe_source
 from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.numerics import headroom_bits
 from bf16_to_fp16.progress import Progress

@@ -34,8 +34,8 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import LOGITS
 from bf16_to_fp16.measuring.fidelity import add_outputs, compared, fidelity, reference_of
 from bf16_to_fp16.measuring.lanes import Walk
-from bf16_to_fp16.measuring.observing import change_by
 from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.source_runs import change_by
 from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.rescaling.exponents import OfChannels

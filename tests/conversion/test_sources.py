@@ -16,8 +16,8 @@ from bf16_to_fp16.checkpoint.writer import TensorStats, Written
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.measuring.batch import run_batch
-from bf16_to_fp16.measuring.observing import observe_source
 from bf16_to_fp16.measuring.probe import batches
+from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.build import weight_counts

@@ -16,8 +16,8 @@ from support.folders import rewritten, seen
 
 from bf16_to_fp16 import UserError, audit, convert, undo, verify
 from bf16_to_fp16.conversion.publish import prepare
-from bf16_to_fp16.report.answers import Verification
 from bf16_to_fp16.report.facts import verdict_sentence
+from bf16_to_fp16.report.other_reports import Verification
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.report.terminal import print_verification, runtimes_line, source_line, verdict_line
 

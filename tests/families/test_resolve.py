@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.configs import config_value, looked_up
 from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
-from bf16_to_fp16.families.older import differences, with_older_keys
+from bf16_to_fp16.families.older_versions import differences, with_older_keys
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.signals import RESIDUAL, Kind
 from bf16_to_fp16.families.types import Family, OfLayers

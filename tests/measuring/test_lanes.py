@@ -28,9 +28,9 @@ from bf16_to_fp16.measuring.fidelity import compared, output_on
 from bf16_to_fp16.measuring.lanes import Change, Walk, results_of
 from bf16_to_fp16.measuring.meter import observe_ranges
 from bf16_to_fp16.measuring.observer import SiteObserver
-from bf16_to_fp16.measuring.observing import observe_source
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.sites import Site, sites_of_all
+from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.measuring.stock import STOCK_LOCK, load
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import REPORT

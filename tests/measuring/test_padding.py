@@ -16,7 +16,7 @@ from support.contract import certified
 from bf16_to_fp16 import audit, convert, verify
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import spare_padding
-from bf16_to_fp16.measuring import choice
+from bf16_to_fp16.measuring import id_choice
 from bf16_to_fp16.measuring.any_model import batches_of, open_any
 from bf16_to_fp16.measuring.batch import Batch, is_blind, run_batch, without_blind_padding
 from bf16_to_fp16.measuring.observer import SiteObserver
@@ -245,7 +245,7 @@ def test_verdict_and_card_of_gemma_say_for_which_padding_they_stand(tmp_path: Pa
 
 def test_rows_shorter_than_a_block_of_sums_are_run(tmp_path: Path) -> None:
     """Of such a row stock code makes no sum at all; chosen ids, which a vocabulary of this size has, run alone."""
-    source = tiny.save(tiny.small("longt5", vocab_size=choice.WHOLE + 1, global_block_size=16), tmp_path / "source")
+    source = tiny.save(tiny.small("longt5", vocab_size=id_choice.WHOLE + 1, global_block_size=16), tmp_path / "source")
     report = convert(source, tmp_path / "out").report
     assert (report["verdict"], report["proof"]) == ("safe", "certified")
     assert "chosen ids" in {batch["kind"] for batch in report["inputs"]["batches"]}

@@ -15,8 +15,8 @@ from support.pages import certificate, certified
 from bf16_to_fp16.checkpoint.reader import Checkpoint
 from bf16_to_fp16.report import card as cards
 from bf16_to_fp16.report import page
+from bf16_to_fp16.report.markdown import prose, span
 from bf16_to_fp16.report.schema import Report, read
-from bf16_to_fp16.report.text import prose, span
 
 SOURCE_CARD = """---
 license: other

@@ -19,10 +19,10 @@ from bf16_to_fp16.families.wiring import Attention, Sublayer
 from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.report import card, facts, page, terminal
 from bf16_to_fp16.report import figures as pictures
-from bf16_to_fp16.report import text as texts
+from bf16_to_fp16.report import markdown as texts
+from bf16_to_fp16.report.markdown import MOST_UNCERTIFIED
 from bf16_to_fp16.report.page import MOST_ROWS
 from bf16_to_fp16.report.schema import Report, SignalEntry, read
-from bf16_to_fp16.report.text import MOST_UNCERTIFIED
 from bf16_to_fp16.results import BoundEntry, CertificateEntry
 
 pytestmark = pytest.mark.usefixtures("pictures")

@@ -28,8 +28,8 @@ from bf16_to_fp16.measuring.batch import describe_batches
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regime_results import RegimeResult
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
-from bf16_to_fp16.report.answers import PipelineReport, Verification
 from bf16_to_fp16.report.build import descended, replaced_by
+from bf16_to_fp16.report.other_reports import PipelineReport, Verification
 from bf16_to_fp16.report.remedies import with_next
 from bf16_to_fp16.report.schema import REPORT, FinetuneEntry, Inputs, Lineage, Report, Source, Text, json_schema, read
 from bf16_to_fp16.report.steps import signals_of

@@ -22,8 +22,8 @@ from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report import remedies, terminal
-from bf16_to_fp16.report.answers import Verification
 from bf16_to_fp16.report.judgement import uncertified_sites
+from bf16_to_fp16.report.other_reports import Verification
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN, next_command
 from bf16_to_fp16.report.schema import FinetuneEntry, Report, read
 from bf16_to_fp16.report.screen import console, print_families

@@ -32,9 +32,9 @@ from bf16_to_fp16.rescaling import rounding_loss as losses
 from bf16_to_fp16.rescaling.apply import through_fp16
 from bf16_to_fp16.rescaling.channels import ROUNDING
 from bf16_to_fp16.rescaling.costs import EXCESS, RESTRAINT, RESTRAINT_OF_CHANNELS, UNWRITABLE
-from bf16_to_fp16.rescaling.losses import CHANNEL_RANGE
 from bf16_to_fp16.rescaling.planner import PlanSearch, make_plan
 from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, LossTable, channel_energy, loss_table, signal_noise
+from bf16_to_fp16.rescaling.weight_losses import CHANNEL_RANGE
 
 SIGNALS: dict[str, tuple[Kind, tuple[ObservationPoint, ...]]] = {
     RESIDUAL: (Kind.RESIDUAL, (output_of("embed"), input_of("norm"), output_of("o"))),

@@ -17,8 +17,8 @@ from bf16_to_fp16.devices import Device
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.measuring import probe
 from bf16_to_fp16.measuring.batch import REPEATED, Batch
-from bf16_to_fp16.measuring.observing import observe_source
 from bf16_to_fp16.measuring.probe import checkpoint_batches
+from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
 

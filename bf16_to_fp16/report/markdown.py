@@ -8,7 +8,7 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..families.known import named
-from ..families.older import is_older_key
+from ..families.older_versions import is_older_key
 from ..wording import counted, magnitude, percent, power, scientific
 from . import coverage, facts, sections, uses
 from .schema import Report

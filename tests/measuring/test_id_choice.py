@@ -22,7 +22,7 @@ from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import TensorSource
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
-from bf16_to_fp16.measuring import choice, probe, texts
+from bf16_to_fp16.measuring import id_choice, probe, texts
 from bf16_to_fp16.measuring.batch import CHOSEN, SWEEP, Batch, describe_batches, run_batch
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.probe import audit_batches, batches, chosen_ids
@@ -75,7 +75,7 @@ def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
     reasons = ["special", "largest norm", "smallest norm", "outlier channels", *alone_in]
     assert list(found)[: len(reasons)] == reasons
     ids = [i for reason in found.values() for i in reason]
-    assert len(ids) == len(set(ids)) == choice.CHOSEN
+    assert len(ids) == len(set(ids)) == id_choice.CHOSEN
     assert found["largest norm"][0] == LONG and found["smallest norm"][0] == SHORT
     assert {HIGH, LOW} <= set(found["largest norm"] + found["outlier channels"])
     assert VOCABULARY - 1 in found["special"] and all(found.values())
@@ -88,7 +88,7 @@ def test_extreme_rows_are_chosen_and_every_id_once(kind: str) -> None:
 def test_a_token_alone_is_what_stock_code_makes_of_a_row_of_one(kind: str) -> None:
     model = model_of(kind)
     source = ModelTensors(model)
-    steps = list(choice.forward(choice.Weights(source, resolve(source)), [LONG, HIGH]))
+    steps = list(id_choice.forward(id_choice.Weights(source, resolve(source)), [LONG, HIGH]))
     seen: dict[str, torch.Tensor] = {}
     for step in steps:
         module = model.get_submodule(step.norm)
@@ -123,13 +123,13 @@ def test_the_choice_depends_on_weights_and_seed_and_without_weights_is_random() 
     (drawn,) = (b.chosen for b in batches(config, None, None) if b.chosen)
     assert list(drawn) == ["special", "random"]
     ids = [i for reason in drawn.values() for i in reason]
-    assert len(ids) == len(set(ids)) == choice.CHOSEN
+    assert len(ids) == len(set(ids)) == id_choice.CHOSEN
 
 
 def test_the_table_is_read_once_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     folder = tiny.save(model, tmp_path / "source")
-    monkeypatch.setattr(choice, "_ELEMENTS", 24 * 700)
+    monkeypatch.setattr(id_choice, "_ELEMENTS", 24 * 700)
     read: list[tuple[str, int, int]] = []
     rows = Checkpoint.read_rows
 
@@ -142,7 +142,7 @@ def test_the_table_is_read_once_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     in_parts = ids_of(model, open_checkpoint(folder))
     parts = [(start, stop) for _, start, stop in read if stop - start > 1]
     assert parts == [(i, min(i + 700, VOCABULARY)) for i in range(0, 3000, 700)]
-    monkeypatch.setattr(choice, "_ELEMENTS", 1 << 22)
+    monkeypatch.setattr(id_choice, "_ELEMENTS", 1 << 22)
     assert ids_of(model, open_checkpoint(folder)) == in_parts
 
 
@@ -188,7 +188,7 @@ def test_a_report_lists_the_ids_that_verify_and_the_sweep_run(tmp_path: Path, mo
     source = tiny.save(model, tmp_path / "source")
     report = convert(source, tmp_path / "out").report
     inputs = report["inputs"]
-    assert sum(map(len, inputs["chosen"].values())) == choice.CHOSEN
+    assert sum(map(len, inputs["chosen"].values())) == id_choice.CHOSEN
     ran: list[Sequence[Batch]] = []
 
     def kept(*given: Any, **options: Any) -> list[Batch]:
