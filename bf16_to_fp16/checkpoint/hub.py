@@ -8,6 +8,7 @@ import errno
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -168,12 +169,8 @@ def fetched(
 
     repo, _, revision = source.partition("@")
     at = commit or revision or None
-    folder = reading_from(
-        repo,
-        at,
-        lambda: Path(snapshot_download(repo, revision=at, allow_patterns=list(patterns), endpoint=endpoint)),
-        endpoint,
-    )
+    fetch = partial(snapshot_download, repo, revision=at, allow_patterns=[*patterns], endpoint=endpoint)
+    folder = Path(reading_from(repo, at, fetch, endpoint))
     return folder, folder.name
 
 

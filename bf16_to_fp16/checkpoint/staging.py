@@ -88,20 +88,17 @@ def check_ours(out: Path) -> None:
 
 
 def check_file(path: Path, mend: str) -> None:
-    reason: str | None = None
     try:
-        if path.is_dir():
-            reason = "Is a directory"
-        elif path.exists():
-            reason = None if os.access(path, os.W_OK) else "Permission denied"
-            if reason is None and path.is_file() and not is_report(path):
-                raise UserError(f"{path} exists and is no report of this program, or belongs to a checkpoint; {mend}")
-        else:
+        if not path.exists():
             _try_out(_beside(path.absolute()))
+        elif path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "Is a directory")
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        elif path.is_file() and not is_report(path):
+            raise UserError(f"{path} exists and is no report of this program, or belongs to a checkpoint; {mend}")
     except OSError as error:
-        reason = error.strerror
-    if reason is not None:
-        raise UserError(f"{path}: cannot be written there ({reason}); {mend}")
+        raise UserError(f"{path}: cannot be written there ({error.strerror}); {mend}") from error
 
 
 @contextmanager

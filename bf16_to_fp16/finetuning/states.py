@@ -69,9 +69,8 @@ class RunFolder:
                     for old in self.steps()[:-KEPT]:
                         remove(self.of(old))
                 wait()
-        except UserError:
+        finally:
             shutil.rmtree(work, ignore_errors=True)
-            raise
 
     def keep(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         with self.writing(self.best(step)) as work:
