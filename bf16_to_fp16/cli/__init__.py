@@ -1,9 +1,8 @@
-"""The command line: thin, and the same promises for every command.
+"""The command line. Each group of commands has a file, and ``program`` puts them together.
 
-Each group of commands has a file, and ``program`` puts them together. Data go to standard output, progress to standard
-error. Exit status: 0 done (and safe, where there is a verdict), 1 done and unsafe, 2 bad input or usage with one line
-``error: …``, 130 interrupted, 141 the reader of our output has gone. Heavy imports wait until a command needs them.
-"""
+Data go to standard output, progress to standard error. Exit status: 0 done (and safe, if there is a verdict), 1 done
+and unsafe, 2 bad input or usage with one line ``error: …``, 130 interrupted, 141 the reader of our output has gone.
+Heavy imports wait until a command needs them."""
 
 from .program import app, main
 

@@ -125,7 +125,7 @@ def check_source(lone: object, folder: Path, config: Mapping[str, Any], *, proof
 
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
-    """Return a report's next command with the whole path that was given; the report holds only its last part."""
+    """Return a report's next command with the path as given; in the report it has only its last part."""
     from ..families.known import named
     from ..report.remedies import next_command
 

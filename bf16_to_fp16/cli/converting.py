@@ -123,7 +123,7 @@ def convert_command(
 
 
 def checked_place(out: Path | None, source: Path, *, dry_run: bool, folder: bool, force: bool) -> Path:
-    """Return ``out``; raise UserError where nothing can be written there, unless it is a dry run."""
+    """Return ``out``; raise UserError if nothing can be written there, except for a dry run."""
     if out is None and not dry_run:
         raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
     if out is None or dry_run:

@@ -1,4 +1,4 @@
-"""The click program: its commands in the order of their use, and the exit status of each way to end."""
+"""The click program: its commands in the order of use, and its exit statuses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _UnreadError(Exception):
 
 
 class _Commands(Ordered):
-    """The commands. When the reader of our output has gone, click exits with 1, which here means "unsafe"."""
+    """The commands. Where the reader of our output has gone, click would exit with 1, which here means "unsafe"."""
 
     def invoke(self, context: click.Context) -> Any:
         try:

@@ -70,7 +70,7 @@ def publish_command(
 
 
 def print_upload(upload: Upload, repo: str, *, public: bool, aside: bool) -> None:
-    """Print the planned upload. aside: to standard error, where standard output is for data."""
+    """Print the planned upload. aside: to standard error, because standard output is for data."""
     screen = console(stderr=aside)
     screen.say(
         "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"

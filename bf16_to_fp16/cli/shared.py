@@ -79,8 +79,8 @@ def check_given(
     *,
     check: Check = lambda *_: None,
 ) -> None:
-    """Raise UserError where a given checkpoint, text or config is missing, or a folder is no usable checkpoint. This
-    precedes slow imports and downloads. check: raises for more that the command needs of the folder and its config."""
+    """Raise UserError if a given checkpoint, text or config is missing, or a folder is no usable checkpoint. It runs
+    before slow imports and downloads. check: a further check of the folder and its config by the command."""
     here = None if source is None else local_source(source)
     if source is not None and (here is None or here.is_dir()):
         from ..families.from_config import in_folder
@@ -121,7 +121,7 @@ def check_there(
     source: str, wanted: str = CHECKPOINT, *, or_file: bool = False, endpoint: str | None = None
 ) -> Path | None:
     """Return the local folder (with ``or_file`` also the file) that a source names, None for a Hub id. Raises
-    UserError, before slow imports, where it is neither; the message asks for ``wanted``."""
+    UserError, before slow imports, if it is neither. wanted: the noun to ask for in the message."""
     here = local_folder(source, wanted, or_file=or_file)
     if here is None:
         asked(source, (), endpoint)
@@ -134,7 +134,7 @@ def asked(source: str, patterns: Sequence[str], endpoint: str | None = None) -> 
 
 
 def checked_target(target: Any, option: str) -> Any:
-    """Return ``target``; raise UserError now where the report could not be written there after the work."""
+    """Return ``target``; raise UserError if the report could not be written there, before the work begins."""
     if target is None or (str(target) == "-" and option == "--json"):
         return target
     if str(target) == "-":
@@ -144,7 +144,7 @@ def checked_target(target: Any, option: str) -> Any:
 
 
 def write_result(target: str | None, data: Mapping[str, Any]) -> bool:
-    """Write a report where it was asked for; return whether standard output is free for words."""
+    """Write a report to ``target``; return whether standard output is free for text."""
     if target is None:
         return True
     data = {"schema": SCHEMA, **data}

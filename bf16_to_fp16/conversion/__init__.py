@@ -1,5 +1,4 @@
-"""What each command does, and the steps of a conversion that several of them share.
+"""The commands, and the steps of a conversion that several commands share.
 
-A source and ``Options`` come in. ``planning`` opens, observes and bounds it and decides a plan, ``convert`` writes the
-folder, ``evidence`` measures it; out comes the report, and ``verify`` computes each of its sections again.
-"""
+``planning`` opens, observes and bounds a source under given ``Options`` and decides a plan, ``convert`` writes the
+folder, ``evidence`` measures it. The result is the report; ``verify`` computes each of its sections again."""

@@ -1,5 +1,5 @@
-"""Rescale an adapter from a checkpoint to its conversion, by the plan recorded there, or back by its inverse. Nothing
-is run. A certificate covers the weights of a checkpoint, and no adapter on them."""
+"""Rescale an adapter for a converted checkpoint by the plan recorded there, or back by its inverse. Nothing is run. A
+certificate covers a checkpoint's weights alone, without an adapter."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ class ConvertedAdapter:
 def convert_adapter(
     adapter: str | Path, out: str | Path, base: str | Path, *, back: bool = False, force: bool = False
 ) -> ConvertedAdapter:
-    """Write an adapter (LoRA, IA3, soft prompt), trained on the source of ``base``, for ``base``; return the result.
+    """Write an adapter (LoRA, IA3, soft prompt) that was trained on the source of ``base`` for use on ``base``; return
+    the result.
 
-    base: a folder that ``convert`` wrote. back: from ``base`` to its source. With an exact plan both sides compute the
-    same function. Raises UserError for another kind of adapter, a pickle, one on that side already, or a tensor that
-    cannot be rescaled; ``out`` then does not exist. No certificate covers it: merge it into the source and convert
-    that.
-    """
+    base: a folder that ``convert`` wrote. back: the other direction, from ``base`` to its source. With an exact plan
+    both sides compute the same function. Raises UserError for another kind of adapter, a pickle, an adapter that
+    already fits that side, or a tensor that cannot be rescaled; ``out`` then does not exist. No certificate covers an
+    adapter: for one, merge it into the source and convert that."""
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)

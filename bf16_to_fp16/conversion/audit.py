@@ -42,8 +42,8 @@ BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint with what an audit runs. ``layout``: None for a model of no family, which has no bounds. ``known``:
-    keys of the report."""
+    """A checkpoint and the inputs of its audit. ``layout``: None for a model of no family, which has no bounds.
+    ``known``: keys of the report that are already known."""
 
     family: str
     attention: Sequence[str]
@@ -99,11 +99,10 @@ def audit(
 ) -> dict[str, Any]:
     """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report.
 
-    Its many parameters are the command's options. data: text to run on besides the built-in probe. train_mode: with
-    dropout and the backward pass under a loss scale. attention: of ``ATTENTIONS``. attack_steps: gradient steps towards
-    each site's worst input. sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps. config: the
-    config.json of one file of weights, else inferred. Raises ``UserError`` for input that cannot be used.
-    """
+    Its many parameters are the command's options. data: text to run in addition to the built-in probe. train_mode: run
+    with dropout and a backward pass under a loss scale. attention: some of ``ATTENTIONS``. attack_steps: gradient steps
+    of a search for each site's worst input. sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps.
+    config: the config.json of one file of weights, else inferred. Raises ``UserError`` for unusable input."""
     progress = progress_of(progress)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
@@ -152,7 +151,8 @@ def proof(
     device: Device,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return the report's ``certificate`` and ``uncertified``, and ``attack`` and ``tiers`` where they apply."""
+    """Return the report's ``certificate`` and ``uncertified``; also ``attack`` if one ran, and ``tiers`` for a
+    converted checkpoint."""
     proven, adversary = dict[str, Any](), None
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:

@@ -1,5 +1,5 @@
-"""Compare a report with what is computed again, within the rounding of another machine, and a checkpoint with its
-original under the recorded plan (the check ``replay``)."""
+"""Compare a report with results that are computed again, within the rounding of another machine; and compare a
+checkpoint with its original under the recorded plan (the check ``replay``)."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def other_weights(original: Checkpoint, report: Report) -> Iterator[tuple[str, s
 def replayed(
     original: Checkpoint, layout: Layout, plan: Plan, checkpoint: Checkpoint, report: Report
 ) -> Iterator[tuple[str, str]]:
-    """Apply the plan to the original; yield what of bytes, config and carried files is not the checkpoint's."""
+    """Apply the plan to the original; yield each difference from the checkpoint, in bytes, config and carried files."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         written = write_fp16(original, writes(original, layout, plan), Path(scratch), hashes=False)
         write_json(Path(scratch, "config.json"), checkpoint.config)
@@ -90,7 +90,8 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield carried files that differ from the original's. One on one side only counts where stock code reads it."""
+    """Yield carried files that differ from the original's. A file that only one side has counts if stock code reads
+    it."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
@@ -101,7 +102,7 @@ def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -
 
 
 def near(key: str, said: float, again: float) -> bool:
-    """Return whether two numbers agree within their key's tolerance, 1e-9 by default."""
+    """Return whether two numbers agree within the tolerance of their key, 1e-9 by default."""
     if math.isnan(said) or math.isnan(again):
         return math.isnan(said) and math.isnan(again)
     said, again = (max(-1e300, min(value, 1e300)) for value in (said, again))  # JSON has no infinity

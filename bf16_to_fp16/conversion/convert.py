@@ -1,5 +1,5 @@
-"""The command ``convert``: from a bf16 checkpoint to a rescaled, certified and audited fp16 checkpoint. The steps:
-open, bound, observe, plan, write, bound and measure the written files; only then does ``out`` appear."""
+"""The command ``convert``: from a bf16 checkpoint to a rescaled, certified and audited fp16 checkpoint. Its steps:
+open, bound, observe, plan, write, bound and measure the written files. ``out`` appears only after the last."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from .planning import Opened, decide, open_source, replayed
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of ``convert``. docs/report.md has the report's keys. nbytes: the weights that a dry run would write.
-    ``next``: the report's next command with paths as given, so that it runs."""
+    """The result of ``convert``. docs/report.md describes the report's keys. nbytes: the size of the weights, also
+    after a dry run. ``next``: the report's next command, with full paths so that it runs."""
 
     report: Mapping[str, Any]
     out: Path | None
@@ -82,12 +82,11 @@ def convert(
     progress: Progress | bool | None = None,
     **options: Any,
 ) -> Conversion:
-    """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out`` and return what was done
-    and measured.
+    """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out``; return the report and
+    its measurements.
 
     ``options`` are the fields of ``Options``. dry_run: plan only, write nothing. force: replace an existing ``out``.
-    endpoint: the Hub's address. Raises UserError for input that cannot be used; ``out`` then does not exist.
-    """
+    endpoint: the Hub's address. Raises UserError for unusable input; ``out`` then does not exist."""
     asked = Options(**options)
     place = Destination(Path(out), force=force, dry_run=dry_run)
     run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file
@@ -235,8 +234,9 @@ def convert_to_file(
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert to one file in the layout of ``options``. A folder is made beside it first, so weights need room twice.
-    The folder's config has the reading tool's eps, so that stock code measures what that tool computes."""
+    """Convert to one file in the layout of ``options``. A temporary folder is made beside it first, so weights take
+    twice the space. That folder's config has the eps of the tool that will read the file, so that stock code measures
+    what that tool computes."""
     progress = progress_of(progress)
     options.check()
     check_out_file(place.out, Path(source), force=place.force)

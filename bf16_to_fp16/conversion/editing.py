@@ -1,4 +1,5 @@
-"""Choose edits: the least exponents that change the function, where no exact plan suffices, and change it little."""
+"""Choose edits where no exact plan is enough: the smallest exponents that suffice, within a small change of the
+function."""
 
 from __future__ import annotations
 
@@ -59,7 +60,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents by which a signal must fall: for every input, and for observed ranges (None if these fit)."""
+    """The exponents by which a signal must fall. ``proven``: for every input. ``observed``: for observed values; None
+    if these fit already."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -75,8 +77,8 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, NeededExponents]:
-    """Return by signal the exponents that bring it under its limit. margin_bits: kept by observed ranges, which alone
-    count where a bound is out of reach."""
+    """Return, by signal, the exponents that bring it under its limit. margin_bits: headroom for observed values. If the
+    bound is out of reach, only observed values count."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     needed = {}
@@ -92,8 +94,8 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions whose keys are to be centred, by their scores or by position biases that share a large
-    part."""
+    """Return the attentions whose keys to centre: their scores are over the limit, or their position biases share a
+    large part."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:
@@ -106,8 +108,8 @@ def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """The source's fp32 outputs on some inputs, and the divergence of its bf16 outputs from them. ``most``: the price
-    in units of that divergence."""
+    """The source's fp32 outputs on some inputs, and the divergence of its bf16 outputs from them. ``most``: the
+    divergence allowed for edits, in units of that of bf16."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
@@ -126,7 +128,8 @@ class ReferenceOutputs:
 
 @dataclass(frozen=True)
 class Cost:
-    """The divergence of edits on the conversion's inputs, and its largest share of the price on any inputs."""
+    """The cost of edits: their divergence on the conversion's inputs, and (``share``) the largest ratio of divergence
+    to allowed divergence on any inputs."""
 
     divergence: float
     share: float
@@ -134,8 +137,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Trial:
-    """fp32 runs of a source under edits, compared with its own outputs. ``known``: these outputs, on the conversion's
-    inputs first. ``made``: the edits of every run."""
+    """fp32 runs of a source under candidate edits, compared with its outputs without them. ``known``: these outputs, on
+    the conversion's inputs first. ``made``: edits that every run has."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -158,8 +161,8 @@ class Trial:
         return column_exponents(self.layout, read, rows)
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
-        """Return the cost of each trial, all run in one walk. what: the trials, in words. number: of all edits that are
-        compared; if it is large, fewer inputs run."""
+        """Return the cost of each trial, all from one walk. what: the name of the trials in progress lines. number: how
+        many edits are compared in all; many run on fewer inputs."""
         plans = [dict(trial) for trial in trials]
         # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
@@ -194,9 +197,11 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
-    """Return the edits that bring all needed signals under their limits, by runs of the source; None where they cost
-    too much. Edits that observed ranges need in full may cost anything. If these need only some, the price is 7/4 of
-    bf16's divergence, or ``max_kl``; if only a proof needs edits, 1/128."""
+    """Return the edits that bring all needed signals under their limits; None if they cost too much.
+
+    Costs come from runs of the source. If observed values need all of the edits, any cost is accepted. If these need
+    some of them, the limit is 7/4 of bf16's divergence, or ``max_kl``; if only a proof needs edits, 1/128 of bf16's
+    divergence."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
@@ -216,8 +221,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits, with columns cut instead of rows wherever that costs less, and the cost of each alone; None for
-    costs above ``allowed``."""
+    """Return the edits, with columns cut instead of rows wherever that costs less, and the cost of each alone; None if
+    the costs exceed ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -241,9 +246,10 @@ def rows_or_columns(
 
 
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
-    """Return ``needed`` with exponents of logits that the head can carry, and whether it must be separated. One
-    exponent for all choices keeps their order. One for each choice is taken where it costs less, as where large logits
-    are never chosen. A tied head keeps the common one where that costs less than a proof may."""
+    """Return ``needed`` with exponents of logits that the head can carry, and whether the head must be separated.
+
+    One exponent for all choices keeps their order. One exponent for each choice is used where it costs less, as where
+    large logits are never chosen. A tied head keeps the common one if that costs less than a proof may cost."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False
@@ -268,7 +274,7 @@ def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
 
 
 def outputs_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[ReferenceOutputs]:
-    """Return the source's outputs on the shipped text; [] without a usable tokenizer."""
+    """Return the source's outputs on the packaged text; [] without a usable tokenizer."""
     if not has_tokenizer(checkpoint.folder):
         return []
     try:

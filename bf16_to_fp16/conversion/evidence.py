@@ -144,7 +144,8 @@ def searched(
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the inputs that a written checkpoint also runs in fp32: all for a drift or edits, else the smallest."""
+    """Return the inputs that a written checkpoint runs in fp32 in addition to fp16: all of them if the plan has a drift
+    or edits, else the smallest."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))
@@ -173,8 +174,8 @@ def compare(
     inputs: Sequence[Batch],
     in_fp32: Sequence[Batch],
 ) -> tuple[Fidelity, Plan]:
-    """Return a written checkpoint's fidelity to its source, and its plan with the drift's predicted and measured cost.
-    inputs, in_fp32: the batches that it ran in fp16 and in fp32."""
+    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and the measured cost of
+    its drift. inputs, in_fp32: the batches that it ran in fp16 and in fp32."""
 
     def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:
         return fidelity(expected, bf16, outputs, probabilities=layout.gives_probabilities)

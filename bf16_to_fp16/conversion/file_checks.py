@@ -35,7 +35,8 @@ def present_files(folder: Path) -> list[str]:
 def check_hashes(
     folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None
 ) -> Iterator[tuple[str, ...]]:
-    """Yield (name, reason) of listed files that are missing or changed, and of unlisted files, ``extra`` among them."""
+    """Yield (name, reason) of listed files that are missing or changed, and of unlisted ones. extra: further unlisted
+    files."""
     listed = {entry.name: entry for entry in report.output.files}
     if not any(name.endswith(".safetensors") for name in listed) or "config.json" not in listed:
         yield REPORT, "lists no weights or no config.json"
@@ -58,7 +59,7 @@ def check_hashes(
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
     """Yield listed files and tensors that no conversion writes: code, files outside a sentence encoder's folders and
-    chat templates, names that differ only in case from a known one, tensors that the class does not read."""
+    chat templates, names that differ only in case from a known one, and tensors that the class does not read."""
     folders, own = {*side_modules(checkpoint.folder), TEMPLATES}, {name.casefold(): name for name in OWN_NAMES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
@@ -80,7 +81,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
 
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield unlisted weights that are read, and listed ones that are not."""
+    """Yield unlisted weights that stock code reads, and listed ones that it does not."""
     listed = {entry.name for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
     yield from ((name, UNLISTED) for name in read if name not in listed)
@@ -90,7 +91,7 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
 
 
 def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield the tokenizer inside one file where it is not the original's."""
+    """Yield a difference if the tokenizer inside one file is not the original's."""
     files = (checkpoint.folder / SPIECE_FILE, original.folder / SPIECE_FILE)
     found, wanted = (file.read_bytes() if file.is_file() else None for file in files)
     if found != (wanted if original.home in VIEWS and LAYOUTS[inside.layout].naming is STOCK else None):
@@ -98,7 +99,7 @@ def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed
 
 
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield one file's tensors with names, such as loaders' scales, or dtypes that ``convert`` does not write."""
+    """Yield one file's tensors whose names (such as a loader's scales) or dtypes are none that ``convert`` writes."""
     naming = LAYOUTS[inside.layout].naming
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     recorded = recorded_sha256(file)

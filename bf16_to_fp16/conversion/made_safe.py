@@ -1,5 +1,5 @@
-"""A model that ``make_fp16_safe`` rescaled: how training follows its plan, and how it is undone, saved and adapted.
-The model's config changes with the weights, so that ``save_pretrained`` writes a matching pair."""
+"""A model rescaled by ``make_fp16_safe``: training it, undoing the rescaling, saving it, and its adapters. The model's
+config changes with the weights, so that ``save_pretrained`` writes a matching pair."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ WRAPPED = {"base_layer", "original_module"}  # under what names PEFT's wrappers 
 
 @dataclass(frozen=True)
 class MadeSafe:
-    """The result of ``make_fp16_safe``; ``str`` says it in a sentence or two.
+    """The result of ``make_fp16_safe``; ``str`` gives a summary.
 
-    plan: the powers of two, all 0 where nothing had to be done. certified: whether no input can overflow the present
-    weights, rounded to fp16; training moves them. headroom_bits: log2(limit / bound) at ``tightest``, the site with the
-    least. eps: of the norms before. again: the model had been made safe before, and nothing was done. converted: the
-    converted folder that the model was loaded from, whose plan is part of this one. originals: by name, the former
-    values of key biases and position-bias tables that were centred; tables: the centred tables. outputs: by name, log2
-    of the factor by which an output of the class is larger than before, for all channels or for each; logits are
-    unchanged. inputs: log2 of the factor that ``inputs_embeds`` must be multiplied by. passed: an observed signal over
-    65504 that no exponent moves, or "". layout, head_gain, original: for ``adapter``.
-    """
+    plan: the powers of two, all 0 if nothing had to be done. certified: whether no input can overflow the present
+    weights, rounded to fp16; training changes them. headroom_bits: log2(limit / bound) at ``tightest``, the site with
+    the least. eps: of the norms before. again: the model had been made safe before, and nothing was done. converted:
+    the name of the converted folder that the model was loaded from; plan then includes that folder's. originals: by
+    name, the former values of key biases and position-bias tables that were centred; tables: the centred tables.
+    outputs: by name of an output of the class, log2 of the factor that rescaling put on it, for all channels or for
+    each; logits keep their values. inputs: log2 of the factor with which ``inputs_embeds`` must be multiplied. passed:
+    an observed signal over 65504 that no exponent moves, or "". layout, head_gain, original: used by ``adapter``."""
 
     plan: Plan
     target: str
@@ -111,7 +110,7 @@ class MadeSafe:
         return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
 
     def mark(self, model: Any) -> None:
-        """Attach this to the model, which then warns where its scale shows."""
+        """Attach this to the model, which then warns when its changed scale becomes visible."""
         model.__dict__[MARK] = self
         if self.plan.moves:
             model.__dict__[SAVES] = partial(save_as_it_is, model)
@@ -121,12 +120,12 @@ class MadeSafe:
                 module.register_forward_pre_hook(warn, with_kwargs=True)
 
     def undo(self, model: Any) -> Any:
-        """Take ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
+        """Bring ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
+        Its config gets its eps back.
 
-        Its config gets its eps back. model: the model made safe, a copy of it, one loaded by ``from_pretrained`` from
-        a folder saved before ``undo``, which the eps in its config shows, or a PEFT model with one LoRA around it,
-        whose adapter follows. Raises UserError for any other model.
-        """
+        model: the model made safe, a copy of it, one loaded by ``from_pretrained`` from a folder that was saved before
+        ``undo`` (recognised by the eps in its config), or a PEFT model with one LoRA around it, which is rescaled too.
+        Raises UserError for any other model."""
         if hasattr(model, "get_base_model"):
             return self.undo_adapted(model)
         check_plain(model, "give the PEFT model around it, or merge it with merge_and_unload() and undo that")
@@ -161,10 +160,8 @@ class MadeSafe:
         return model
 
     def save(self, model: Any, out: str | Path, **options: Any) -> None:
-        """Save a copy of ``model`` at the source's scale to ``out``, by its own ``save_pretrained``.
-
-        options: of ``save_pretrained``. Memory holds the weights twice. Raises UserError as ``undo`` does.
-        """
+        """Save a copy of ``model`` at the source's scale to ``out``, by its own ``save_pretrained``, which gets
+        ``options``. Memory holds the weights twice. Raises UserError as ``undo`` does."""
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
     def undo_adapted(self, model: Any) -> Any:
@@ -181,7 +178,8 @@ class MadeSafe:
         return model
 
     def adapted(self, model: Any) -> Any:
-        """Return the base model of a PEFT model. Raises UserError unless it has one adapter and this plan's scale."""
+        """Return the base model of a PEFT model. Raises UserError unless it has exactly one adapter and this plan's
+        scale."""
         if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
             raise UserError(
                 f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"
@@ -195,9 +193,9 @@ class MadeSafe:
         return base
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
-        """Write the adapter of a PEFT model around the model made safe to ``out``, rescaled for the original, and
-        return ``out``. PEFT's own ``save_pretrained`` writes it at the plan's scale. Raises UserError as
-        ``convert_adapter`` does, and unless the model has one adapter and is at this plan's scale."""
+        """Write the adapter of a PEFT model around the model made safe to ``out``, rescaled for the original; return
+        ``out``. PEFT's own ``save_pretrained`` would write it at the plan's scale. Raises UserError as
+        ``convert_adapter`` does, and unless the model has exactly one adapter and is at this plan's scale."""
         if self.layout is None:
             raise UserError("what came back from a pickle or a copy writes no adapter; keep what make_fp16_safe gave")
         self.adapted(model)
@@ -230,12 +228,11 @@ class MadeSafe:
         """Make ``optimizer`` take exactly the steps that it would take without the rescaling, and return it.
 
         Around each step gradients and weights are brought to the source's scale, so that learning rate, epsilon, decay
-        and second moments keep their meaning. max_grad_norm: the L2 norm to which the optimizer's gradients are clipped
-        there, summed in the optimizer's order; leave out any clipping of your own. Call it once, before the first step.
-        Parameters that were not rescaled, such as an adapter's, are stepped as they are. Raises UserError where
-        ``model`` is not at the plan's scale, for a norm that is not positive, and, from a step, for sharded parameters
-        (FSDP, ZeRO-3), copies of them (ZeRO-1 and 2), and after a step that failed.
-        """
+        and second moments keep their meaning. max_grad_norm: clip the gradients to this L2 norm at the source's scale,
+        summed in the optimizer's order; do not clip elsewhere. Call it once, before the first step. Parameters that
+        were not rescaled, such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the
+        plan's scale, for a norm that is not positive, and, from a step, for sharded parameters (FSDP, ZeRO-3), copies
+        of them (ZeRO-1 and 2), and after a step that failed."""
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
         exponents = {}
         if self.changed:
@@ -248,7 +245,7 @@ class MadeSafe:
 
 @contextmanager
 def without_adapters(base: Any) -> Iterator[None]:
-    """Put the layers that PEFT wrapped in the places of its wrappers for the block."""
+    """Replace PEFT's wrappers by the layers that they wrap, for the block."""
     wrappers = {name: module for name, module in base.named_modules() if {*module._modules} & WRAPPED}
     parents = {name: base.get_submodule(name.rpartition(".")[0]) for name in wrappers}
     try:
@@ -262,7 +259,7 @@ def without_adapters(base: Any) -> Iterator[None]:
 
 
 def takers_of_embeddings(model: Any) -> list[nn.Module]:
-    """Return the modules that may be given ``inputs_embeds``: the model, and the encoder, which ``generate`` calls."""
+    """Return the modules that may receive ``inputs_embeds``: the model, and the encoder, which ``generate`` calls."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
 

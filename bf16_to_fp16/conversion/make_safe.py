@@ -1,4 +1,5 @@
-"""``make_fp16_safe``: rescale a model in memory before a training under fp16 AMP, by the least plan that proves it."""
+"""``make_fp16_safe``: rescale a model in memory before training it under fp16 AMP, with the smallest exponents that
+give a certificate."""
 
 from __future__ import annotations
 
@@ -54,18 +55,18 @@ FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 def make_fp16_safe(
     model: Any, *, target: str = "train", margin_bits: float = MARGIN_BITS, max_length: int = MAX_LENGTH
 ) -> MadeSafe:
-    """Rescale a stock fp32 model in memory so that it can be trained under fp16 AMP, and return the result, with
-    ``undo``.
+    """Rescale a stock fp32 model in memory so that it can be trained under fp16 AMP; return the result, with ``undo``.
 
     Nothing is copied or printed. The fp32 outputs keep every bit. ``undo`` restores every weight bit for bit, and after
-    training exactly the trained function; moved gains that are stored less an offset, as far as fp32 holds them. The
+    training exactly the trained function; gains that are stored minus an offset only as far as fp32 holds them. The
     config's eps changes with the weights, so that ``save_pretrained`` writes a matching pair at any time. Undo before
-    you save a Pegasus, which has no eps in its config, or, for equal bits, a model with norms behind linears: for
-    ``train`` their eps changes in memory only. target: as in ``convert``; ``train`` leaves room for dropout, gradients
-    and moving weights. margin_bits: headroom kept to each limit on the built-in probe. max_length: positions for which
-    the certificate holds. A model that was made safe before, or has a certificate as it is, stays as it is. Raises
-    UserError for a model of no known family, in 16 bits, with an adapter, or spread over devices.
-    """
+    you save a Pegasus, which has no eps in its config, or, if bits must be equal, a model with norms behind linears:
+    for ``train`` their eps changes in memory only.
+
+    target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights. margin_bits: headroom
+    kept to each limit on the built-in probe. max_length: positions for which the certificate holds. A model that was
+    made safe before, or already has a certificate, is not changed. Raises UserError for a model of no known family, in
+    16 bits, with an adapter, or spread over devices."""
     check_asked(target, margin_bits)
     check_plain(model, "call make_fp16_safe before get_peft_model")
     check_known(model)
@@ -113,8 +114,8 @@ def plan_of(
     target: str,
     margin_bits: float,
 ) -> tuple[Plan, str]:
-    """Return the plan, which moves nothing where the weights as they are have a certificate, and an observed signal
-    over 65504 that it leaves there, or ""."""
+    """Return the plan (without exponents if the weights already have a certificate), and an observed signal that it
+    leaves over 65504, or ""."""
     if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
         return Plan(family=layout.family.name, eps=layout.eps), ""
     unscaled, weights = replace(arithmetic, planned={}), source_weights(source, layout)
@@ -126,8 +127,8 @@ def plan_of(
 
 
 def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) -> dict[str, Any]:
-    """Return the fields of ``MadeSafe`` that lead back to the original, through the converted folder that the model was
-    loaded from, if any."""
+    """Return the fields of ``MadeSafe`` that lead back to the original; if the model was loaded from a converted
+    folder, to the source of that."""
     originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
     folder = converted_folder(model)
     if folder is None:
@@ -209,8 +210,8 @@ def check_known(model: Any) -> None:
 
 
 def model_around(model: Any) -> Any:
-    """Return the model of which this one is the body, or whose config has this one's inside; None without one. A model
-    that only reads another's last states may contain it."""
+    """Return a model that contains this one as its body, by its config; None if there is none. A model that contains
+    this one but reads only its last states does not count."""
     from transformers import PreTrainedModel
 
     config = model.config
@@ -229,11 +230,10 @@ def rescale(
 ) -> Plan:
     """Rescale a stock fp32 model in place, exactly, by the best plan for ``inputs``, and return the plan.
 
-    inputs: from ``measuring.probe.batches``; by default the built-in probe. fp32 outputs keep every bit, as far
-    as fp32 holds gains that are stored less an offset. Norm eps attributes are scaled; set them in ``model.config``
-    too before saving (``plan.eps``), as ``make_fp16_safe`` does. Raises UserError for a model of no known family, or
-    whose modules do not match its config.
-    """
+    inputs: from ``measuring.probe.batches``; by default the built-in probe. fp32 outputs keep every bit; with gains
+    that are stored minus an offset, only as far as fp32 holds them. The norms' eps attributes are scaled; set
+    ``plan.eps`` in ``model.config`` too before saving, as ``make_fp16_safe`` does. Raises UserError for a model of no
+    known family, or whose modules do not match its config."""
     check_asked(target, margin_bits)
     source, layout = opened(model)
     ranges = observed(model, source, layout, inputs)
@@ -260,7 +260,7 @@ def opened(model: Any) -> tuple[ModelTensors, Layout]:
 
 
 def check_tied(model: Any, layout: Layout, where: str) -> None:
-    """Raise UserError for a tensor tied to another that the plan would not scale with it."""
+    """Raise UserError for a copy of the embedding that is not tied to it in memory: the plan would not scale it."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = {id(parameters[name]) for name in layout.tensors if name in parameters}
     for name in layout.dropped:
@@ -290,7 +290,8 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for observed ranges and, with ``bounds``, any input; eps are scaled, so nothing drifts."""
+    """Return the best plan for observed ranges and, given ``bounds``, for any input. All eps are scaled, so nothing
+    drifts."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

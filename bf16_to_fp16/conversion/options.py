@@ -56,7 +56,7 @@ FOLDER = Location(path_type=Path)
 @dataclass(frozen=True)
 class Flag:
     """The command-line flag of a field of ``Options``. ``click``: further arguments of ``click.option``. ``read``:
-    makes the field's value. ``written``: writes it in a command."""
+    converts the argument to the field's value. ``written``: converts the value to an argument."""
 
     name: str
     help: str
@@ -114,8 +114,8 @@ def check_data(data: object, *, run_model: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a conversion is done. A field's flag has its ``help``; fields without one are for Python alone.
-    ``run_model``: False is ``--no-audit``. ``prove``: hold every signal for every input where an exponent does it, at
+    """The options of a conversion. A field's flag has its ``help``; fields without a flag are for Python only.
+    ``run_model``: False is ``--no-audit``. ``prove``: bound every signal for every input wherever an exponent can, at
     any cost of precision."""
 
     target: str = option(
@@ -268,7 +268,7 @@ class Options:
             chosen.naming.from_stock(name)  # raises for a tensor without a name there
 
     def held_eps(self, layout: Layout) -> float | None:
-        """Return the eps of a reader that ignores the config's; None for one that follows it."""
+        """Return the fixed eps of the program that will read the output; None if that follows the config."""
         if layout.family.eps_key is None:
             return None
         own = LAYOUTS[self.layout].eps if self.layout in LAYOUTS else None
@@ -304,8 +304,8 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """A trained checkpoint's command, lineage and original, which is compared as well as the source. ``search``: finds
-    inputs that break the named sites, which the certificate does not prove."""
+    """Where a trained checkpoint comes from: the training command, its lineage, and the original, to which the result
+    is also compared. ``search``: looks for inputs that break the named sites, which the certificate does not prove."""
 
     command: str
     lineage: Lineage

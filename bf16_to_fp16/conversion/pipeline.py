@@ -1,5 +1,5 @@
-"""Convert whole diffusion pipelines: every supported text encoder is converted, and the other files are linked or
-copied. Each converted sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
+"""Convert whole diffusion pipelines: convert every supported text encoder, link or copy the other files. Each converted
+sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def alone(pipeline: Pipeline, name: str) -> str:
 
 
 def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
-    """Return an encoder's options: the class that loads it, and its stream held where the pipeline may read inner
+    """Return an encoder's options: the class that loads it, and stream exponent 0 where the pipeline may read inner
     states. Raises UserError for a class that does not fit its config, or one with a decoder, whose inner states
     change."""
     config = config_of(pipeline.folder, name) or {}

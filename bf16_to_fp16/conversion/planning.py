@@ -65,8 +65,8 @@ MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
 
 @dataclass(frozen=True)
 class Opened:
-    """A source to convert. ``inputs``: empty where the certificate alone decides. ``edits``: changes of its weights.
-    ``before``: the source without these."""
+    """A source to convert. ``inputs``: empty if only the certificate decides. ``edits``: changes of its weights.
+    ``before``: the source without them."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -116,8 +116,8 @@ def open_source(
 
 
 def read_as_class(checkpoint: Checkpoint, name: str | None, progress: Progress) -> Checkpoint:
-    """Return a source as the class ``name`` reads it, or a sentence encoder's own loader. Print a note where its config
-    names another class."""
+    """Return a source as the class ``name`` reads it; without a name, as a sentence encoder's own loader does. Print a
+    note if its config names another class."""
     own = architectures(checkpoint.config)[:1]
     if name is None and (checkpoint.folder / MODULES).is_file():
         name = headless(checkpoint.config)
@@ -144,7 +144,7 @@ def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decid
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
-    """Choose the plan for the target and, where it is not enough, edits and a plan of the edited source."""
+    """Choose the plan for the target; if that is not enough, edits and a plan for the edited source."""
     tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
     observed = None
     if options.run_model:
@@ -155,7 +155,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
 
 def with_needed_edits(source: Search, decided: Decided) -> Decided:
-    """Return the plan with edits where no exact plan is enough. Keys are centred first, at no cost."""
+    """Return the plan with edits where no exact plan is enough. Keys are centred first, since that has no cost."""
     search, opened, exponents = source, source.opened, bounds_of(decided).exponents
     shared = attentions_to_centre(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
     made = Plan(family=opened.layout.family.name, centred_keys=shared)
@@ -188,9 +188,9 @@ def bounds_of(decided: Decided) -> SourceBounds:
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, edits included. ``observed``: None where nothing runs. ``before``: of the source
-    without its edits, where it has some. ``start``: the stream exponents under which that one was bounded. ``tables``:
-    kept between plans."""
+    """Chooses plans for one source, edits included. ``observed``: None if nothing runs. ``before``: observations
+    without the edits, if there are any. ``start``: the stream exponents under which the unedited source was bounded.
+    ``tables``: reused between plans."""
 
     opened: Opened
     options: Options
@@ -210,7 +210,7 @@ class Search:
         return Decided(layout, plan, target, planned, self.before, ranges_edited=edited, bounds=bounds)
 
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        """Bound the source before any exponent but those of its streams, in arithmetic without subnormals."""
+        """Bound the source with only its streams' ``exponents`` applied, in arithmetic without subnormals."""
         opened, target = self.opened, self.options.target
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
         name = "source" if opened.edits is None else "edited source"
@@ -222,7 +222,7 @@ class Search:
         return SourceBounds(certificate.ranges, exponents, frozenset(unmoved))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
-        """Return the best plan with its layout and bounds; a tied head is separated where that breaks fewer limits."""
+        """Return the best plan with its layout and bounds. A tied head is separated if fewer limits break then."""
 
         def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
             fallbacks = len(planned.fallbacks) if self.options.prove else 0
@@ -238,9 +238,10 @@ class Search:
         return layout, planned, bounds
 
     def plan_for(self, layout: Layout) -> tuple[Planned, SourceBounds]:
-        """Return a layout's plan and its bounds. LayerNorm's eps does not scale with the stream, so bounds hold for
-        their stream exponents and smaller ones. Each round bounds with the last plan's exponents, until these bounds
-        cover the new plan's."""
+        """Return a layout's plan and its bounds.
+
+        LayerNorm's eps does not scale with the stream, so bounds hold only for their stream exponents and smaller ones.
+        Each round bounds with the last plan's exponents, until these bounds cover the new plan's."""
         start = self.start if layout.family.centred_norm else {}
         exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
         planned, bounds = self.planned_within(layout, exponents, "")
@@ -256,8 +257,8 @@ class Search:
         return planned, bounds
 
     def planned_within(self, layout: Layout, exponents: Mapping[str, int], again: str) -> tuple[Planned, SourceBounds]:
-        """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it
-        where a run shows that its drift is acceptable. again: ends the progress line."""
+        """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it if
+        a run shows that the drift is acceptable. again: the end of the progress line."""
         options, bounds = self.options, self.bounds(layout, exponents)
         head = ", with a head apart from the embedding" if layout.tied is False and self.opened.layout.tied else ""
         place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
@@ -303,7 +304,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return the plan, for training without the further margin where rounded gains would be worse than bf16."""
+        """Return the plan. For training, plan again without the extra margin if rounded gains would be worse than bf16
+        with it."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         found = self.drift(decided.layout, decided.plan)
@@ -356,5 +358,5 @@ def uncorrected(planned: Planned) -> Planned:
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
-    """Return whether a drift's divergence is at most a share of bf16's, by default half of fp16's own."""
+    """Return whether a drift's divergence is at most ``share`` of bf16's; the default is half of fp16's own."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share

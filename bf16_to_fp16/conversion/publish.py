@@ -1,4 +1,5 @@
-"""Upload a converted folder to the Hub in one commit, after ``verify``. An interrupted run goes on where it stopped."""
+"""Upload a converted folder to the Hub in one commit, after ``verify``. An interrupted run continues where it
+stopped."""
 
 from __future__ import annotations
 
@@ -56,9 +57,9 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 
 
 def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
-    """Check a converted folder as ``verify`` does and return it ready to upload. An edited card is kept, with its hash
-    in the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``; report, page and card then say
-    so."""
+    """Check a converted folder as ``verify`` does and return it ready for upload. A card that the user edited is kept,
+    and its hash put into the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``; report, page
+    and card then say that it is unsafe."""
     progress, folder = progress_of(progress), written_folder(folder)
     check_no_pipeline(folder)
     report, found = read_recorded(folder), Verified()
@@ -131,10 +132,9 @@ def publish(
 ) -> dict[str, Any]:
     """Upload a converted folder to a Hub repository; its many parameters are the command's options.
 
-    public: without it a new repository is private, and an existing public one is refused. force: replace files of other
-    content. dry_run: check, and send nothing. confirm: nothing is sent where it returns False. Raises UserError; no
-    message holds the token.
-    """
+    public: allow a public repository. Without it a new one is private, and an existing public one is refused. force:
+    replace files with other content. dry_run: only check. confirm: asked before anything is sent; False stops. Raises
+    UserError; no message holds the token."""
     from huggingface_hub import HfApi, get_token
 
     progress = progress_of(progress)
@@ -169,7 +169,7 @@ def send(
     api: Any, repo: str, upload: Upload, progress: Progress, *,
     revision: str | None, message: str, public: bool, create_pr: bool, force: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Commit what the repository lacks. Its many parameters are those of ``publish``."""
+    """Commit the files that the repository lacks. Its many parameters are those of ``publish``."""
     from huggingface_hub import CommitOperationAdd
 
     repo = repo if "/" in repo else f"{api.whoami()['name']}/{repo}"
@@ -248,7 +248,7 @@ def missing_from(held: dict[str, Any], upload: Upload) -> list[str]:
 
 @contextmanager
 def transfers(api: Any) -> Iterator[None]:
-    """Upload by LFS to any server but the Hub; the client would assume that it has Xet."""
+    """Upload by LFS to any server but the Hub; the client would assume that every server has Xet."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_DISABLE_XET

@@ -1,4 +1,4 @@
-"""The command ``undo``: bring a converted folder's weights back by the inverse of its recorded plan."""
+"""The command ``undo``: bring a converted folder's weights back to the source's scale, by the inverse of its plan."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def undo(
 ) -> Path:
     """Write the source's weights back from a converted folder by the inverse of its plan, and return ``out``.
 
-    plan: the converted folder, or its report, from which ``folder`` was trained and saved by any script. Weights are
-    then written in fp32, or in bf16 where that is exact; edits and centred biases stay, and a message names them. A
-    ``--layout`` file becomes a file with the same names, or a folder. The weights are the source's bit for bit where
-    the conversion was lossless, but for the sign of a 0 in a moved gain stored less 1; a sentence encoder's linears
-    come back rounded to fp16. Tensors that the conversion made are left out, replaced ones come from the report,
-    dropped ones are not restored. Raises UserError where the folder has no plan.
-    """
+    plan: if ``folder`` was trained from a converted folder and saved by any script: that converted folder, or its
+    report. Weights are then written in fp32, or in bf16 where that is exact; edits and centred biases stay, and a
+    message names them. A ``--layout`` file becomes a file with the same names, or a folder.
+
+    The weights are the source's bit for bit where the conversion was lossless, except the sign of a 0 in a rescaled
+    gain that is stored minus 1; a sentence encoder's linears come back rounded to fp16. Tensors that the conversion
+    added are left out, replaced ones come from the report, dropped ones are not restored. Raises UserError where the
+    folder has no plan."""
     progress, out = progress_of(progress), Path(out)
     if plan is not None:
         return undo_trained(written_folder(folder), out, Path(plan), force=force, progress=progress)
@@ -106,13 +107,14 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
 
 
 def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
-    """Name the changes of the function that no power of two undoes."""
+    """Print the changes of the function that no power of two can undo."""
     if kept := [edit.site for edit in listed_edits(layout, plan).values()] + plan.centred_keys:
         progress.say(f"Stays as the conversion made it: {listed(kept)}")
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return the plan from the original to trained weights; ``start`` had rescaled the original before the training."""
+    """Return the plan from the original to trained weights. start: the plan by which the original was rescaled before
+    training."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)
@@ -120,7 +122,7 @@ def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progres
 
 
 def class_before(origin: Source) -> str | None:
-    """Return the source's class where the conversion was to another one and dropped no tensor."""
+    """Return the source's class if the conversion was to another one and dropped no tensor."""
     return None if origin.dropped else origin.class_in("before")
 
 
@@ -133,7 +135,8 @@ def write_weights(
     start: Plan | None = None,
     **how: Any,
 ) -> Written:
-    """start: the plan that had rescaled the source before it was trained and converted."""
+    """Write the weights, rescaled by the inverse of ``plan``, to ``work``. start: the plan that had rescaled the source
+    before training and conversion."""
     assert origin.dtype is not None  # ``read_origin`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16
     layout = resolve(checkpoint)

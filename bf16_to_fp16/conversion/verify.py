@@ -1,5 +1,6 @@
-"""The command ``verify``: check a converted checkpoint against its own report. ``convert``'s functions compute it again
-from the files, and ``differences`` compares it section by section; card and page are compared by hash."""
+"""The command ``verify``: check a converted checkpoint against its own report. ``convert``'s functions compute the
+report again from the files, and ``differences`` compares the two section by section; card and page are compared by
+hash."""
 
 from __future__ import annotations
 
@@ -87,10 +88,9 @@ def verify(
 ) -> dict[str, Any]:
     """Check a converted folder, file or Hub repository against its report and return every difference.
 
-    original: the source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit on
-    besides the probe. run_model: False skips the audit. ``verdict`` is "safe" where nothing differs and the report says
-    safe. Raises UserError for anything not converted here.
-    """
+    original: the source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit in
+    addition to the probe. run_model: False skips the audit. ``verdict`` is "safe" if nothing differs and the report
+    says safe. Raises UserError for anything that this program did not convert."""
     progress = progress_of(progress)
     check_data(data, run_model=run_model)
     if original is not None:
@@ -301,8 +301,8 @@ def run_again(
 
 
 def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
-    """Yield the sites that break; without any, yield how the regimes differ from the report's. Between versions of
-    torch or transformers, which name operations differently, only sites in both are compared."""
+    """Yield the sites that break; if none does, the differences of the regimes from the report. Other versions of torch
+    or transformers may name operations differently; then only sites in both are compared."""
     entries = again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)

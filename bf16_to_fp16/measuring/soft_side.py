@@ -1,7 +1,7 @@
 """Search for inputs that edits harm: tokens for which an edited signal is small, so that an edit changes the function
 most.
 
-The weights give candidates, from ids that stand alone (``choice``): those whose output of the model or a sublayer
+The weights give candidates, from ids that stand alone (``id_choice``): those whose output of the model or a sublayer
 changes most, and sets of ids between which attention weights move most. Stock code then runs the candidates, and
 compares them with bf16 and with random pairs."""
 
