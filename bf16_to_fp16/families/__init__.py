@@ -1,5 +1,5 @@
-"""Architectures as data: one file for each family or group of alike ones, in the vocabulary of ``types``.
+"""Architectures as data: one file for each family or group of similar ones, in the vocabulary of ``types``.
 
-A config and the names and shapes of tensors come in. ``resolve`` gives a ``Layout``: what each tensor is, which signals
-its rows and columns carry, and how the stock class's modules are connected. Nothing above asks for a family's name.
-"""
+The input is a config and the names and shapes of tensors. ``resolve`` returns a ``Layout``: the role of each tensor,
+the signals that its rows and columns carry, and the connections of the stock class's modules. No other folder depends
+on the name of a family."""

@@ -1,4 +1,4 @@
-"""Values of a family's config keys, or the stock class's defaults."""
+"""Read values of a family's config keys, or the stock class's defaults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return each changed key's value before and after; dots lead into nested configs, absent keys have no entry."""
+    """Return each changed key's value before and after, a missing key's without an entry; dots lead into nested
+    configs."""
     differing: dict[str, dict[str, object]] = {}
     for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
         sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}
@@ -56,7 +57,7 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[s
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
-    """Return the config's value for ``key``, or the stock class's default; None for a part that null leaves out."""
+    """Return the config's value for ``key``, or the stock class's default; None where null disables a part."""
     value = looked_up(config, key)
     if value is None and (other := family.aliases.get(key)):
         value = looked_up(config, other)
@@ -88,20 +89,23 @@ def full_config(family: Family, config: Mapping[str, object]) -> dict[str, objec
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
-    """Return a whole number for ``key``, or a mapping's length; raise UserError, with ``what``, unless ≥ ``least``."""
+    """Return a whole number for ``key``, or the length of a mapping. Raises UserError, with the noun ``what``, unless
+    it is at least ``least``."""
     number = config_value(family, config, key)
     return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
 
 
 def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
-    """Return a whole number in [``least``, 2³¹); raise UserError otherwise. what: the noun of the expected value."""
+    """Return a whole number in [``least``, 2³¹); raise UserError otherwise. what: the expected noun, for the
+    message."""
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
         raise UserError(f"config.json: {key!r} is {shown(number)}, not {what}; take it from the original checkpoint")
     return number
 
 
 def positive(key: str, value: object, what: str, *, zero: bool = False) -> float:
-    """Return a finite number over 0, or 0 with ``zero``; raise UserError otherwise. what: the expected noun."""
+    """Return a finite number over 0 (``zero``: or 0); raise UserError otherwise. what: the expected noun, for the
+    message."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))

@@ -1,5 +1,5 @@
-"""Split experts, which transformers 5 joins in two tensors, into modules under the names in the files. Every weight
-then has its name, every operation its site. Operations are stock code's, but gate and neurons are two products."""
+"""Split the experts that transformers 5 fuses in two tensors into modules with the names in files. Every weight then
+has its name, and every operation its site. The operations are stock code's, but gate and neurons are two products."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ExpertsApart(nn.ModuleList):
 
 
 def experts_apart(model: Any, family: Family | None) -> Any:
-    """Split a stock model's experts in place, where its family's files store each by itself."""
+    """Split a stock model's fused experts in place if the files of its family store each one separately."""
     stored = None if family is None else family.stored_experts
     if stored is None:
         return model

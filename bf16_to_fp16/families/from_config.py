@@ -43,7 +43,7 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
     """Return a config's layout, without tensors and signals, and its parts except the head. tensors: their number in
-    the checkpoint; None leaves out the layers after the first ``EARLY``. Raises UserError for an unusable
+    the checkpoint; with None only the first ``EARLY`` layers are included. Raises UserError for an unusable
     config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
@@ -82,7 +82,7 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
 
 
 def check_kinds(family: Family, config: Mapping[str, object]) -> None:
-    """Raise UserError for a value of the wrong type, a dropout that is no share, or ``tie_encoder_decoder``."""
+    """Raise UserError for a value of the wrong type, a dropout outside [0, 1), or ``tie_encoder_decoder``."""
     for key, example in {**family.defaults, **COMMON}.items():
         value = looked_up(config, key)
         what, number = KINDS.get(type(example)), isinstance(example, float)

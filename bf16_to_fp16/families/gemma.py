@@ -1,18 +1,16 @@
-"""Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack. As Llama, with these differences.
+"""Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack, as in Llama, with these differences.
 
-In Gemma 3 norms stand on both sides of every sublayer, and before the product of queries and keys; the inputs of all
-norms carry the stream's factor, and all share its eps. Gains are stored as gain − 1, so that a factor on them rounds
-(``Tensor.offset``): only those that must move do. The embedding multiplies itself by √d. With images, a vision tower's
-outputs replace tokens in the stream, through a norm and a linear.
+Gemma 3 has norms before and after every sublayer, and norms of queries and keys. The inputs of all norms carry the
+stream's factor, and all share its eps. Gains are stored as gain − 1, so a factor on a gain rounds it
+(``Tensor.offset``); only gains that must move do. The embedding multiplies its output by √d. With images, a vision
+tower's outputs replace tokens in the stream, through a norm and a linear.
 
-Gemma 2 is without norms of queries and keys, and with soft caps on scores and logits. A factor passes a rotation only
-where both channels of a pair have it, and one head of keys serves several of queries: queries and keys have one
-exponent for each pair of channels of each head of keys. A cap bounds the values behind it, and no exponent moves a
-score.
+Gemma 2 has no norms of queries and keys, but soft caps on scores and logits. A factor passes a rotation only if both
+channels of a pair have it, and several query heads share one key head: so queries and keys have one exponent for each
+pair of channels of each key head. A cap bounds the values behind it, and no exponent moves a score.
 
-Gemma has a norm before each sublayer only, and no soft caps. With no norm behind them, the output projections carry the
-stream's factor themselves. So no gain is moved and rounded, except a tied head's.
-"""
+Gemma has a norm only before each sublayer, and no soft caps. With no norm behind them, the output projections carry the
+stream's factor themselves. So no gain is moved and rounded, except a tied head's."""
 
 from __future__ import annotations
 
@@ -32,7 +30,8 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: queries and keys are normalised by head. cap: as in ``Attention``."""
+    """Return the parts of layer ``i``. normed: whether each head's queries and keys have norms. cap: as in
+    ``Attention``."""
     llama.check_window(config)
     at = f"layers.{i}"
     own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
@@ -95,7 +94,7 @@ GEMMA3 = replace(
 
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return the records from a vision tower to the stream, where its outputs replace scaled embeddings."""
+    """Return the parts from a vision tower to the stream, where its outputs replace scaled embeddings."""
     at = "multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
     wiring = Projector(

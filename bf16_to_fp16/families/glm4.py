@@ -1,16 +1,15 @@
-"""GLM-4-0414, GLM-4 and GLM-4.5: causal language models. As Llama, with these differences.
+"""GLM-4-0414, GLM-4 and GLM-4.5: causal language models, as Llama, with these differences.
 
-GLM-4 has one matrix for gate and neurons; GLM-4-0414 has norms on both sides of every sublayer, GLM-4 before it only.
-Gains behind a sublayer are stored as they are, so the stream's factor on them rounds nothing. Rotary positions turn
-channels 2i and 2i + 1 of each head's first half; the other channels are not turned, and count as pairs too.
-``gate_up_proj`` has the gate's rows first, then the neurons', which alone carry a factor.
+GLM-4 has one matrix for gate and neurons. GLM-4-0414 has norms before and after every sublayer, GLM-4 only before it.
+Gains behind a sublayer are stored as they are, so the stream's factor does not round them. Rotary positions rotate
+channels 2i and 2i + 1 of each head's first half; the other channels are not rotated, but count as pairs too.
+``gate_up_proj`` has the rows of the gate first, then those of the neurons; only neurons carry a factor.
 
-GLM-4.5 has routed experts and a shared expert for every token; the first layers are dense. The router computes in fp32
+GLM-4.5 has routed experts, and a shared expert for every token; its first layers are dense. The router computes in fp32
 whatever the dtype is: sigmoids of its logits and, for the choice alone, a correction that files keep in fp32. If the
-config says so, the weights of a token's experts are divided by their sum; then they are multiplied by a factor.
-Together they are at most that factor, or without the division that factor times the number of a token's experts. Of
-each head's channels the first half turns in pairs; the others stay, and count as pairs too.
-"""
+config says so, the weights of a token's experts are divided by their sum; then they are multiplied by a factor. Their
+sum is at most that factor, or without the division that factor times the number of experts per token. The first half of
+each head's channels is rotated in pairs; the others are not, but count as pairs too."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ PARTIAL = "partial_rotary_factor"
 
 
 def block(config: Mapping[str, object], i: int, *, behind: bool = True) -> Sequence[Part]:
-    """Return the parts of layer ``i``. behind: whether there are norms behind its sublayers."""
+    """Return the parts of layer ``i``. behind: whether its sublayers have norms behind them."""
     at = f"layers.{i}"
     style = Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     wiring = llama.wired_attention(
@@ -74,8 +73,8 @@ UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names 
 
 
 def turned_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
-    """Return how many of a head's channels rotary positions turn, 0 for all. otherwise: their share where the config
-    has none. Raises UserError for channels that cannot turn in pairs."""
+    """Return how many channels of a head rotary positions rotate, 0 for all. otherwise: their share where the config
+    has none. Raises UserError for channels that cannot form pairs."""
     inner = looked_up(config, f"rope_parameters.{PARTIAL}")
     part = positive(PARTIAL, config.get(PARTIAL, otherwise) if inner is None else inner, "a share of a head's channels")
     size = whole_number("head_dim", config["head_dim"], "a number")

@@ -1,5 +1,5 @@
-"""Granite: as Llama, with four numbers of its config, which multiply the embedding, what joins the stream and, in place
-of head_dim^-1/2, the scores, and divide the logits."""
+"""Granite: as Llama, with four numbers from its config. They multiply the embedding, the sublayers' outputs and
+(instead of head_dim^-1/2) the scores, and divide the logits."""
 
 from __future__ import annotations
 

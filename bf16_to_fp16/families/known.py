@@ -117,13 +117,13 @@ def loading_class(name: str) -> str:
 
 
 def half_call(name: str) -> str:
-    """Return ``.half()``, or "" where that would round numbers that stock code makes in fp32."""
+    """Return ``.half()`` as code to show users, or "" if that would round numbers that stock code keeps in fp32."""
     family = next((family for family in FAMILIES if name in names_of(family)), None)
     return "" if family is not None and family.made_in_fp32 else ".half()"
 
 
 def class_of(config: Mapping[str, object]) -> StockClass:
-    """Return the stock class that a config names first; raise UserError where it names none."""
+    """Return the stock class that a config names first; raise UserError if it names none."""
     family, names = family_of(config), architectures(config)
     if not names:
         choices = " or ".join(f'["{stock.names[0]}"]' for stock in family.classes)
@@ -132,13 +132,16 @@ def class_of(config: Mapping[str, object]) -> StockClass:
 
 
 def placed_family(config: Mapping[str, object]) -> Family:
-    """Return a config's family, with its stacks at the module paths that the config's class gives them."""
+    """Return a config's family, with the module paths of its stacks as in the config's class."""
     return family_inside(family_of(config), class_of(config).body)
 
 
 def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return the family's class that the tensors' names belong to; None where it is the config's own, or none. A class
-    with a head holds its stacks in a module. Stock code reads either's names, and draws missing tensors at random."""
+    """Return the class of the family whose tensor names the tensors have; None if it is the config's class, or there is
+    none.
+
+    A class with a head has its stacks inside a module. Stock code reads the names of either kind, and initialises
+    missing tensors at random."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
@@ -171,9 +174,11 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return how much right padding a padded encoder row needs to stay finite in fp16: 0 for any, inf where none is
-    allowed. Under a mask of −inf a padded position that sees no other is NaN, and so is every position that attends to
-    it, masked or not. Padded positions do see the sums of blocks that the row's tokens do not fill."""
+    """Return how much right padding a padded encoder row needs to stay finite in fp16: 0 for any amount, inf if padding
+    is not allowed.
+
+    Under a mask of −inf a padded position that attends to no other is NaN, and so is every position that attends to it,
+    masked or not. Padded positions do attend to the sums of blocks that the row's tokens do not fill."""
     family = of_model_type(config.get("model_type"))
     if family is None:
         return 0
@@ -186,7 +191,7 @@ def spare_padding(config: Mapping[str, object]) -> float:
 
 
 def padding_entry(config: Mapping[str, object]) -> int | None:
-    """Return ``spare_padding`` for the report: None where no row may be padded."""
+    """Return ``spare_padding`` as the report has it: None instead of inf if no row may be padded."""
     spare = spare_padding(config)
     return None if spare == math.inf else int(spare)
 
@@ -196,7 +201,7 @@ def roles_of(family: Family | None) -> Roles:
 
 
 def may_be_absent(family: Family) -> frozenset[str]:
-    """Return the tensors that stock code makes or zeroes where a file lacks them."""
+    """Return the tensors that stock code computes or zeroes if a file lacks them."""
     parts = (*family.ends, family.tied_head, family.untied_head)
     return frozenset(t.name for part in parts for t in part.tensors if t.absent)
 

@@ -1,5 +1,5 @@
-"""A family resolved against one checkpoint: the role of each tensor, the connections of its modules, and the walk along
-the residual stream, whose readers pass every signal of a model."""
+"""A family resolved for one checkpoint: the role of each tensor, the connections of its modules, and the walk along the
+residual stream, sublayer by sublayer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class TensorMetadata(Protocol):
 
     @property
     def dtype(self) -> str:
-        """In safetensors' spelling: BF16, F32."""
+        """In the spelling of safetensors: BF16, F32."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -39,7 +39,7 @@ class TensorSource(Protocol):
 
     @property
     def source(self) -> str:
-        """Its name in messages."""
+        """The name to use in messages."""
 
     @property
     def config(self) -> Mapping[str, object]: ...
@@ -58,8 +58,8 @@ TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by n
 
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint. ``source``: the stored tensor, None where generated. ``gain``: a factor besides the
-    exponents: d^-1/2 for some separated heads, else 1. ``offset``, ``ahead``, ``in_fp32``: as in ``Tensor``."""
+    """A tensor of one checkpoint. ``source``: the stored tensor, None if generated. ``gain``: a factor in addition to
+    the exponents: d^-1/2 for some separated heads, else 1. ``offset``, ``ahead``, ``in_fp32``: as in ``Tensor``."""
 
     name: str
     source: str | None
@@ -87,7 +87,7 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """A stack of one checkpoint, its sublayers in the order of running; an only stack is both encoder and last."""
+    """A stack of one checkpoint, with its sublayers in order of execution. A single stack is both encoder and last."""
 
     is_encoder: bool
     is_last: bool
@@ -97,7 +97,7 @@ class ResolvedStack:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family resolved against one checkpoint. ``tied``: whether the embedding serves as head, None without a
+    """A family resolved for one checkpoint. ``tied``: whether the embedding serves as head; None without a
     language-modelling head. ``dropped``: source tensors that are not carried over, with the reason. ``head_scale``: the
     factor on the decoder's output before the head."""
 
@@ -117,17 +117,17 @@ class Layout:
 
     @property
     def outside(self) -> dict[str, str]:
-        """Tensors of the files that only another class of the family reads, with the reason."""
+        """Tensors of the files that only another class of the family uses, with the reason for leaving them out."""
         return {name: why for name, why in self.dropped.items() if why.startswith(self.stock.names[0])}
 
     @property
     def only_class(self) -> str | None:
-        """The class that a claim is about alone, where the files also hold tensors for another class; else None."""
+        """The only class that claims are about, if the files also hold tensors for another class; else None."""
         return self.stock.names[0] if self.outside else None
 
     @property
     def head(self) -> Head | None:
-        """The reader of the last norm's output; None where the class returns it."""
+        """The head on the last norm's output; None if the class returns that output."""
         return next((part for part in self.topology if isinstance(part, Head)), None)
 
     @property
@@ -186,18 +186,19 @@ class Layout:
         return None if cap is None else positive(of.cap, cap, "a positive number")
 
     def sees(self, attention: Attention, length: int) -> int:
-        """Return the largest number of keys in a row of an attention's scores, for sequences of up to ``length``."""
+        """Return the largest number of keys for one query of an attention, for sequences of up to ``length``
+        positions."""
         if not attention.radius:
             return length
         near = 3 * (number_of(self.family, self.config, attention.radius, "a number of positions", least=0) + 1)
         return near + (length // self.summed(attention) if attention.block else 0)
 
     def summed(self, attention: Attention) -> int:
-        """Return the number of positions that an attention sums into one; a remainder at the end joins the last sum."""
+        """Return how many positions an attention sums into one; a remainder at the end joins the last sum."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return the number of experts of a token, the largest weight of one, and the largest sum of their weights."""
+        """Return the number of experts per token, the largest weight of one, and the largest sum of their weights."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
@@ -209,12 +210,12 @@ class Layout:
         return number, scale, scale if convex else scale * number
 
     def noise(self, experts: Experts) -> float:
-        """Return the largest distance from 1 of a router's random factor in training, 0 for no noise."""
+        """Return the largest distance from 1 of a router's random factor in training; 0 without noise."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
         return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", zero=True)
 
     def embedding_scale(self, ends: StackEnds) -> float:
-        """Return the factor of stock code on a stack's embedding, 1 for none."""
+        """Return stock code's factor on a stack's embedding; 1 for none."""
         switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself or ends.scales
         own = self.multiplier("embedding") if ends.multiplies else 1.0
         return math.sqrt(self.tensors[self.table(ends)].shape[1]) if switch else own
@@ -232,12 +233,12 @@ class Layout:
 
     @property
     def entrances(self) -> Mapping[str, str]:
-        """The stream's name by the module path of each norm or linear that reads a residual stream, in order."""
+        """The stream's name by the module path of each norm or linear that reads it, in order."""
         return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
 
     @property
     def streams_read(self) -> Mapping[str, str]:
-        """The stream's name by the module path of each norm that reads a residual stream, in order."""
+        """The stream's name by the module path of each norm that reads it, in order."""
         linears = {name for name, tensor in self.tensors.items() if len(tensor.shape) == 2}
         return {path: name for path, name in self.entrances.items() if f"{path}.weight" not in linears}
 
@@ -278,7 +279,7 @@ class Layout:
 
     @property
     def fixed_eps(self) -> float | None:
-        """The norms' eps if rescaling leaves it as it is, None if it is scaled with the stream."""
+        """The norms' eps if rescaling cannot change it; None if it is scaled with the stream."""
         return self.eps if self.family.eps_key is None else self.held_eps
 
     def table(self, ends: StackEnds) -> str:
@@ -291,9 +292,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of the residual stream. ``norm``: module path, "" where a sublayer's linears read it. ``entrance``: a
-    module that reads it. ``site``: the site that made the stream, as audits name it. ``sublayer``: None for a final
-    norm. ``is_first``: whether no sublayer has added to the stream yet."""
+    """A sublayer or final norm that reads the residual stream. ``norm``: module path, "" if the sublayer's linears read
+    the stream directly. ``entrance``: the norm or one of these linears. ``site``: the audit's site of the stream there.
+    ``sublayer``: None for a final norm. ``is_first``: whether no sublayer has added to the stream yet."""
 
     norm: str
     entrance: str
@@ -304,7 +305,7 @@ class Reader:
 
 
 def walk(layout: Layout) -> Iterator[Reader]:
-    """Yield the readers of the residual stream in the order of running, the encoder's first."""
+    """Yield the readers of the residual stream in order of execution, the encoder's first."""
     for stack in layout.stacks():
         first = site = layout.stream(stack.ends)
         for sublayer in stack.sublayers:

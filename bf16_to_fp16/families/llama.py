@@ -1,9 +1,10 @@
-"""Llama, Mistral, Qwen2, Qwen3, Seed-OSS, SmolLM3 and ERNIE 4.5: causal language models with rotary positions and a
-SiLU gate. They have one stack. They differ in the linears with a bias, in Seed-OSS's dropouts, in ERNIE's pairs of
-channels, in SmolLM3's layers without positions, and in Qwen3's norms of queries and keys, whose inputs carry the
-stream's factor. Without such norms a factor passes a rotation only where both channels of a pair have it: queries and
-keys have one exponent for each pair of each head of keys. Gains are stored as they are, so every norm can move. Other
-families of one stack begin from these records."""
+"""Llama, Mistral, Qwen2, Qwen3, Seed-OSS, SmolLM3 and ERNIE 4.5: causal language models of one stack, with rotary
+positions and a SiLU gate. Other families of one stack are built from these parts.
+
+They differ in which linears have a bias, in Seed-OSS's dropouts, in ERNIE's pairs of channels, in SmolLM3's layers
+without positions, and in Qwen3's norms of queries and keys, whose inputs carry the stream's factor. Without such norms
+a factor passes a rotation only if both channels of a pair have it, so queries and keys have one exponent for each pair
+of each key head. Gains are stored as they are, so every norm can move."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
-    """Refuse a window in which a position does not see itself; where both sides are seen, 0 is the position alone."""
+    """Raise UserError for a sliding window in which a position does not attend to itself. In bidirectional attention a
+    window of 0 is the position alone, which is allowed."""
     window = looked_up(config, key)
     least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
     if window is not None and not (isinstance(window, int) and window >= least):
@@ -43,7 +45,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def kind_of_layer(config: Mapping[str, object], i: int, every: object) -> object:
-    """Return layer ``i``'s kind, by default ``FULL`` for each of so many layers' last and ``SLIDING`` for others."""
+    """Return the kind of layer ``i``. By default every ``every``-th layer is ``FULL``, and the others ``SLIDING``."""
     kinds = config["layer_types"]
     if kinds is None and isinstance(every, int):
         return FULL if every > 0 and (i + 1) % every == 0 else SLIDING
@@ -57,7 +59,7 @@ def number(config: Mapping[str, object], key: str) -> int:
 
 
 def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
-    """Return how query heads share heads of values, as a spread. within: the prefix of config keys."""
+    """Return how query heads share value heads, as a spread. within: the prefix of config keys."""
     heads, kv_heads, size = (
         number(config, f"{within}{key}") for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -75,7 +77,7 @@ ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional", "mrope")
 
 
 def rotary_factor(config: Mapping[str, object]) -> float:
-    """Return the largest factor on cosines and sines in any layer, at least 1; refuse kinds without a known factor."""
+    """Return the largest factor on cosines and sines in any layer, at least 1; raise UserError for an unknown kind."""
     factors = [1.0]
     for key in ("rope_parameters", "rope_scaling"):
         rotation = config.get(key)
@@ -86,7 +88,7 @@ def rotary_factor(config: Mapping[str, object]) -> float:
 
 
 def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str, object]) -> float:
-    """Return the factor of one kind of rotary positions, as ``modeling_rope_utils`` of transformers computes it."""
+    """Return the factor of one kind of rotary positions, as transformers' ``modeling_rope_utils`` computes it."""
     kind, given = kind_of(rotation), rotation.get("attention_factor")
     if kind in ROTATIONS:
         return 1.0
@@ -146,7 +148,7 @@ def wired_feed_forward(at: str, activation: object, **own: Any) -> FeedForward:
 
 
 def wired_fused(config: Mapping[str, object], at: str, **own: Any) -> FeedForward:
-    """Return a feed-forward whose gate and neurons one matrix gives."""
+    """Return a feed-forward whose gate and neurons are rows of one matrix."""
     both, count = f"{at}.mlp.gate_up_proj", number(config, "intermediate_size")
     joined = {"gate": both, "linear": both, "fused": (count, count), "act": f"{at}.mlp.activation_fn"}
     return wired_feed_forward(at, config["hidden_act"], **joined, **own)
@@ -167,8 +169,8 @@ def sparse(
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the records of a layer's router and its gated experts, in the module ``block`` of the layer. count: config
-    key of the number of experts. names: of their linears. own: fields of ``Experts`` that differ from Qwen's."""
+    """Return the part of a layer's router and gated experts. block: their module in the layer. count: config key of the
+    number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
     inside = f"{at}.{block}"
 
     def wired(path: str) -> FeedForward:
@@ -205,8 +207,9 @@ def block(
     turned: bool = True,
     interleaved: bool = False,
 ) -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: norms queries and keys by head. dropped: drops a sublayer's output.
-    turned: has rotary positions. interleaved: they turn channels 2i and 2i + 1."""
+    """Return the parts of layer ``i``. normed: whether each head's queries and keys have norms. dropped: whether
+    dropout acts on sublayer outputs. turned: whether it has rotary positions; interleaved: on channels 2i and 2i +
+    1."""
     check_window(config)
     style = parts.Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
@@ -236,7 +239,9 @@ LABELS = (OF_ROWS, OF_TOKENS)
 def classes(
     prefix: str, style: parts.Style = parts.PLAIN, *, bare: str = "Model", labels: Sequence[str] = LABELS
 ) -> tuple[StockClass, ...]:
-    """Return the classes with and without a language-modelling head, and those that give labels of rows or tokens."""
+    """Return a family's stock classes: without a head, with a language-modelling head, and with classification heads.
+    prefix: of all their names. bare: the rest of the name of the class without a head. labels: of the classification
+    classes."""
 
     def labelled(name: str) -> StockClass:
         rows = name.endswith(OF_ROWS)
@@ -369,7 +374,7 @@ SEED_OSS = replace(
 
 
 def every_fourth_unturned(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of SmolLM3's layer ``i``, whose attention may have no positions at all."""
+    """Return the parts of SmolLM3's layer ``i``; by default every fourth has an attention without positions."""
     turns = config.get("no_rope_layers") or [(n + 1) % number(config, "no_rope_layer_interval") for n in range(i + 1)]
     if not isinstance(turns, Sequence) or len(turns) <= i:
         raise UserError("config.json: 'no_rope_layers' has too few numbers; take it from the original checkpoint")

@@ -1,4 +1,4 @@
-"""A family inside a larger model: its modules under another module, its config keys in a nested config."""
+"""A family inside a larger model: its modules are in another module, and its config keys in a nested config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part with its modules inside the one at ``body``, whose own sites begin with a colon; "" for none."""
+    """Return a part with its modules inside the one at ``body``, whose own sites begin with a colon. "" changes
+    nothing."""
 
     def path(name: str) -> str:
         if name.startswith(":"):
@@ -66,7 +67,7 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family) -> Family:
-    """Return a family of one stack with its config nested, and a further tie key outside; keys set afterwards stay
+    """Return a family of one stack with nested config keys, and one more tie key outside. Keys set later stay
     unnested."""
 
     def key(name: str) -> str:
@@ -114,8 +115,8 @@ def keys_inside(family: Family) -> Family:
 
 
 def family_inside(family: Family, body: str) -> Family:
-    """Return a family with its stacks inside the module at ``body``, "" for none. Parts of another model that are
-    brought into them stand one module further out, where a model with images has both."""
+    """Return a family with its stacks inside the module at ``body``; "" changes nothing. A vision tower and its
+    projector are put into the module around ``body``, if any."""
     if not body:
         return family
     brings, around = family.brings, body.rpartition(".")[0]

@@ -1,7 +1,8 @@
-"""The reading of a config.json of transformers 5 by transformers 4.57. Version 4.57 ignores ``rope_parameters`` and
-takes its own defaults, but the older keys, which both versions read, can stand beside it. It scales the decoder's
-output of a T5 by d^-1/2 where the tie flag is true, whatever ``scale_decoder_outputs`` says. Differences that no key
-can mend are described in a sentence."""
+"""Make transformers 4.57 read a config.json of transformers 5 correctly.
+
+Version 4.57 ignores ``rope_parameters`` and takes its own defaults, but the older keys, which both versions read, can
+be written beside it. It scales the decoder's output of a T5 by d^-1/2 if the tie flag is true, whatever
+``scale_decoder_outputs`` says. A difference that no key can remove is described in a sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SCALED = ("linear", "dynamic", "llama3", "yarn")  # kinds that 4.57 makes from `
 
 
 def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Add the keys by which transformers 4.57 makes version 5's rotary positions."""
+    """Return the config with the keys from which transformers 4.57 computes the same rotary positions."""
     result = dict(config)
     result |= {key: config[other] for key, other in family.aliases.items() if other in config}
     for place in rotations(config):

@@ -1,8 +1,10 @@
-"""OLMo 2, OLMo 3 and EXAONE 4: causal language models whose norms stand behind each sublayer, and none before. As
-Llama, with these differences. Linears read the stream itself. Those whose output carries no stream factor divide their
-columns by it; q, k and both output projections pass it on into norms that share the config's eps. The gains of the
-norms behind each sublayer bound its part of the stream. OLMo norms queries and keys over all heads together. EXAONE has
-no positions in the layers that see everything, where others see a window."""
+"""OLMo 2, OLMo 3 and EXAONE 4: causal language models with a norm behind each sublayer, and none before. As Llama, with
+these differences.
+
+Linears read the stream itself. Those whose output carries no stream factor divide their columns by it; q, k and both
+output projections pass it on into norms that share the config's eps. The gains of the norms behind each sublayer bound
+its contribution to the stream. OLMo's norms of queries and keys are over all heads together. EXAONE's full-attention
+layers have no positions if other layers have a window."""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from .types import Part, Stack
 
 
 def block(config: Mapping[str, object], i: int, *, whole: bool = True, turned: bool = True) -> Sequence[Part]:
-    """Return the parts of layer ``i``. whole: norms queries and keys over all heads. turned: has rotary positions."""
+    """Return the parts of layer ``i``. whole: whether norms of queries and keys are over all heads. turned: whether it
+    has rotary positions."""
     llama.check_window(config)
     at, behind = f"layers.{i}", "post_attention_layernorm"
     style = Style(biased=llama.ATTENTION if config.get("attention_bias") else ())
@@ -52,7 +55,7 @@ OLMO3 = replace(
 
 
 def unturned_without_window(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of EXAONE 4's layer ``i``."""
+    """Return the parts of EXAONE 4's layer ``i``. A layer without a window has no positions if others have one."""
     kind = llama.kind_of_layer(config, i, config.get("sliding_window_pattern", 4))
     return block(config, i, whole=False, turned=config["sliding_window"] is None or kind == llama.SLIDING)
 

@@ -1,5 +1,5 @@
-"""One checkpoint as another stock class of its family reads it: the same weights under that class's names. Tensors that
-the class does not have are left out. The view's folder is scratch space."""
+"""View a checkpoint as another stock class of its family: the same weights under that class's names. Tensors that the
+class does not have are left out. The view's folder is temporary."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def names_under(config: Mapping[str, object], tensors: Collection[str], name: st
 
 
 def headless(config: Mapping[str, object]) -> str | None:
-    """Return the class that ``AutoModel`` makes of a causal model; None for other models."""
+    """Return the class without a head that ``AutoModel`` makes of a causal model; None for other models."""
     family, own = family_of(config), architectures(config)[:1]
     stock = next((each for each in family.classes if own and own[0] in each.names), None)
     if stock is None or not stock.is_language_model or stock.decodes:

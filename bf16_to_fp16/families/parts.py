@@ -1,4 +1,4 @@
-"""Make the records of a sublayer, an end or a head, from its weights (``Style``) and wiring (``Attention``,
+"""Build the parts of a sublayer, an end or a head from its weights (``Style``) and wiring (``Attention``,
 ``FeedForward``). A weight that writes a signal is multiplied by its factor, one that reads it is divided."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 @dataclass(frozen=True)
 class Style:
     """How weights are stored. ``biased``: last names of linears with a bias. ``shifts``: whether norms have a bias.
-    ``offset``: added to gains by stock code, so that a factor on them rounds. ``memory``: size of another stack's
-    output."""
+    ``offset``: a number that stock code adds to gains, so that a factor on them rounds. ``memory``: the named size of
+    the encoder's output that cross-attention reads."""
 
     biased: Collection[str] = ()
     shifts: bool = False
@@ -81,14 +81,14 @@ PLAIN = Style()
 
 
 def to_norm(norm: str) -> Axis:
-    """Return the axis of a weight that writes the stream or, with a ``norm``, its input, which has the same factor."""
+    """Return the output axis of a weight that writes to the stream or to ``norm``; both carry the stream's factor."""
     stream = multiplied_by(RESIDUAL)
     return stream.beside(multiplied_by(before(norm))) if norm else stream
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return how queries, and keys, share exponents: with rotary positions one for each pair of channels. share: heads
-    of keys, query heads for each, size of a head; () for an exponent per channel."""
+    """Return how queries, and how keys, share exponents. With rotary positions each pair of channels has one. share:
+    (key heads, query heads for each, size of a head); () for an exponent per channel."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
@@ -102,7 +102,8 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the spread of one linear's rows in a fused matrix. number: its place. spread: of its rows alone."""
+    """Return the spread of one linear's rows in a fused matrix. fused: the row counts of all linears; number: this
+    one's index; spread: of its own rows."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -111,7 +112,7 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
 
 
 def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
-    """Return the records of an attention. share: as in ``pairs``."""
+    """Return the part of an attention. share: as in ``pairs``."""
     value, scores = f"{wiring.at}.value", f"{wiring.at}.scores"
     normed, gains = style.normalised(wiring.norm)
     own, rows = style.reads(wiring.norm), fused_rows(wiring.fused, 2)
@@ -167,8 +168,9 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
 
 
 def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
-    """Return the axes that queries and keys write, the gains of their norms, the signal of both, and the scores'.
-    Normalised queries and keys carry the stream's factor, whose eps their norms share. Scores move by the queries
+    """Return the output axes of queries and keys, the gains of their norms, the signal of both, and that of the scores.
+
+    Normalised queries and keys carry the stream's factor, since their norms share its eps. Scores move by the queries
     alone, or by the gains of their norm."""
     query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
     if wiring.query_norm:
@@ -194,7 +196,7 @@ def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis
 
 
 def joining(wiring: Attention | FeedForward) -> tuple[ObservationPoint, ...]:
-    """Return the sites from the output projection to the stream."""
+    """Return the observation points from the output projection to the stream."""
     behind = (input_of(wiring.post_norm), output_of(wiring.post_norm)) if wiring.post_norm else ()
     return output_of(wiring.output), *behind
 
@@ -205,7 +207,8 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return a feed-forward's records. ReLU and a gate's linear branch pass factors on; GELU and SiLU only far out."""
+    """Return the part of a feed-forward. ReLU and the linear branch of a gate pass factors on exactly; GELU and SiLU
+    only for large inputs."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"
@@ -245,7 +248,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
 
 
 def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
-    """Return the records of a router and its experts. each: of all feed-forwards, shared ones too."""
+    """Return the part of a router and its experts. each: the parts of all feed-forwards, shared ones included."""
     routing = f"{wiring.classifier}.routing"
     chosen = multiplied_by(routing)
     router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]
@@ -260,7 +263,8 @@ def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool
 
 
 def projector(wiring: Projector, writer: str, *tensors: Tensor, size: str = "vision") -> Part:
-    """Return the records of a projector. writer: the module whose output joins the stream. size: of its norm."""
+    """Return the part of a projector. writer: the module whose output joins the stream. size: the named size of its
+    norm."""
     stream = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(writer),))
     return Part((stream, Signal(wiring.norm, Kind.FIXED, size, (output_of(wiring.norm),))), tensors, wiring)
 
@@ -276,7 +280,7 @@ def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
 
 
 def states(norm: str, style: Style = PLAIN) -> Part:
-    """Return a final norm whose output users or another stack read, so that nothing may move it."""
+    """Return the part of a final norm whose output users or another stack read, so that nothing may move it."""
     return Part((Signal(f"{norm}.output", Kind.FIXED, style.model, (output_of(norm),)),), style.norm(norm, None))
 
 
@@ -289,7 +293,7 @@ def logits(of: Head) -> Signal:
 
 
 def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
-    """Return a final norm whose gains take out the factor of the embedding, which serves as head."""
+    """Return the part of a final norm and a tied head. The norm's gains remove the factor of the embedding."""
     seen = Signal(RESIDUAL, Kind.RESIDUAL, style.model, (output_of(norm, -1),))
     return Part(
         (seen, replace(logits(of), beside=(output_of(norm),))),
@@ -299,8 +303,8 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
-    """Return a final norm and a head of its own. sizes: of the linears' outputs. Nothing moves behind the first linear:
-    a tanh passes no factor, and users read differences of logits."""
+    """Return the part of a final norm and a separate head. sizes: named sizes of the linears' outputs. Nothing moves
+    behind the first linear: a tanh passes no factor, and users read differences of logits."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

@@ -1,22 +1,21 @@
 """Pegasus, mBART and BigBird-Pegasus.
 
 Pegasus is pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head. Three deviations from
-T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream drifts by about eps/(2·s²·var),
-which the plan weighs. The positions are added to the residual stream and must be scaled with it, so they are written
-even where a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
+T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream causes a drift of about
+eps/(2·s²·var), which the plan weighs. The positions are added to the residual stream and must be scaled with it, so
+they are written even if a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
 
-mBART has learned positions, with two rows before the first one's, an embedding that multiplies itself by √d with
-``scale_embedding``, and a norm between the embedding and each stack's stream. That norm takes out any factor of its
+mBART has learned positions (with two unused rows before the first), an embedding that multiplies itself by √d with
+``scale_embedding``, and a norm between the embedding and each stack's stream. That norm removes any factor of its
 input, so the residual stream begins with the norm's gain and bias. The embedding, the positions and a tied head carry
-no factor, and each stack's stream has an exponent of its own. The norm's eps, which no config holds, does not drift,
-since its input is never scaled.
+no factor, and each stack's stream has its own exponent. The norm's eps, which no config holds, does not drift, since
+its input is never scaled.
 
 BigBird-Pegasus has learned positions, other modules in the encoder's attention, and biases by the config. Its embedding
 multiplies itself by √d, its final norms are called ``layernorm_embedding``, and the encoder's scores are divided by
 √head_dim. Its checkpoints ask for block-sparse attention, which sums each context from four products and rounds each
 time. Only ``attention_type: original_full`` is supported, full attention, which stock code also uses by itself for
-inputs of up to (5 + 2·num_random_blocks)·block_size positions.
-"""
+inputs of up to (5 + 2·num_random_blocks)·block_size positions."""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def positions(count: int, width: int) -> torch.Tensor:
-    """Return fp32 [count, width] sinusoids, sines first. Angle of pair k at position p: p / 10000^(2k / width)."""
+    """Return fp32 sinusoids [count, width], sines first. The angle of pair k at position p is p / 10000^(2k /
+    width)."""
     import torch  # slow to load, and the list of families does not need it
 
     pair = torch.arange(width, dtype=torch.float64) // 2
@@ -62,7 +62,7 @@ def attention(at: str, module: str, *, memory: bool = False, style: Style = STYL
 
 
 def neurons(at: str, config: Mapping[str, object]) -> Part:
-    """Return the records of a feed-forward; neurons can carry a factor only with ReLU."""
+    """Return the part of a feed-forward; its neurons can carry a factor only with ReLU."""
     stack = at.split(".")[0]
     wiring = FeedForward(
         at=at,

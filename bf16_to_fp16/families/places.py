@@ -1,7 +1,5 @@
-"""What the name of a module or site tells: its stack, block and role.
-
-Roles are read from the first block of each stack under the stock defaults; without a known family a name tells less.
-"""
+"""Find the stack, block and role of a module or site from its name. Roles are read from the first block of each stack
+under the stock defaults; without a known family a name tells less."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 
 @dataclass(frozen=True)
 class Roles:
-    """Last parts of module paths by role. ``attentions``: modules that form scores."""
+    """Last parts of module paths by role. ``attentions``: modules that compute scores."""
 
     attentions: frozenset[str] = frozenset()
     attention_outputs: tuple[str, ...] = ()
@@ -55,7 +53,7 @@ def stack_of(path: str) -> str | None:
 
 
 def stack_in(path: str, family: Family | None) -> str | None:
-    """Return ``stack_of(path)``, or for a family of one stack its name where paths have none."""
+    """Return ``stack_of(path)``. If the path names no stack and the family has only one, return that one's name."""
     only = STACKS[-1] if family is not None and family.decoder is None else None
     return stack_of(path) or only
 
@@ -66,7 +64,8 @@ def block_of(path: str) -> int | None:
 
 
 def layer_of(site: str) -> str:
-    """Return a site's name up to its layer's number: ``encoder.block.3``, or its first module."""
+    """Return a site's name up to the number of its layer, as in ``encoder.block.3``; without a number, its first
+    module."""
     parts = site.partition(":")[0].split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
@@ -81,7 +80,8 @@ _OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
 
 @dataclass(frozen=True)
 class Place:
-    """``stack``: encoder or decoder. ``block``: from 0. ``role``: of the module or operation. None where unknown."""
+    """``stack``: encoder or decoder. ``block``: from 0. ``role``: of the module or operation. Each is None if
+    unknown."""
 
     stack: str | None = None
     block: int | None = None

@@ -1,8 +1,9 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with the outputs of a vision tower in their
-stream. Positions on three axes turn queries and keys and do nothing else. A merger reads four of the tower's outputs at
-once through their norms, and makes a token of them by two linears with a GELU between them. In Qwen3-VL, further
-mergers add outputs of earlier layers of the tower to the stream after the first layers. All norms in between have an
-eps of their own, so only each last linear carries the stream's factor, and the tower stays as it is."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with outputs of a vision tower in their stream.
+
+Positions on three axes only change the angles of rotary positions. A merger reads four of the tower's outputs at once
+through their norms, and makes a token of them with two linears and a GELU between them. In Qwen3-VL, further mergers
+add outputs of earlier tower layers to the stream after its first layers. All these norms have an eps of their own, so
+only each merger's last linear carries the stream's factor, and the tower stays as it is."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
 def with_images(
     text: Family, name: str, title: str, kinds: tuple[str, str], width: int, *, key: str = "hidden_size", **own: Any
 ) -> Family:
-    """Return the family of a text model with a tower. width: the tower's by default, which has the name ``key``."""
+    """Return the family of a text model with a vision tower. width: the default of the tower's width, whose config key
+    is ``key``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(

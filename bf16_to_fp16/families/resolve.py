@@ -1,8 +1,9 @@
-"""Resolve a family against a checkpoint: find the role of every tensor. Whether a head is tied is decided from the
-tensors, because the flag in the config has meant different things: transformers 5 writes ``true`` beside a head of its
-own. Every tensor must be accounted for, since stock code fills a missing one with random numbers and drops an unknown
-one. ``source_weights`` then reads a layout's weights before any exponent, of a checkpoint or of a model in memory
-(``ModelTensors``)."""
+"""Resolve a family against a checkpoint: find the role of every tensor.
+
+Whether a head is tied is decided from the tensors, because the flag in the config has meant different things:
+transformers 5 writes ``true`` beside a separate head. Every tensor must have a role, since stock code fills a missing
+one with random numbers and drops an unknown one. ``source_weights`` then reads a layout's weights before rescaling, of
+a checkpoint or of a model in memory (``ModelTensors``)."""
 
 from __future__ import annotations
 
@@ -106,8 +107,8 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
-    """Return the remedy where no embedding has its class's name. If the names are another class's, stock code reads
-    them and saves its own, unless a head is missing."""
+    """Return the end of an error message about a missing embedding: the remedy. If the names are those of another
+    class, stock code can read them and save them under its own names, unless a head is missing."""
     other = named_as(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
@@ -167,8 +168,8 @@ def unread(family: Family, stock: StockClass) -> tuple[str, ...]:
 
 
 def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
-    """Return whether the embedding serves as head, by the tensors. A stored head with equal values is a copy (``.bin``
-    files hold one), unless the config says explicitly that the two are separate."""
+    """Return whether the embedding serves as head, decided from the tensors. A stored head that equals the embedding
+    counts as a copy (``.bin`` files have one), unless the config explicitly says that the two are separate."""
     if family.head not in checkpoint.tensors:
         return True
     if says_untied(family, checkpoint.config):
@@ -177,7 +178,8 @@ def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
 
 
 def unsaid(family: Family, config: Mapping[str, object]) -> str:
-    """Return the absent keys whose stock defaults may ask for other tensors, as words for a message; else ""."""
+    """Return words for an error message on missing config keys whose stock defaults may imply other tensors; "" if
+    there are none."""
     words = {key: word for key, word in family.defaults.items() if isinstance(word, str)}
     parts = [f"{key!r} (stock code takes {word!r})" for key, word in words.items() if looked_up(config, key) is None]
     return f", with the config.json that says {' and '.join(parts)}" if parts else ""
@@ -259,7 +261,7 @@ def merge_signals(
 
 
 def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
-    """Return a tensor before any exponent, in the file's dtype, or in fp32 if generated or with a gain folded in."""
+    """Return a tensor before rescaling, in the file's dtype; in fp32 if it is generated or has a gain folded in."""
     if tensor.source is None:
         assert tensor.generate is not None
         return tensor.generate(tensor.shape[0], tensor.shape[1])
@@ -268,7 +270,7 @@ def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
 
 
 def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the values that stock code computes with: fp32 where it adds an offset, fp64 from fp64."""
+    """Return the values that stock code computes with: with an offset added in fp32 (or in fp64 for fp64 weights)."""
     if not tensor.offset:
         return weight
     return (weight if weight.dtype == torch.float64 else weight.float()) + tensor.offset
@@ -307,7 +309,7 @@ class ModelTensors:
 
 
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise UserError for a norm whose gains are all 0, since nothing behind it depends on its input."""
+    """Raise UserError for a norm whose gains are all 0: nothing behind it would depend on its input."""
     for path in layout.norms:
         tensor = layout.tensors.get(f"{path}.weight")
         name = None if tensor is None else tensor.source

@@ -2,10 +2,9 @@
 
 A *signal* flows between weights: the residual stream, one attention's values, the output of one norm. It may carry a
 power of two, one for each channel. A weight that writes a signal is multiplied by its factor along the axis that
-produces it; a weight that reads the signal is divided along the axis that consumes it. Queries and keys meet in a
-product that must not move, so queries are multiplied and keys divided. An element's exponent is the sum over its axes,
-each of which is ``multiplied_by(signal)``, ``divided_by(signal)`` or None.
-"""
+produces it; a weight that reads the signal is divided along the axis that consumes it. The product of queries and keys
+must not change, so queries are multiplied and keys divided. An element's exponent is the sum over its axes, each of
+which is ``multiplied_by(signal)``, ``divided_by(signal)`` or None."""
 
 from __future__ import annotations
 
@@ -43,12 +42,12 @@ class Kind(StrEnum):
 
     @property
     def has_price(self) -> bool:
-        """Whether an exponent of such a signal changes the function, so that no exact plan has one."""
+        """Whether an exponent on such a signal is an edit: it changes the function, so no exact plan has one."""
         return self in (Kind.ASYMPTOTIC, Kind.LOGITS, Kind.COLUMNS)
 
     @property
     def may_be_one_number(self) -> bool:
-        """Whether axes of any length can carry such a signal, which then has one exponent."""
+        """Whether the signal has a single exponent, so that axes of any length can carry it."""
         return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 
@@ -71,9 +70,9 @@ negative number at either end stands for so many elements that carry nothing: ne
 
 @dataclass(frozen=True)
 class Axis:
-    """The signal whose exponent an axis of a tensor carries, its sign there, and how its elements share channels.
-    ``others``: further signals that these elements carry, or that others of the axis's elements carry, where several
-    linears stand in one matrix."""
+    """An axis of a tensor that carries a signal's exponent, with its sign, and how its elements share the signal's
+    channels. ``others``: further signals on the same elements, or on other elements of the axis if several linears
+    share a matrix."""
 
     sign: Sign
     signal: str
@@ -81,29 +80,29 @@ class Axis:
     others: tuple[Axis, ...] = ()
 
     def beside(self, *others: Axis) -> Axis:
-        """Return this axis with further signals, carried by some or all of its elements."""
+        """Return this axis with other signals that it carries too, on the same or on other elements."""
         return replace(self, others=others)
 
 
 def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
-    """Return an axis signal by signal; () for None."""
+    """Return one axis for each signal that an axis carries; () for None."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
 
 def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that a signal's factor multiplies: where a weight writes the signal."""
+    """Return an axis that is multiplied by a signal's factor: its weight writes the signal."""
     return Axis(1, signal, spread)
 
 
 def divided_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that a signal's factor divides: where a weight reads the signal, or cancels its factor (keys)."""
+    """Return an axis that is divided by a signal's factor: its weight reads the signal, or is a key's."""
     return Axis(-1, signal, spread)
 
 
 @dataclass(frozen=True)
 class ObservationPoint:
-    """A site where a signal is observed: the sign of its exponent there, the module's path, the module's side, and how
-    the elements seen there share channels."""
+    """A site where a signal is observed: the sign of its exponent there, the module's path and side, and how the
+    elements there share channels."""
 
     sign: Sign
     module: str
@@ -112,34 +111,35 @@ class ObservationPoint:
 
 
 def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
-    """Return a module's output as a point where a signal's exponent is observed with this sign."""
+    """Return a module's output as an observation point of a signal, with the sign of the exponent there."""
     return ObservationPoint(sign, module, "output", spread)
 
 
 def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
-    """Return a module's input as a point where a signal's exponent is observed."""
+    """Return a module's input as an observation point of a signal."""
     return ObservationPoint(1, module, "input", spread)
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of the ``COLUMNS`` signal of a signal with a price."""
+    """Return the name of the ``COLUMNS`` signal for a signal of queries or of a gate."""
     return f"{signal}.columns"
 
 
 def made_by(columns: str) -> str:
-    """Return the name of the signal that has these columns."""
+    """Return the name of the signal that a ``COLUMNS`` signal belongs to."""
     return columns.removesuffix(columns_of(""))
 
 
 def before(norm: str) -> str:
-    """Return the name of the ``BEFORE_NORM`` signal of the norm at a path."""
+    """Return the name of the ``BEFORE_NORM`` signal for the norm at a path."""
     return f"{norm}.input"
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal. ``size``: the named size of its channels, or with ``spread`` of an axis whose elements share them so.
-    ``seen``: the sites where it can be observed. ``beside``: sites of another signal whose factor it joins."""
+    """``size``: the named size of its channels; with ``spread``, the size of an axis whose elements share channels in
+    that way. ``seen``: the sites where it can be observed. ``beside``: sites of another signal to whose factor this one
+    is added."""
 
     name: str
     kind: Kind
@@ -151,14 +151,13 @@ class Signal:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its name, the named sizes of its axes, and the signal whose exponent each axis carries, or None.
+    """One parameter: its name, the named sizes of its axes, and the signal that each axis carries, or None.
 
-    ``absent``: why it may be missing from a file, or "" where it must be there. ``generate``: makes its unscaled values
-    from its shape where stock code would. ``offset``: added to it by stock code, in fp32, before anything else;
-    exponents are of the sum, and the file holds the sum less the offset, rounded. ``ahead``: rows of a table of
-    positions before the first position's. ``in_fp32``: whether stock code keeps it in fp32 and chooses by it, so that
-    it is not rounded.
-    """
+    ``absent``: why it may be missing from a file, "" if it must be there. ``generate``: a function from its shape to
+    its unscaled values, if stock code computes them. ``offset``: a number that stock code adds to it, in fp32, before
+    use; exponents act on the sum, and the file holds the sum minus the offset, rounded. ``ahead``: unused rows before
+    the first position in a table of positions. ``in_fp32``: whether stock code keeps it in fp32 for a choice, so that
+    it must not be rounded."""
 
     name: str
     shape: tuple[str, ...]

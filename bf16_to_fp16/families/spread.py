@@ -1,7 +1,8 @@
-"""Axes whose elements share the channels of a signal, or partly carry none: values read by several query heads,
-channels turned into one another, neurons behind their gates in one matrix. A ``Spread`` lists factors of the axis,
-outermost first, of which every second one only repeats. A negative number at either end stands for so many elements
-that carry nothing."""
+"""Axes whose elements share the channels of a signal, or partly carry none: values that several query heads read,
+channels that a rotation mixes, neurons behind their gates in one matrix.
+
+A ``Spread`` lists factors of the axis length, outermost first; every second factor counts repetitions of a channel. A
+negative number at either end counts elements that carry no channel."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from .signals import Spread
 
 
 def without_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return the number of empty elements before, the factors between, and the number of empty elements behind."""
+    """Return the number of empty elements at the start, the factors between, and the number of empty elements at the
+    end."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after
@@ -34,7 +36,7 @@ def carrying(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return [elements, ...] from [channels, ...], zeros where an element has no channel."""
+    """Return [elements, ...] from [channels, ...], with zeros for elements without a channel."""
     if not spread:
         return values
     before, factors, after = without_ends(spread)

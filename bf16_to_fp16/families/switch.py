@@ -1,7 +1,8 @@
-"""Switch Transformers: T5 v1.0 in whose sparse blocks a router hands each token to one of several feed-forwards.
-Experts and router read one norm's output, so all of them are divided by its factor. The router computes in fp32
-whatever the model's dtype is. Nothing moves its logits, so they keep every bit, and its choice stays. Neurons move
-within each expert."""
+"""Switch Transformers: T5 v1.0 with sparse blocks, in which a router sends each token to one of several feed-forwards.
+
+Experts and router read one norm's output, so their weights are divided by its factor. The router computes in fp32
+whatever the model's dtype is. No exponent moves its logits, so they keep every bit, and its choice is the same. Neurons
+have exponents within each expert."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ LAYERS = {"encoder": "num_layers", "decoder": "num_decoder_layers"}
 
 
 def is_sparse(config: Mapping[str, object], stack: str, i: int) -> bool:
-    """Return whether block ``i`` of a stack has experts, as stock code decides: every n-th block from the second on. n:
-    the number of blocks over the number of sparse ones, rounded down; without sparse ones the number of blocks."""
+    """Return whether block ``i`` of a stack has experts, as stock code decides: every n-th block from the second on. n
+    is the number of blocks over the number of sparse ones, rounded down; without sparse ones the number of blocks."""
     keys = LAYERS[stack], f"num_sparse_{stack}_layers"
     layers, sparse = (number_of(SWITCH, config, key, "a number of layers", least=0) for key in keys)
     step = layers // sparse if sparse else layers
@@ -32,7 +33,8 @@ def is_sparse(config: Mapping[str, object], stack: str, i: int) -> bool:
 
 
 def experts(at: str, config: Mapping[str, object]) -> Part:
-    """Return the records of a router and its experts at ``at``; refuse a router that does not compute in fp32."""
+    """Return the part of a router and its experts at ``at``; raise UserError for a router that does not compute in
+    fp32."""
     if config[DTYPE] != "float32":
         raise UserError(
             f"config.json: {DTYPE!r} is {config[DTYPE]!r}; only a router in float32 chooses the same experts after"

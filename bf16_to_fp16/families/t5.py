@@ -1,15 +1,14 @@
 """T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), mT5, UMT5 and LongT5.
 
 Pre-norm, RMSNorm with its eps in the config, no biases, no scaling of scores. v1.0 has ReLU and uses the embedding as
-head after multiplying by d^-1/2; v1.1 and its descendants have a gate and a head of their own. The relative attention
-bias lives in the first block of each stack and is shared by the others.
+head after multiplying by d^-1/2; v1.1 and its descendants have a gate and a separate head. The relative attention bias
+is in the first block of each stack and shared by the others.
 
-LongT5 is T5 v1.1 whose encoder attends locally and, with ``transient-global``, to sums of all blocks of positions.
-Local attention differs from T5's in its mask alone. In transient-global attention the output of the sublayer's norm is
-summed over blocks of positions, the sums go through a norm of their own, and keys and values are made of both. That
-norm has the eps of all others, scaled by the square of the residual stream's factor. So the sums, and with them the
-output of the first norm, must carry the stream's factor too, the same in every channel.
-"""
+LongT5 is T5 v1.1 with an encoder that attends locally and, with ``transient-global``, to sums of all blocks of
+positions. Local attention differs from T5's only in its mask. In transient-global attention the output of the
+sublayer's norm is summed over blocks of positions, the sums go through a norm of their own, and keys and values are
+computed from both. That norm has the eps of all others, scaled by the square of the residual stream's factor. So the
+sums, and with them the output of the first norm, must carry the stream's factor too, the same in every channel."""
 
 from __future__ import annotations
 
@@ -28,7 +27,8 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return an attention's records. memory: it reads the encoder. shared: the attention with its position bias."""
+    """Return the part of an attention. memory: whether it reads the encoder. shared: the attention whose position bias
+    it uses."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -49,7 +49,7 @@ def with_table(part: Part, name: str) -> Part:
 
 
 def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
-    """Return a feed-forward's records. projection: the config's name, of which stock code reads "gated-gelu" as
+    """Return the part of a feed-forward. projection: the config's name for it; stock code reads "gated-gelu" as
     gelu_new."""
     m, gated = f"{at}.{module}", projection.startswith("gated-")
     return feed_forward(
@@ -68,7 +68,7 @@ def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
 
 
 def blocks(*, every: bool = False) -> tuple[Stack, Stack]:
-    """Return encoder and decoder. every: each block has a position bias of its own, instead of the first block's."""
+    """Return encoder and decoder. every: whether each block has its own position bias, instead of the first block's."""
 
     def attending(stack: str, i: int) -> Part:
         first = f"{stack}.block.0.layer.0.SelfAttention"

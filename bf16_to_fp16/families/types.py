@@ -1,4 +1,5 @@
-"""What a model family declares, as pure data: its stock classes, its blocks, its config keys and their meaning."""
+"""The vocabulary in which a model family is declared, as pure data: its stock classes, its blocks, its config keys and
+their meaning."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from .wiring import Projector, StockAttributes, Topology
 @dataclass(frozen=True)
 class Part:
     """Signals and tensors that belong together: a sublayer, an embedding, a head. Signals of the same name in several
-    parts are one signal, with all their ``seen`` entries. ``topology``: the connections of the modules, None where
-    there are none: states that users read."""
+    parts are one signal, with all their ``seen`` entries. ``topology``: the connections of its modules; None for states
+    that users read, which have none."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -26,14 +27,12 @@ class Part:
 class StockClass:
     """A class of transformers that loads a family's checkpoints.
 
-    ``names``: the one to load with, then older ones. ``decodes``: whether it has a decoder. ``takes_decoder_ids``:
-    whether it must be given the decoder's ids; else it makes them from the encoder's. ``end``: the reader of the last
-    norm's output; None for a language-modelling head, whose tensors say whether it is the embedding. ``gives``: the
-    fields of its output. ``body``: the module that holds the stacks, "" for the model itself. ``reads_end_token``:
-    whether its head reads only the last end token of a row; ``reads_last_token``: only the last token that is not
-    padding. ``auto``: the Auto class that loads it, "" for the usual
-    one.
-    """
+    ``names``: the current name first, then older ones. ``decodes``: whether it has a decoder. ``takes_decoder_ids``:
+    whether it needs the decoder's ids; else it makes them from the encoder's. ``end``: the head on the last norm's
+    output; None for a language-modelling head, since the tensors decide whether that is tied. ``gives``: the fields of
+    its output. ``body``: the module that holds the stacks, "" for the model itself. ``reads_end_token``: whether its
+    head reads only the last end token of a row; ``reads_last_token``: only the last token that is not padding.
+    ``auto``: the Auto class that loads it, "" for the usual one."""
 
     names: tuple[str, ...]
     decodes: bool = False
@@ -47,7 +46,7 @@ class StockClass:
 
     @property
     def answers_rows(self) -> bool:
-        """Whether it has one output for a row."""
+        """Whether it has one output per row."""
         return self.reads_end_token or self.reads_last_token
 
     @property
@@ -58,7 +57,8 @@ class StockClass:
 
 @dataclass(frozen=True)
 class Stack:
-    """A column of blocks. ``layers``: config key of their number. ``block(config, i)``: the parts of block i."""
+    """A sequence of blocks. ``layers``: config key of their number. ``block(config, i)``: returns the parts of block
+    i."""
 
     layers: str
     block: Callable[[Mapping[str, object], int], Sequence[Part]]
@@ -74,8 +74,8 @@ class OutputScale(StrEnum):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A standard deviation: one over the root of the product of the named sizes ``over``, 1 where there are none.
-    ``scaled``: multiplied by the family's factor, see ``Initialisation``."""
+    """A standard deviation for initialisation: one over the root of the product of the named sizes ``over``; 1 if there
+    are none. ``scaled``: multiplied by the family's factor (see ``Initialisation``)."""
 
     over: tuple[str, ...] = ()
     scaled: bool = True
@@ -83,9 +83,9 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Initialisation:
-    """How the stock class draws its weights; biases begin at 0. ``factor``: config key of the number that multiplies
-    deviations, ``default`` where the config has none. ``modules``: deviations by the last part of a module's name, or
-    by a pattern for its whole name; the first that fits counts. None for weights that are not drawn."""
+    """How the stock class draws its weights; biases begin at 0. ``factor``: config key of a number that multiplies
+    deviations, ``default`` if the config has none. ``modules``: deviations by the last part of a module's name, or by a
+    pattern for its whole name; the first match counts. None for weights that are not drawn."""
 
     factor: str
     default: float
@@ -117,7 +117,7 @@ class Quotient:
 
 @dataclass(frozen=True)
 class OfLayers:
-    """A default that is the value of a key in ``per_layer_config``, ``otherwise`` where no layer has one."""
+    """A default that is the value of a key in ``per_layer_config``; ``otherwise`` if no layer has one."""
 
     key: str
     otherwise: object
@@ -128,10 +128,10 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """The names of experts in files, where stock code gathers all experts in two tensors: each has its own linears.
-    ``inside``: the module around them in files, "" where stock code has the same name. ``at``: the module that gathers
-    them. ``gates``, ``outputs``: its tensors, of gates and neurons [experts, 2 · neurons, width] and of outputs
-    [experts, width, neurons]."""
+    """The names of experts in files, where each has its own linears, while stock code fuses all experts in two tensors.
+    ``inside``: the module around them in files, "" if it has the same name in stock code. ``at``: the module of the
+    fused tensors. ``gates``, ``outputs``: its tensors, of gates and neurons [experts, 2 · neurons, width] and of
+    outputs [experts, width, neurons]."""
 
     gate: str = "gate_proj"
     linear: str = "up_proj"
@@ -151,7 +151,7 @@ class Sum:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family, with all that the package knows of this family alone; pure data."""
+    """A model family, with everything that the package knows only about this family; pure data."""
 
     name: str
     title: str
@@ -226,7 +226,7 @@ class Family:
 
     @property
     def projector(self) -> Projector | None:
-        """The part that puts another model's outputs in the places of embeddings, or None."""
+        """The part that replaces embeddings by another model's outputs, or None."""
         parts = self.brings({}) if self.brings is not None else ()
         return next((part.topology for part in parts if isinstance(part.topology, Projector)), None)
 
@@ -239,7 +239,8 @@ class Family:
         return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
 
     def giving_states(self, *, decodes: bool) -> str | None:
-        """Return the name of the stock class, with or without a decoder, that returns only last states; else None."""
+        """Return the name of the stock class that returns only last states; None if there is none. decodes: with a
+        decoder."""
         fitting = (each for each in self.classes if each.gives == ("last_hidden_state",) and each.decodes == decodes)
         return next((each.names[0] for each in fitting), None)
 

@@ -7,9 +7,9 @@ from dataclasses import KW_ONLY, dataclass
 
 @dataclass(frozen=True)
 class StockAttributes:
-    """Attributes of the stock class's modules with numbers that the bounds depend on; "" where the class has none.
-    ``heads``, ``head_size``: of an attention; ``groups``: the number of query heads for each head of keys and values.
-    ``embedding_scale``: the factor on the embedding, of a stack or of an embedding that scales itself."""
+    """Names of attributes of stock modules that hold numbers for the bounds; "" if the class has none. ``heads``,
+    ``head_size``: of an attention. ``groups``: the number of query heads per key head. ``embedding_scale``: the factor
+    on the embedding, an attribute of the stack or of the embedding."""
 
     head_size: str
     heads: str = ""
@@ -19,11 +19,12 @@ class StockAttributes:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions: each pair of channels of a query or key is turned by an angle. at: the module of the cosines
-    and sines, "" where the layer turns nothing, which a bound on every rotation covers. factor: their largest
-    multiplier, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i + half of those that are turned.
-    turned: the number of a head's channels that are, 0 for all; the others stay, and count as pairs too. growth: (g, n)
-    multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
+    """Rotary positions: each pair of channels of a query or key is rotated by an angle.
+
+    at: the module of cosines and sines, "" if the layer rotates nothing; the bounds of a rotation cover that. factor:
+    the largest factor on them, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i + half of the
+    rotated ones. turned: the number of a head's channels that are rotated, 0 for all; the others stay, but count as
+    pairs too. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
 
     at: str
     factor: float = 1.0
@@ -34,8 +35,8 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Attention:
-    """The connections of an attention sublayer's modules, for the bounds on the values between them. Names without
-    another remark are module paths or, with a colon, sites as audits name them; "" is for none."""
+    """The connections of an attention sublayer's modules, for bounds on the values between them. Unless stated
+    otherwise, names are module paths or, with a colon, sites as audits name them; "" is for none."""
 
     at: str  # the module that forms the scores
     norm: str  # "" where its linears read the stream itself
@@ -84,8 +85,8 @@ class Attention:
 
     @property
     def scaling(self) -> tuple[str, ...]:
-        """The sites at which scores are multiplied by a number, or queries and keys by its root. Rotary positions take
-        four products before, and growing queries one more."""
+        """The sites where scores are multiplied by a number, or queries and keys by its root. Rotary positions take
+        four products before them, and growing queries one more."""
         if self.divides:
             return (f"{self.at}:div",)
         first = 1 if not self.turns else 6 if self.rotary is not None and self.rotary.growth else 5
@@ -93,18 +94,20 @@ class Attention:
 
     @property
     def joining(self) -> str:
-        """The site at which bias and mask join the scores."""
+        """The site where position bias and mask are added to the scores."""
         return f"{self.at}:add#3" if self.turns else f"{self.at}:add"
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The connections of a feed-forward sublayer's modules. ``at``: the module that forms the product. ``gate``: path
-    of the linear whose activation multiplies ``linear``'s output, "" for a plain sublayer, whose ``linear`` is
-    activated itself. ``activation``: its name in the config; ``act``: the module that applies it. ``norm``, ``add``,
-    ``post_norm`` as in ``Attention``; ``dropouts``: of the neurons, of the output. ``fused``: numbers of rows of gate
-    and ``linear``, where one module computes both. ``scalar``: tensor with the number that multiplies the stream behind
-    this sublayer, "" for none; ``scaled``: the site of that product."""
+    """The connections of a feed-forward sublayer's modules.
+
+    ``at``: the module that computes the product of gate and neurons. ``gate``: path of the linear whose activation
+    multiplies ``linear``'s output; "" for a plain sublayer, whose ``linear`` has the activation itself. ``activation``:
+    its name in the config; ``act``: its module. ``norm``, ``add``, ``post_norm`` as in ``Attention``. ``dropouts``: of
+    the neurons, of the output. ``fused``: row counts of gate and ``linear`` if one module computes both. ``scalar``:
+    tensor of a number that multiplies the stream after this sublayer, "" for none; ``scaled``: the site of that
+    product."""
 
     at: str
     norm: str
@@ -127,7 +130,8 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Experts:
-    """The connections of a sublayer with several feed-forwards, of which each token takes some.
+    """The connections of a sublayer with a router and several feed-forwards (experts), some of which run for each
+    token.
 
     ``at``: the module that hands tokens out and gathers their outputs, 0 for a token that no expert takes. ``norm``,
     ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses by its scores. ``classifier``: the
@@ -141,8 +145,7 @@ class Experts:
     ``sigmoid``: whether scores are sigmoids of the logits, and not a softmax. ``normalised``: config key of whether a
     token's weights are divided by their sum, "" for always. ``scaling``: config key of a number that multiplies them,
     "" for none. ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a feed-forward
-    that also takes every token, with a weight of 1; ``sum``: the site where it joins the others.
-    """
+    that also takes every token, with a weight of 1; ``sum``: the site where it joins the others."""
 
     at: str
     norm: str
@@ -175,17 +178,15 @@ class Experts:
 class StackEnds:
     """The beginning and the end of a stack.
 
-    ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" for none. ``scale``:
-    config key of the switch that multiplies the embedding by √d, "" for none. ``norm``: the final one. ``dropouts``:
-    after the embedding, after the final norm. ``scales_itself``: the embedding's own module multiplies by √d; with
-    ``scale`` "" it always does, by √d rounded to the dtype of its weight. ``scales``: the stack multiplies by √d,
-    rounded likewise, also what is passed in place of the embedding; ``multiplies``: by the family's multiplier of
-    embeddings. ``table``: tensor of the embedding, "" for the
-    family's.
+    ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" for none. ``norm``:
+    the final one. ``dropouts``: after the embedding, after the final norm. ``table``: tensor of the embedding, "" for
+    the family's. ``first_norm``: a norm of the embedding and its positions, whose output begins the residual stream, ""
+    for none. Its input carries no factor, so its eps stays: the family must have no ``eps_key``.
 
-    ``first_norm``: the norm of the embedding and its positions, whose output begins the residual stream, "" for none.
-    Its input carries no factor, so its eps stays: the family must have no ``eps_key``.
-    """
+    Several fields say how the embedding is scaled. ``scale``: config key of a switch that multiplies it by √d, "" for
+    none. ``scales_itself``: the embedding's own module multiplies by √d; with ``scale`` "" it always does, by √d
+    rounded to the dtype of its weight. ``scales``: the stack multiplies by √d, rounded likewise, also
+    ``inputs_embeds``. ``multiplies``: the stack multiplies by the family's embedding multiplier."""
 
     at: str
     embedding: str
@@ -201,12 +202,12 @@ class StackEnds:
 
     @property
     def rounds_scale(self) -> bool:
-        """Whether √d is rounded to the dtype of the embedding before it multiplies."""
+        """Whether √d is rounded to the embedding's dtype before it multiplies."""
         return self.scales or (self.scales_itself and not self.scale)
 
     @property
     def scaling(self) -> str:
-        """The site at which stock code multiplies by √d or another number, where it does."""
+        """The site where stock code multiplies the embedding by √d or another number."""
         return f"{self.embedding if self.scales_itself else self.at}:mul"
 
     @property
@@ -220,8 +221,8 @@ class StackEnds:
 
 @dataclass(frozen=True)
 class HeadLinear:
-    """A linear of a head. ``at``: its module path. ``weight``, ``bias``: tensors; the embedding where it serves as
-    head, "" for no bias. ``tanh``: the site of the tanh behind it, "" for none."""
+    """A linear of a head. ``at``: its module path. ``weight``, ``bias``: tensors; the embedding for a tied head, "" for
+    no bias. ``tanh``: the site of the tanh behind it, "" for none."""
 
     at: str
     weight: str
@@ -231,9 +232,9 @@ class HeadLinear:
 
 @dataclass(frozen=True)
 class Head:
-    """The reader of the last norm's output: linears, one after another. ``at``: the module that computes them.
-    ``dropout``: the dropout module before each of the linears, "" for none. ``cap``: config key of a soft cap on the
-    logits, as in ``Attention``, which the model itself applies."""
+    """The linears on the last norm's output, one after another. ``at``: the module that computes them. ``dropout``: the
+    dropout module before each of the linears, "" for none. ``cap``: config key of a soft cap on the logits, as in
+    ``Attention``; the model itself applies it."""
 
     at: str
     linears: tuple[HeadLinear, ...]
@@ -250,16 +251,16 @@ class Projector:
 
     ``at``: the module that computes both. ``pool``: the site that averages several outputs into each input of the norm,
     "" for none. ``add``: the site where they replace embeddings, or join the stream. ``norm``: module path, with an eps
-    of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm. A LayerNorm may lose the variation beside a
-    large mean, so that bounds hold for outputs of up to ``MOST_MEAN`` in the mean. ``joined``: number of the norm's
-    outputs that the first linear reads at once; ``by_channel``: with one channel's values side by side. ``shares_eps``:
-    whether the norm has the text model's eps, which scales with the stream's exponent, so that its output drifts.
-    ``weight``: tensor of the only linear, [inputs, outputs], "" where modules have it: ``merging``, "" for none, then
-    those of ``feed_forward``, if any, with the activation between them. ``tower``: the other model's module, of which
-    nothing is known: its tensors are carried over as they are, and no bound covers its inside. ``behind``: the site of
-    the stream's sum to which these outputs are added, "" where they replace embeddings. ``image``: the inputs of the
-    tower. ``gives``: the field of the stock class's output with the brought values, "" for none.
-    """
+    of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm. Beside a large mean a LayerNorm may lose the
+    variation, so its bounds hold for outputs whose mean is at most ``MOST_MEAN``. ``joined``: how many of the norm's
+    outputs the first linear reads at once; ``by_channel``: interleaved by channel. ``shares_eps``: whether the norm has
+    the text model's eps, which scales with the stream's exponent, so that its output drifts.
+
+    ``weight``: tensor of the only linear, [inputs, outputs]; "" if there are modules instead: ``merging`` ("" for
+    none), then those of ``feed_forward``, if any. ``tower``: the other model's module, of which nothing is known: its
+    tensors are carried over unchanged, and no bound covers its inside. ``behind``: the site of the stream's sum to
+    which these outputs are added, "" if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the
+    field of the stock class's output that has these outputs, "" for none."""
 
     at: str
     add: str
@@ -280,7 +281,7 @@ class Projector:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """The inputs by which a stock class takes an image. Fields without another remark are config keys.
+    """The arguments through which a stock class takes an image. Unless stated otherwise, fields are config keys.
 
     ``token``: of the id that the outputs replace. ``channels``: of an image, "" for 3. ``size``: of its height and
     width in pixels; "" where the model takes any size, and the audit's image has two merged patches each way.
@@ -289,8 +290,7 @@ class ImageInput:
     times that each pixel is given; "" for whole images. ``marks``: the argument that is 1 at these ids, "" for none.
     ``sizes``: the argument with an image's size: for whole images in pixels, else as the numbers of frames and of
     patches in height and width. ``places``: the argument with the column and row of each patch, for images that are
-    given as rows of patches.
-    """
+    given as rows of patches."""
 
     token: str
     channels: str
