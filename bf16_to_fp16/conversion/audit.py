@@ -35,7 +35,7 @@ from ..report.observed_tiers import largest_seen, tiers_of
 from ..report.remedies import NO_FAMILY, next_command, over_limits, overflowing, unsafe_sites
 from ..report.schema import Environment, Inputs, Report, Source
 from ..results import dump
-from .opening import classified, opened_with_notes
+from .opening import layout_with_notes, opened_with_notes
 
 BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether they hold is reported
 
@@ -67,7 +67,7 @@ def subject_of(
         inputs = batches_of(model, data, **probe)
         blind = {"blind_padding": any(batch.blind for batch in inputs)}
         return Subject(model.name, model.attention, inputs, partial(audit_any, model, inputs), known=blind)
-    layout = classified(checkpoint, progress)
+    layout = layout_with_notes(checkpoint, progress)
     attention = attentions_of(layout.stock.names[0], attention, progress)
     converted = is_converted(checkpoint.folder)
     known: dict[str, Any] = {"target": None, "padding": padding_entry(layout.config)}

@@ -19,7 +19,7 @@ from ..report.remedies import next_command, over_limits
 from ..report.schema import Environment, Report, Source, recorded_target
 from ..results import dump
 from ..targets import WHERE
-from .opening import classified, opened_with_notes
+from .opening import layout_with_notes, opened_with_notes
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ def certify(
     arithmetic = Arithmetic(max_length)  # refuses an impossible length
     on = Device(device, progress)
     checkpoint = opened_with_notes(source, subfolder, config, progress)
-    layout = classified(checkpoint, progress, max_length)
+    layout = layout_with_notes(checkpoint, progress, max_length)
     certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress)
     if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
         progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")

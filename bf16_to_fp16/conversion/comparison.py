@@ -54,7 +54,7 @@ def other_weights(original: Checkpoint, report: Report) -> Iterator[tuple[str, s
             yield name, "is not the file that was converted", RIGHT_REVISION
 
 
-def replayed(
+def replay_differences(
     original: Checkpoint, layout: Layout, plan: Plan, checkpoint: Checkpoint, report: Report
 ) -> Iterator[tuple[str, str]]:
     """Apply the plan to the original; yield each difference from the checkpoint, in bytes, config and carried files."""

@@ -1,5 +1,5 @@
 """The command ``convert``: from a bf16 checkpoint to a rescaled, certified and audited fp16 checkpoint. Its steps:
-open, bound, observe, plan, write, bound and measure the written files. ``out`` appears only after the last."""
+open, observe, bound, plan, write, bound and measure the written files. ``out`` appears only after the last."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
         )
 
 
-def classified(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
+def layout_with_notes(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
     """Return the checkpoint's layout. Print notes on tensors that the config's class does not read and, given
     ``max_length``, on the limits of the proof. Raises UserError where nothing can be proven."""
     layout = agreed_layout(checkpoint)

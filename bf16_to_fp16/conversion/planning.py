@@ -55,7 +55,7 @@ from .editing import (
     outputs_on_text,
     scaled_by,
 )
-from .opening import classified, opened_with_notes, say_where_saved_again
+from .opening import layout_with_notes, opened_with_notes, say_where_saved_again
 from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
@@ -104,7 +104,7 @@ def open_source(
     place.check(checkpoint.folder)
     say_where_saved_again(checkpoint, progress)
     checkpoint = read_as_class(checkpoint, options.as_class, progress)
-    layout = classified(checkpoint, progress, options.max_length)
+    layout = layout_with_notes(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
     layout = replace(layout, held_eps=options.held_eps(layout))
     check_norms(checkpoint, layout)

@@ -49,7 +49,7 @@ from ..rescaling.plan import Plan, mark_of
 from ..results import CertificateEntry, dump
 from ..targets import TARGETS
 from ..wording import listed
-from .comparison import differences, other_weights, replayed
+from .comparison import differences, other_weights, replay_differences
 from .evidence import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
 from .file_checks import check_foreign, check_hashes, check_tensors, check_tokenizer, check_unread
 from .locating import locate, read_recorded
@@ -184,7 +184,7 @@ def check_contents(
             agreed_layout(original)
             before = resolve(original, untie=plan.untied_head)
             with progress.step("Replaying the plan"):
-                found.add("replay", replayed(original, before, plan, checkpoint, report))
+                found.add("replay", replay_differences(original, before, plan, checkpoint, report))
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1:
         raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")

@@ -14,7 +14,7 @@ from ..checkpoint.contents import MODULES
 from ..checkpoint.folder import TOKENIZER_FILES
 from ..families.known import architectures, class_named, loading_class, named
 from . import coverage, facts, remedies
-from .markdown import changes_text, environment, notice, origin, results_text
+from .markdown import changes_text, notice, origin, results_text, templates
 from .schema import Report
 
 TAGS = ("fp16", "bf16-to-fp16")
@@ -42,7 +42,7 @@ def render_card(report: Report, config: Mapping[str, Any]) -> str:
         tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
         **inherited,
     )
-    template = environment().get_template("card.md.jinja")
+    template = templates().get_template("card.md.jinja")
     text = template.render(
         report=report,
         results=results_text(report),

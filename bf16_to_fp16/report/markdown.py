@@ -24,7 +24,7 @@ def results_text(report: Report, *, on_page: bool = False) -> str:
     close, run = report.fidelity, report.finetune
     reference = "finetuned model in fp32" if run else close.reference if close is not None else ""
     names = "the same in bf16" if run else "source in bf16", "output in fp16" if on_page else "this in fp16"
-    template = environment().get_template("results.md.jinja")
+    template = templates().get_template("results.md.jinja")
     return template.render(
         report=report,
         on_page=on_page,
@@ -47,12 +47,12 @@ def changes_text(report: Report) -> str:
     losses = [loss for loss in evaluated if isinstance(loss, (int, float))]
     kept = None if run is None else run.fidelity
     moved = sections.closeness_table(kept, "original in fp32", "original in bf16", "this in fp16")
-    template = environment().get_template("changes.md.jinja")
+    template = templates().get_template("changes.md.jinja")
     return template.render(report=report, losses=losses, moved=moved) if report.plan else ""
 
 
 @cache
-def environment() -> Environment:
+def templates() -> Environment:
     made = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

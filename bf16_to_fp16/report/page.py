@@ -104,7 +104,7 @@ def write_page(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     rows = site_rows(report)
-    template = environment().get_template("page.html.jinja")
+    template = page_templates().get_template("page.html.jinja")
     return template.render(
         report=report,
         results=markdown.results_text(report, on_page=True),
@@ -118,8 +118,8 @@ def render(report: Report) -> str:
 
 
 @cache
-def environment() -> Environment:
-    made = markdown.environment().overlay(autoescape=True)
+def page_templates() -> Environment:
+    made = markdown.templates().overlay(autoescape=True)
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
     made.filters = made.filters | {
         "breakable": lambda name: Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name))))),
