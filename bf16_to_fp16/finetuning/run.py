@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,9 +76,8 @@ def finetune(
     checkpoint = open_checkpoint(recipe.source, recipe.subfolder)
     check_out(out, recipe.source, checkpoint.folder, force=force)
     progress = progress_of(progress)
-    alone = None if force else partial(converted_alone, recipe, progress)
     with saying_where_it_stopped(run_folder(recipe)):
-        run = train(recipe, checkpoint, progress=progress, alone=alone)
+        run = train(recipe, checkpoint, progress=progress, if_needed=not force)
     if not isinstance(run, Run):
         return run
     if run.weights is None:
@@ -127,14 +126,14 @@ def train(
     checkpoint: Checkpoint,
     *,
     progress: Progress | bool | None = None,
-    alone: Callable[[], Conversion | None] | None = None,
+    if_needed: bool = False,
 ) -> Run | Conversion | None:
-    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. alone: a conversion to try
-    first if the rescaled start already fulfils the recipe; the first process returns it, the others None. Raises
+    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. if_needed: where the
+    rescaled start already fulfils the recipe, convert only; the first process returns that, the others None. Raises
     UserError where the device's memory is full."""
     linear = torch.nn.functional.linear
     try:
-        return _train(recipe, checkpoint, progress, alone)
+        return _train(recipe, checkpoint, progress, if_needed)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{shown(find_device(recipe.device))} is out of memory; give a smaller data.batch_size and more"
@@ -158,10 +157,7 @@ def check_memory(recipe: Recipe, student: Any, accelerator: Any) -> None:
 
 
 def _train(
-    recipe: Recipe,
-    checkpoint: Checkpoint,
-    progress: Progress | bool | None,
-    alone: Callable[[], Conversion | None] | None,
+    recipe: Recipe, checkpoint: Checkpoint, progress: Progress | bool | None, if_needed: bool
 ) -> Run | Conversion | None:
     from accelerate.utils import broadcast_object_list
 
@@ -190,7 +186,7 @@ def _train(
         if main:
             report = rehearse(recipe, folder, corpus, progress)
             enough = report["proof"] == "certified" and recipe.is_met_by(report["certificate"]["headroom_bits"])
-            converted = alone() if enough and alone is not None else None
+            converted = converted_alone(recipe, progress) if enough and if_needed else None
         if broadcast_object_list([converted is not None])[0]:
             if main:  # of the folder what this run has written, and nothing else
                 shutil.rmtree(start)

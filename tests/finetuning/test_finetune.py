@@ -283,7 +283,9 @@ def test_only_a_fitting_start_begins_in_fp16(tmp_path: Path, source: Path, monke
     and of the conversion nothing is left."""
     without_edits(monkeypatch)
     recipe, two = written(source, tmp_path), ("schedule.steps=2",)
-    run = train(read_recipe(recipe, two), open_checkpoint(source), alone=lambda: None)
+    with monkeypatch.context() as unproven:
+        unproven.setattr("bf16_to_fp16.finetuning.run.converted_alone", lambda recipe, progress: None)
+        run = train(read_recipe(recipe, two), open_checkpoint(source), if_needed=True)
     assert isinstance(run, Run) and run.entry.steps == 2
     assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp16"] * 2
     large = tiny_model()
