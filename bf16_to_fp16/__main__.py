@@ -51,7 +51,7 @@ def main() -> int:
 
 
 class _Data:
-    """Standard output. Without it the work is lost, so a failed write, such as on a full disk, is a UserError."""
+    """Standard output. A write that fails, as on a full disk, is a UserError: the result would be lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -81,7 +81,7 @@ class _Data:
 
 
 class _Talk(_Data):
-    """Standard error. A failed write is ignored: the work goes on without it."""
+    """Standard error. A write that fails is ignored: the work goes on without it."""
 
     def refused(self, error: OSError) -> None:
         if isinstance(error, BrokenPipeError):

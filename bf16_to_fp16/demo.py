@@ -1,5 +1,5 @@
-"""The demonstration: three small shipped checkpoints, trained in bf16, that break in fp16 until converted. ``recipes/``
-has their training and enlargement."""
+"""The demonstration: three small packaged checkpoints, trained in bf16, that break in fp16 until converted.
+``recipes/`` has their training and enlargement."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ TEXT = "held_out.txt"
 
 
 def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, Any]]:
-    """Audit each shipped checkpoint in fp16, convert it into ``out``, and return the reports. ``show``: print the
-    tables. Raises UserError, before any work, where ``out`` cannot hold them."""
+    """Audit each packaged checkpoint in fp16, convert it into ``out``, and return the reports. show: print the tables.
+    Raises UserError, before any work, if ``out`` cannot hold the results."""
     for name in CHECKPOINTS:
         check_out(out / name, force=True)
     reports = []

@@ -1,6 +1,6 @@
-"""Devices by name, and NVIDIA's cards as their driver tells of them: a torch without CUDA sees no card, and its
-``is_bf16_supported`` counts emulation. Work that runs out of device memory continues on the CPU. torch is slow, so
-imported late."""
+"""Devices by name, and NVIDIA's cards as their driver reports them: a torch without CUDA sees no card, and its
+``is_bf16_supported`` counts emulation. Work that runs out of device memory continues on the CPU. torch is slow to
+import, so it is imported late."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def how_to_mend(capability: tuple[int, int]) -> str:
 
 
 def check_torch_uses_cards() -> None:
-    """Raise UserError where the driver shows a card that the installed torch cannot compute on."""
+    """Raise UserError if the driver lists a card that the installed torch cannot compute on."""
     import torch
 
     if torch.cuda.is_available() or not (seen := cards()):
@@ -138,7 +138,8 @@ def without_kernels(device: torch.device) -> str:
 
 
 def check_auto_uses_the_card(name: str) -> None:
-    """Raise UserError where ``auto`` would choose the CPU beside a card: for hours of work the CPU must be named."""
+    """Raise UserError if ``auto`` would choose the CPU although there is a card: hours of work on a CPU must be asked
+    for."""
     import torch
 
     if name != "auto":
@@ -159,7 +160,7 @@ def shown(device: torch.device) -> str:
 
 
 class Device:
-    """A device for parts of the work. ``used``: for each part the devices that it ran on, in order."""
+    """A device for parts of the work. ``used``: by part, the devices that it ran on, in order."""
 
     def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
         self.progress = progress or Progress(quiet=True)
@@ -168,7 +169,8 @@ class Device:
         self.used: dict[str, list[str]] = {}
 
     def run(self, part: str, work: Callable[[torch.device], T], *, wide: bool = False) -> T:
-        """Return ``work(device)``, or if its memory is full, say so and return ``work(cpu)``. wide: MPS lacks fp64."""
+        """Return ``work(device)``; if the device's memory is full, print that and return ``work(cpu)``. wide: the work
+        needs fp64, which MPS lacks."""
         import torch
 
         on_cpu, place = torch.device("cpu"), self.asked
@@ -216,7 +218,8 @@ def products_on(device: Device, part: str) -> Iterator[None]:
 
 
 def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run a function of CPU tensors on the device of ``products_on``; out of memory, repeat that call on the CPU."""
+    """Run a function of CPU tensors on the device of ``products_on``; a call that runs out of memory is repeated on the
+    CPU."""
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:

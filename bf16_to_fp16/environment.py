@@ -1,4 +1,4 @@
-"""The report's ``environment``: the versions and devices that its figures were made with."""
+"""The report's ``environment``: versions and devices of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy", "ma
 
 
 def environment(device: str, used: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return versions, devices and dtype. device: as asked for. used: the devices of each part of the work."""
+    """Return versions, devices and dtype. device: as requested. used: the devices of each part of the work."""
     return {
         "versions": {name: installed(name) for name in PACKAGES},
         "python": platform.python_version(),

@@ -1,4 +1,4 @@
-"""JSON from other programs: every unusable text raises the same error."""
+"""Parse JSON from other programs: every unusable text raises the same error."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Progress on standard error: a bar on a terminal (by rich, which heeds ``NO_COLOR``) or in a notebook, else lines; and
-printed text without hidden characters."""
+"""Progress on standard error: a bar on a terminal (by rich, which respects ``NO_COLOR``) or in a notebook, else lines.
+Also the escaping of hidden characters in printed text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Advance = Callable[[int, int], None]  # called with (done, total) as work procee
 
 
 def visible(text: str, *, as_json: bool = False) -> str:
-    """Escape hidden characters but newline and tab, since names from files could steer a terminal or hide text: as
-    Python does, or with ``as_json`` as JSON does, so that JSON stays JSON."""
+    """Escape hidden characters except newline and tab, since names from files could steer a terminal or hide text.
+    as_json: escape as JSON does, so that JSON stays valid; else as Python does."""
     if text.isprintable():
         return text
     return "".join(
@@ -43,7 +43,7 @@ class VisibleConsole(Console):
 
 
 class Progress:
-    """Shows progress on standard error, or in a notebook; nothing with ``quiet``, the default of library calls."""
+    """Shows progress on standard error or in a notebook. ``quiet``, the default for library calls, shows nothing."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)
@@ -57,7 +57,7 @@ class Progress:
 
     @contextmanager
     def step(self, text: str) -> Iterator[Advance]:
-        """Announce a step and yield a function that shows how far it is: a bar on a terminal or in a notebook."""
+        """Announce a step; yield a function that updates its progress bar."""
         notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None  # which draws the bars there
         if not self.console.is_terminal and not notebook:
             self.say(text)

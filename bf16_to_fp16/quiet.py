@@ -1,4 +1,4 @@
-"""Silence the libraries below. Their settings hold for the whole process, so they are put back."""
+"""Silence other libraries. Their settings are global to the process, so they are restored afterwards."""
 
 from __future__ import annotations
 

@@ -20,21 +20,23 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """A norm's input: the largest ‖x‖₂ of a token, and the tokens' variances as fp64 [k, 2], each with the share of
-    tokens within a sixteenth of a binade. The variance is an RMS norm's mean square, for ``nn.LayerNorm`` centred."""
+    """The range of a norm's input: the largest ‖x‖₂ of a token, and the tokens' variances as fp64 [k, 2]: values, each
+    with the share of tokens within a sixteenth of a binade. The variance is the mean square; for ``nn.LayerNorm`` it is
+    centred."""
 
     norm_max: float
     variances: Tensor
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return, for each variance, the factor that an unscaled eps puts on the norm's output when the input is scaled
-        by 2^exponent, and the share of tokens. fixed: the eps of a tool that ignores the model's."""
+        """Return, for each variance, a factor and the share of tokens. The factor is the change of the norm's output if
+        its input is scaled by 2^exponent but eps is not. fixed: the eps of a tool that ignores the model's."""
         variance, shares = self.variances.unbind(1)
         met = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + met)).sqrt(), shares
 
     def drift(self, eps: float, exponent: int) -> float:
-        """Return the root mean square of ``kept``'s factor − 1, relative to the norm's output before gains."""
+        """Return the root mean square of ``kept``'s factor − 1: the relative change of the norm's output before
+        gains."""
         kept, shares = self.kept(eps, exponent)
         power = shares * self.variances[:, 0] / (self.variances[:, 0] + eps)  # far under eps no output is left
         return float((power * (kept - 1).square()).sum() / power.sum()) ** 0.5 if power.any() else 0.0
@@ -43,8 +45,8 @@ class NormRange:
 @dataclass(frozen=True)
 class ScoreRange:
     """An attention's largest |score|. ``product``: of the bare QKᵀ. ``biased``: of any value up to the softmax (scaled,
-    with position bias, before the mask). ``excess_bits``: bits by which each head's queries must fall for a bound to
-    hold, fp64 [heads]; None where observed."""
+    with position bias, before the mask). ``excess_bits``: the bits by which each head's queries must fall so that a
+    bound holds, fp64 [heads]; None if observed."""
 
     product: float
     biased: float
@@ -57,7 +59,8 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """``norm``: of norms only. ``scores``: of eager attentions only. An embedding's input has the shape [0]."""
+    """The ranges of a module. ``norm``: for norms only. ``scores``: for eager attentions only. An embedding's input has
+    the shape [0]."""
 
     input: ChannelRange
     output: ChannelRange
@@ -70,7 +73,7 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 
 @dataclass(frozen=True)
 class Squares:
-    """A norm's largest sum of squares, as fp16 may sum it, and its least mean square of a token."""
+    """A norm's largest sum of squares, as fp16 may sum it, and the least mean square of a token."""
 
     largest: float
     least: float

@@ -25,7 +25,7 @@ Infinite = Annotated[
 
 
 class ReportObject(BaseModel):
-    """A JSON object of a report; it keeps the keys of another release."""
+    """A JSON object of a report; it keeps unknown keys of other releases."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -36,10 +36,11 @@ def dump(part: BaseModel) -> dict[str, Any]:
 
 
 class Fidelity(ReportObject):
-    """How far the bf16 source and the fp16 output are from the fp32 source, on the same tokens. ``measure`` "kl":
-    KL(fp32 ‖ x) per token, in nats; "relative squared error": Σ(x − fp32)² / Σ fp32² of an encoder's last states, with
-    ``top1_*`` None. ``kl_fp32`` and ``squared_error_fp32``: of the output's weights in fp32. The bf16 fields are None
-    where no bf16 model ran. A model that gives inf or NaN is infinitely far; JSON has null for that."""
+    """The distances of the bf16 source and the fp16 output from the fp32 source, on the same tokens.
+
+    ``measure`` "kl": KL(fp32 ‖ x) per token, in nats; "relative squared error": Σ(x − fp32)² / Σ fp32² of an encoder's
+    last states, with ``top1_*`` None. ``kl_fp32`` and ``squared_error_fp32``: of the output's weights in fp32. The bf16
+    fields are None if no bf16 model ran. A model that gives inf or NaN is infinitely far; JSON has null for that."""
 
     measure: str = "kl"
     kl_bf16: Infinite | None = None
@@ -68,10 +69,12 @@ class Fidelity(ReportObject):
 
 
 class ExceptionEntry(ReportObject):
-    """Token ids on which edits move the output further from the source than 10 times bf16's rounding, and over 0.01.
-    ``ids``: one put into ordinary text, or several drawn for a whole row. ``tokens``: the tokenizer's names. ``kl``:
-    the divergence in fp32. ``kl_bf16``: of the source with activations rounded to bf16 stochastically, the mean of 8
-    runs. ``kl_run``: of the source as bf16 runs it."""
+    """Token ids for which edits are harmful: the output moves from the source by over 0.01 and over 10 times bf16's
+    rounding.
+
+    ``ids``: a single id was put into ordinary text; several were drawn to fill a row. ``tokens``: the tokenizer's names
+    for them. ``kl``: the divergence in fp32. ``kl_bf16``: that of the source with activations rounded stochastically to
+    bf16, mean of 8 runs. ``kl_run``: that of the source run in bf16."""
 
     ids: list[int]
     tokens: list[str] = []
@@ -81,7 +84,7 @@ class ExceptionEntry(ReportObject):
 
 
 class CountedEntry(ReportObject):
-    """Counts of elements that are not finite or saturated, without those that are so by design."""
+    """Counts of elements that are non-finite or saturated, without those that are so by design."""
 
     nonfinite: Count
     saturated: Count
@@ -103,9 +106,9 @@ class PlacedEntry(ReportObject):
 
 class SiteEntry(PlacedEntry, CountedEntry):
     """One site of a regime; its name tells its place. ``amax``: the largest |x|, 65536 for an overflow. ``limit``,
-    ``headroom_bits``: None where the site is not fp16. ``nonfinite``, ``saturated``: elements other than by design.
-    ``benign``: why values that are not finite or saturated are harmless. ``fp32``: the largest |x| in fp32 of a site
-    that broke in fp16, where fp32 was run."""
+    ``headroom_bits``: None if the site is not in fp16. ``nonfinite``, ``saturated``: counts of elements, without
+    intended ones. ``benign``: why non-finite or saturated values are harmless. ``fp32``: if the site broke in fp16 and
+    fp32 was run, the largest |x| there."""
 
     name: str
     amax: NumberOrNaN
@@ -138,8 +141,8 @@ class GradientSiteEntry(ReportObject):
 
 class GradientsEntry(ReportObject):
     """The backward pass under fp16 AMP. ``loss_scale``: the largest without overflow (None: every one overflows).
-    ``flushed``: the share of elements that become 0. ``largest``: the site that sets the scale, or overflows at every
-    scale (None: the loss is not finite). ``sites``: those that lose most."""
+    ``flushed``: the share of gradient elements that become 0. ``largest``: the site that limits the scale, or overflows
+    at every scale (None: the loss is not finite). ``sites``: those that lose most."""
 
     loss_scale: Real | None
     flushed: Real
@@ -148,9 +151,9 @@ class GradientsEntry(ReportObject):
 
 
 class RegimeEntry(CountedEntry):
-    """The result of one regime, with its sites from the tightest on. ``amax``, ``headroom_bits``: of the tightest site.
-    ``nonfinite_logits``: the elements that a user would see. ``runs``: the runs by attention. ``same_as``: the regime
-    whose run this repeats, since it computes the same; else None. ``gradients``: of ``amp`` in training."""
+    """The result of one regime, with its sites, tightest first. ``amax``, ``headroom_bits``: of the tightest site.
+    ``nonfinite_logits``: the number of non-finite outputs that a user would see. ``runs``: by attention. ``same_as``:
+    the regime with the same arithmetic that was run instead; else None. ``gradients``: of ``amp`` in training."""
 
     amax: Real
     headroom_bits: Real
@@ -162,7 +165,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x| that fp16 must hold; where the regime broke, in fp32 if known."""
+        """The largest |x| that fp16 must hold; if the regime broke, the one in fp32, if known."""
         broken = self.broken_sites
         limited = [site for site in broken if site.limit is not None] or broken
         return max((site.reached for site in limited), default=self.amax)
@@ -178,7 +181,7 @@ class RegimeEntry(CountedEntry):
 
 class BoundEntry(PlacedEntry):
     """The bound of one site: no input makes its value larger than ``bound``, or a partial sum larger than ``partial``.
-    ``kind``: the kind of value. ``observed``: the largest value found, None where nothing was run."""
+    ``kind``: the kind of value. ``observed``: the largest value found; None if nothing was run."""
 
     name: str
     kind: str
@@ -195,7 +198,7 @@ class BoundEntry(PlacedEntry):
 
 
 class CertificateEntry(ReportObject):
-    """The bounds of every site, and their conditions. ``max_length``: positions. ``splits``: partial sums of a matrix
+    """The bounds of every site, and their assumptions. ``max_length``: positions. ``splits``: partial sums of a matrix
     product that are added in fp16. ``train_mode``: with dropout. ``verify`` leaves ``sites`` out."""
 
     holds: Flag
@@ -231,7 +234,7 @@ class AttackedSite(ReportObject):
 
 
 class AttackEntry(ReportObject):
-    """A gradient search for the worst input, with its sites from the tightest on."""
+    """The result of a gradient search for the worst input, with its sites, tightest first."""
 
     steps: Count
     seed: Count
@@ -241,9 +244,9 @@ class AttackEntry(ReportObject):
 
 class InexactEntry(ReportObject):
     """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: its power of two, the
-    least of the channels. ``columns``: number of input channels that it cuts (0: it multiplies the signal itself).
-    ``predicted``, ``measured``: the divergence in fp32 by this edit alone, of the source and of the written files; None
-    where not run."""
+    least over its channels. ``columns``: the number of input channels that it scales (0: it multiplies the signal
+    itself). ``predicted``, ``measured``: the divergence in fp32 from this edit alone, of the source and of the written
+    files; None if not run."""
 
     site: str
     exponent: int
@@ -253,8 +256,8 @@ class InexactEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """The search for ``exceptions``. ``ids``: number of ids tried. ``further``: share of random pairs of ids on which
-    edits are further from the source than bf16."""
+    """The search for ``exceptions``. ``ids``: the number of ids tried. ``further``: the share of random pairs of ids
+    for which edits diverge more than bf16 does."""
 
     ids: Count
     further: float
@@ -266,9 +269,10 @@ BF16_NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to 
 
 
 class OutputEntry(ReportObject):
-    """One output of the stock class. ``factor_log2``: log2 of its factor over the source's, for all channels or for
-    each. ``error``: relative squared error in fp32 after division by the factor. ``error_bf16``: the source's in bf16.
-    Both are of the worst layer, None where not run or not returned."""
+    """One output of the stock class, compared with the source's. ``factor_log2``: log2 of the factor that rescaling put
+    on it, for all channels or for each. ``error``: relative squared error in fp32, without the factor. ``error_bf16``:
+    the same for the source in bf16. Of an output with several layers, the worst counts; None if not run or not
+    returned."""
 
     factor_log2: int | list[int]
     error: Real | None = None
@@ -279,5 +283,6 @@ class OutputEntry(ReportObject):
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether the error is at most 4 times bf16's and, without ``drifts`` (edits, eps), at most 1/8."""
+        """Return whether the error is at most 4 times bf16's and, without ``drifts`` (from edits or eps), at most
+        1/8."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

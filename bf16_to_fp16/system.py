@@ -1,4 +1,4 @@
-"""The memory that this process may still take, and glibc's arenas."""
+"""The memory that this process may still use, and glibc's arenas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in,
 
 
 def available_memory() -> float:
-    """Return the bytes that this process may still take, within its cgroup and limits."""
+    """Return the bytes that this process may still use, within its cgroup and limits."""
     limits = [float(psutil.virtual_memory().available)]
     process = psutil.Process()
     if hasattr(process, "rlimit"):
@@ -35,8 +35,8 @@ def available_memory() -> float:
 
 @contextmanager
 def one_arena() -> Iterator[None]:
-    """Let new threads share one malloc arena, since each arena keeps the memory freed in it. Return free memory to the
-    system at the end. Does nothing without glibc."""
+    """Let new threads share one malloc arena, since each arena keeps the memory freed in it; return free memory to the
+    system at the end. It does nothing without glibc."""
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "mallopt"):
         yield

@@ -12,7 +12,8 @@ MARGIN_BITS = 1.25  # headroom that an observed value keeps: unseen data may go 
 
 @dataclass(frozen=True)
 class Tier:
-    """A class of runtimes: its name in reports, the target that asks for it, its title, arithmetic and runtimes."""
+    """A class of runtimes with the same arithmetic: its name in reports, its target, its title, arithmetic and
+    runtimes."""
 
     name: str
     target: str

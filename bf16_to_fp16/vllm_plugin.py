@@ -1,7 +1,8 @@
-"""Plugin that lets vLLM run converted folders in fp16 although it refuses their model type
-(``_FLOAT16_NOT_SUPPORTED_MODELS`` in its ``config/model.py``: gemma2, gemma3, gemma3_text, glm4 in 0.33). vLLM calls
-``register``, the entry point of ``vllm.general_plugins``, in each process. The refusal is lifted for one local folder
-whose report says safe and whose hashes match."""
+"""Plugin that lets vLLM run converted folders in fp16 although it refuses fp16 for their model type
+(``_FLOAT16_NOT_SUPPORTED_MODELS`` in its ``config/model.py``: gemma2, gemma3, gemma3_text, glm4 in 0.33).
+
+vLLM calls ``register``, the entry point of ``vllm.general_plugins``, in each process. The refusal is lifted for a local
+folder whose report says safe and whose hashes match."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ FP16_OR_AUTO = ("auto", "half", "float16")
 
 
 def register() -> None:
-    """Wrap vLLM's choice of a dtype, once, where it has that function."""
+    """Wrap vLLM's function that chooses a dtype, once, if it exists."""
     from vllm.config import model as module
 
     if not (isinstance(getattr(module, REFUSED, None), dict) and callable(getattr(module, DECIDES, None))):
@@ -55,8 +56,8 @@ def register() -> None:
 
 @cache
 def objection(folder: Path) -> str | None:
-    """Return why a folder does not count as safe, by its report and hashes, or None. Hashes every file, once in a
-    process."""
+    """Return why a folder does not count as safe, by its report and hashes; None if it does. Hashes every file, once
+    per process."""
     try:
         report = read_recorded(folder)
         checkpoint = open_checkpoint(folder)

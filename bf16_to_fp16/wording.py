@@ -33,7 +33,8 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return bits as "3.2 × (1.7 bits)", rounded down; "none" past the limit, "all" past fp16, "no limit" for None."""
+    """Return bits as "3.2 × (1.7 bits)", rounded down; "none" over the limit, "all" beyond fp16's range, "no limit" for
+    None."""
     if value is None or math.isnan(value):
         return "no limit"
     if value < 0:
@@ -57,15 +58,16 @@ def below_limit(value: float | None) -> str:
 
 
 def reached(value: float | None) -> str:
-    """Return the largest |x| of an fp16 site; past fp16's range fp32's value, or "overflow" where that is not known."""
+    """Return the largest |x| of an fp16 site; beyond fp16's range the value in fp32, or "overflow" if that is
+    unknown."""
     if value is None or not value <= FP16_MAX:
         return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
     return magnitude(value)
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return headroom, or "5.5 × over" for a value known in fp32; "passed on" where the value fits and an earlier
-    overflow broke it."""
+    """Return headroom, or "5.5 × over" for a value known in fp32; "passed on" if the value fits and an earlier overflow
+    broke the site."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:
@@ -79,12 +81,12 @@ def over_limit(value: float, limit: float = FP16_MAX) -> str:
 
 
 def headroom_by_bound(bits: float) -> str:
-    """Return headroom, or how far a bound is over, rounded up: "5.6 × over"; "none" from eight million times on."""
+    """Return headroom, or the excess of a bound rounded up: "5.6 × over"; "none" from eight million times on."""
     return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{rounded_up(2.0**-bits, 2):,g} × over"
 
 
 def factor(bits: float) -> str:
-    """Return 2^bits rounded down: two decimals under 2, one under a hundred, else none."""
+    """Return 2^bits rounded down: with two decimals under 2, one under a hundred, else none."""
     ratio = 2.0 ** rounded_down(bits, 4)  # the same digits as the page's script
     decimals = 2 if ratio < 2 else 1 if ratio < 100 else 0
     return f"{rounded_down(ratio, decimals):,.{decimals}f}"
@@ -107,7 +109,7 @@ def about(ratio: float) -> str:
 
 
 def known(value: float | None) -> float | None:
-    """Return a number, None for one that is missing, NaN or infinite."""
+    """Return a number; None for a missing one, NaN and infinity."""
     return None if value is None or math.isnan(value) or infinite(value) else value
 
 

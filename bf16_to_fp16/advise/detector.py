@@ -1,8 +1,7 @@
 """Find spikes, divergences and plateaus in a training loss.
 
 Each loss is compared with the median of a window of calm losses (on a steep fall, with a line through them), in units
-of their median absolute deviation. Slow rises and plateaus are found in the medians of chunks of the curve.
-"""
+of their median absolute deviation. Slow rises and plateaus are found in the medians of chunks of the curve."""
 
 from __future__ import annotations
 
@@ -56,7 +55,8 @@ class _Chunk(NamedTuple):
 
 
 class Detector:
-    """Finds events in losses as they come. z: robust standard deviations that make a spike; window: calm losses."""
+    """Finds events in losses as they come. z: the number of robust standard deviations that makes a spike. window: the
+    number of calm losses to compare with."""
 
     def __init__(self, *, z: float = 6.0, window: int = 64) -> None:
         self.z, self.window = z, window
@@ -95,8 +95,7 @@ class Detector:
         """Return level and robust standard deviation of the calm losses.
 
         On a steep fall, the scatter about the median is mostly the fall, so a line through them replaces the median.
-        The level is never below all of the last losses, since a fall flattens.
-        """
+        The level is never below all of the last losses, since a fall flattens out."""
         losses = self._calm
         level, spread = _median_and_spread(losses)
         half = len(losses) // 2
@@ -211,10 +210,8 @@ def _fall(values: list[float]) -> tuple[float, float]:
 
 
 def events(losses: Iterable[tuple[int, float]], *, z: float = 6.0, window: int = 64) -> list[Event]:
-    """Return the events of a curve of (step, loss), sorted by start.
-
-    Where the step number goes back, the run was rewound: earlier losses from that step on are dropped.
-    """
+    """Return the events of a curve of (step, loss), sorted by start. If the step number goes back, the run was
+    restarted from there: earlier losses from that step on are dropped."""
     curve: list[tuple[int, float]] = []
     for step, loss in losses:
         if curve and step < curve[-1][0]:

@@ -40,7 +40,7 @@ def rules_for(hidden: int) -> dict[str, Any]:
 def deviation(
     rules: Initialisation, module: str, length: Callable[[str], int], factor: float | None = None
 ) -> float | None:
-    """Return a module's initial standard deviation, None without a rule; length: elements along a named axis."""
+    """Return a module's initial standard deviation; None without a rule. length: returns the size of a named axis."""
     names = (module, module.rpartition(".")[2])
     drawn = next((d for p, d in rules.modules.items() if any(fnmatchcase(name, p) for name in names)), None)
     if drawn is None:
@@ -52,12 +52,11 @@ def deviation(
 def advise_init(
     source: str | Path, *, subfolder: str | None = None, progress: Progress | bool | None = None
 ) -> dict[str, Any]:
-    """Return the rules for a hidden size, and how far each tensor of a checkpoint is from its family's.
+    """Return the rules for a hidden size, and how far each tensor of a checkpoint is from its family's rule.
 
     source: folder or Hub id, or a hidden size such as "14336". In ``tensors`` of the result, ``times`` is ``rms`` over
-    ``own_rule``, the family's; ``far`` is true for more than 4 times either way, and for inf or NaN. Raises UserError
-    for a source that cannot be read or is of no known family.
-    """
+    ``own_rule``, the family's; ``far`` is true beyond a factor of 4 either way, and for inf or NaN. Raises UserError
+    for a source that cannot be read or is of no known family."""
     text = str(source)
     if text.isdecimal() and not Path(text).exists():
         return {"mode": "init", "source": None, "tensors": [], "far": [], "rules": rules_for(int(text))}

@@ -1,4 +1,4 @@
-"""Losses read from the log of a run (a transformers Trainer's state, JSONL or CSV), and the events in them."""
+"""Read losses from the log of a run (a transformers Trainer's state, JSONL or CSV), and find the events in them."""
 
 from __future__ import annotations
 
@@ -87,10 +87,9 @@ def _curve(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
 def advise_losses(log: str | Path, *, z: float = 6.0, window: int = 64) -> dict[str, Any]:
     """Return the spikes, divergences and plateaus of a training log, each with its usual cause.
 
-    log: as ``read_log`` takes it. z, window: as ``Detector`` takes them. In ``events``, ``end`` is None for what was
-    not over, and ``size`` for losses that are no numbers. Raises UserError for a log that cannot be read, or with fewer
-    losses than half a window.
-    """
+    log: as for ``read_log``. z, window: as for ``Detector``. In ``events``, ``end`` is None for an event that was not
+    over, and ``size`` for losses that are NaN or infinite. Raises UserError for an unreadable log, or one with fewer
+    losses than half a window."""
     if window < 16 or not z > 0:
         raise UserError(f"a window of {window} and a z of {z:g} compare nothing; give at least 16, and a positive z")
     curve = read_log(log)

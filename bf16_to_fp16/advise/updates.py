@@ -2,12 +2,9 @@
 
 The gap is a power of two, so one histogram of exponents gives the stalled share of a tensor for every learning rate.
 Updates of Adam and Lion are about the learning rate; Adafactor's are about the learning rate times the tensor's root
-mean square.
-
-The remedies in the order of their cost: round stochastically (Gupta et al., arXiv:1502.02551; Zamirai et al.,
+mean square. The remedies, cheapest first: round stochastically (Gupta et al., arXiv:1502.02551; Zamirai et al.,
 arXiv:2010.06192); keep an fp32 copy of the weights; or raise the learning rate, and with it, linearly (Goyal et al.,
-arXiv:1706.02677), the batch size.
-"""
+arXiv:1706.02677), the batch size."""
 
 from __future__ import annotations
 
@@ -74,15 +71,13 @@ def advise_updates(
     subfolder: str | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Return which share of a checkpoint's weights an optimizer's update would not move, and what to do about it.
+    """Return which share of a checkpoint's weights an optimizer's update would not move, with advice.
 
     rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: of the weights, "bf16" or "fp16".
-
-    The result has ``layers`` (name, elements, ``stalled`` ones and their fraction, ``overflow`` for those that the
-    format does not hold, ``rate_for_half``, at which half of them move), the same for all as ``total``, and ``advice``.
-    Raises UserError for a rate that is not positive and finite, an unknown optimizer or dtype, and a source that cannot
-    be read.
-    """
+    The result has ``layers``, their ``total`` and ``advice``. A layer has its name, the number of elements, the
+    ``stalled`` ones and their fraction, ``overflow`` (elements beyond the format) and ``rate_for_half``, at which half
+    of them move. Raises UserError for a rate that is not positive and finite, an unknown optimizer or dtype, and an
+    unreadable source."""
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
     for name, given, known in (("optimizer", optimizer, OPTIMIZERS), ("dtype", dtype, FORMATS)):
@@ -127,7 +122,7 @@ def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tu
 
 
 def half_gap_exponents(x: Tensor, dtype: str) -> Tensor:
-    """Return log₂ of half the gap between each fp32 value and the next larger one of the format, as int64."""
+    """Return log₂ of half the gap between each fp32 value and the format's next larger one, as int64."""
     _, bits, least = FORMATS[dtype]
     binade = torch.frexp(x).exponent.to(torch.int64) - 1
     return torch.where(x == 0, least, binade.clamp(min=least)) - bits

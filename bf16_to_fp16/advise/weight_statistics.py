@@ -1,4 +1,4 @@
-"""Read the weights of a checkpoint for the advice, one tensor at a time."""
+"""Read a checkpoint's weights for the advice, one tensor at a time."""
 
 from __future__ import annotations
 

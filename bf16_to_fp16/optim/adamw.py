@@ -1,17 +1,16 @@
 """AdamW for parameters kept in bf16 or fp16 with no fp32 copy.
 
-The step is computed in fp32 from what is stored and only the last store is rounded: stochastically, so that updates far
-below a weight's gap still add up, or to nearest. See ``rounding`` for the arithmetic. The moments obey the same rule: a
-bf16 second moment that is rounded to nearest never decays, since 0.1% of it is less than half its gap.
+A step is computed in fp32 from the stored values, and only the final store is rounded: stochastically, so that updates
+far below a weight's gap still add up, or to nearest. See ``rounding`` for the arithmetic. The moments follow the same
+rule: a bf16 second moment that is rounded to nearest never decays, since 0.1% of it is less than half its gap.
 
-Random bits belong to (seed, step, parameter's position, element's index in the whole parameter). A DTensor's shard
+Random bits depend on (seed, step, parameter's position, element's index in the whole parameter). A DTensor's shard
 knows its place in the whole, so FSDP2 gives the bits of a single process; under DDP every replica draws the same.
 
 One function updates a piece of consecutive elements: eagerly, on pieces that stay in a processor's caches; or compiled
 by torch.compile into one kernel that reads and writes everything once. On a CPU both give the same bits, because every
 operation that is used is rounded correctly there: ``rsqrt`` is, while the eager ``sqrt`` of torch's Intel builds is
-not. On an accelerator compiled divisions are not, and the two agree to rounding.
-"""
+not. On an accelerator compiled divisions are not, and the two agree to rounding."""
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> None:
-    """Step some elements in place, eagerly or inside torch.compile. key: as ``rounding`` takes it. Numbers that change
-    come in tensors: for a new Python number torch.compile would compile again."""
+    """Step some elements in place, eagerly or inside torch.compile. key: as for ``rounding``. Numbers that change are
+    tensors: for a new Python number torch.compile would compile again."""
     parameter, grad, exp_avg, exp_avg_sq = tensors
     unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = coefficients.unbind()
     value = parameter.to(torch.float32)
@@ -86,8 +85,10 @@ def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> N
 
 @functools.cache
 def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[..., None] | str:
-    """Return ``_update`` compiled for one combination of dtypes, device and rounding, or the error's first line.
-    torch.compile counts recompilations by code object and gives up after eight; each variant has a copy of its own,
+    """Return ``_update`` compiled for one combination of dtypes, device and rounding; the first line of the error if
+    that fails.
+
+    torch.compile counts recompilations by code object and gives up after eight. So each combination has its own copy,
     which is compiled once for all lengths."""
     name = "_".join(map(str, (*kind, device, how))).replace(".", "_")
     code = _update.__code__.replace(co_name=f"_update_{name}")
@@ -232,8 +233,8 @@ class AdamW(Optimizer):
             local.copy_(tensors[0].view(local.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what state_dict() returned, in the dtypes in which it was saved. Options are taken from the saved
-        groups where these have them, except ``compile``."""
+        """Restore the result of ``state_dict()``, in the dtypes in which it was saved. Options come from the saved
+        groups if they have them, except ``compile``."""
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, options, saved_group in zip(self.param_groups, before, state_dict["param_groups"], strict=True):

@@ -46,9 +46,11 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 0) -> tuple[int, int, int]:
-    """Return the three int32 words from which the random bits of one parameter in one step are drawn. The arguments are
-    any integers of 64 bits; different ones give unrelated words (BLAKE2b). ``block`` is index >> BLOCK_BITS. With
-    ``first`` the counters 0, 1, 2, … stand for the indices first, first + 1, … of the block."""
+    """Return a key: three int32 words that determine the random bits of one parameter in one step.
+
+    The arguments are any integers of 64 bits; different ones give unrelated words (BLAKE2b). ``block`` is index >>
+    BLOCK_BITS. ``first`` shifts the counters: 0, 1, 2, … then stand for the indices first, first + 1, … of the
+    block."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
     start, second, third = struct.unpack("<3i", digest)
     start = (start + first * _STRIDE) & 0xFFFFFFFF
@@ -56,15 +58,17 @@ def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 
 
 
 def counters(length: int, device: torch.device | None = None) -> Tensor:
-    """Return the int32 counters of the elements 0 to length − 1, spread over all 32 bits (times an odd constant)."""
+    """Return an int32 counter for each of ``length`` consecutive elements, the input of ``random_bits``: index times an
+    odd constant, which spreads it over all 32 bits."""
     return torch.arange(length, dtype=torch.int32, device=device) * _STRIDE
 
 
 def random_bits(counter: Tensor, key: Key) -> Tensor:
-    """Return 31 random bits for each counter in an int32 tensor; the top bit is 0. Two rounds of xor-shift and
-    multiplication with the key between them (shifts and multipliers from Wellons' hash prospector). The masks make the
-    first two shifts logical, which torch lacks: with arithmetic ones, two elements with complementary states would
-    share all later bits."""
+    """Return 31 random bits for each counter in an int32 tensor; the top bit is 0.
+
+    Two rounds of xor-shift and multiplication with the key between them (shifts and multipliers from Wellons' hash
+    prospector). The masks make the first two shifts logical, which torch lacks: with arithmetic ones, two elements with
+    complementary states would share all later bits."""
     x = counter + key[0]
     x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLIERS[0]).add_(key[1])
     x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_MULTIPLIERS[1])
@@ -72,8 +76,8 @@ def random_bits(counter: Tensor, key: Key) -> Tensor:
 
 
 def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
-    """Return two further sets of 16 random bits, from ``random_bits``' result, in the low halves of two int32 tensors.
-    The high halves are not random. One more round; each set is uniform and unrelated to ``bits``."""
+    """Return two more sets of 16 random bits from the result of ``random_bits``, in the low halves of two int32
+    tensors. The high halves are not random. It takes one more round; each set is uniform and unrelated to ``bits``."""
     x = (bits + key[2]).mul_(_MULTIPLIERS[2])
     high = x >> 16
     return high, x.bitwise_xor_(high)
@@ -97,8 +101,8 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """Add ``bits``, or half a gap where None, to fp32's pattern and cut it to the grid of ``dtype``. Comparisons are
-    sign bits of int32 differences: on a CPU these cost a fifth of boolean masks."""
+    """Add ``bits`` (half a gap if None) to fp32's bit pattern and cut it to the grid of ``dtype``. Comparisons are sign
+    bits of int32 differences: on a CPU these cost a fifth of boolean masks."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
     cut = _CUT[dtype]
@@ -133,7 +137,7 @@ def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
 
 def index_blocks(start: int, stop: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
     """Cut the indices from ``start`` to ``stop`` at block borders and after every ``chunk`` elements. Yields (start,
-    stop, block, counter of the first)."""
+    stop, block, index of the first in its block)."""
     while start < stop:
         block = start >> BLOCK_BITS
         end = min(stop, start + chunk, (block + 1) << BLOCK_BITS)

@@ -1,5 +1,4 @@
 """The report of a conversion, an audit or a finetune: built once, shown on the terminal, as a page and as a card.
 
-What was opened, decided, written and measured comes in. ``build`` gives the report, whose keys ``schema`` declares,
-with its verdict and remedies. ``sections`` and ``facts`` give the sentences and rows that all three renderings share.
-"""
+``build`` makes the report with its verdict and remedies from the results of a conversion's steps; ``schema`` declares
+its keys. ``sections`` and ``facts`` make the sentences and rows that terminal, page and card share."""

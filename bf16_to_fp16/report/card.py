@@ -1,4 +1,4 @@
-"""The model card of a converted checkpoint. Licence, languages, tags and task are the source's own or absent."""
+"""The model card of a converted checkpoint. It has the source's licence, languages, tags and task, or none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
 
 
 def render_card(report: Report, config: Mapping[str, Any]) -> str:
-    """Return the card, front matter and Markdown; an unsafe verdict stands first. config: names the model's class."""
+    """Return the card, front matter and Markdown; an unsafe verdict comes first. config: names the model's class."""
     inherited: dict[str, Any] = dict(report.source.card)
     architecture = next(iter(architectures(config)), "?")
     run, carried, family = report.finetune, report.source.carried_over, named(report.family)
@@ -73,7 +73,7 @@ def warned(card: str, report: Report) -> str:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return licence, languages, tags and task of a source's card, which for a pipeline lies one folder up."""
+    """Return licence, languages, tags and task from a source's card; in a pipeline, from the card one folder up."""
     own, above = folder / "README.md", folder.parent
     cards = [own, folder / "SOURCE_README.md", *[above / "README.md"] * (above / "model_index.json").is_file()]
     try:

@@ -1,4 +1,4 @@
-"""What a report's bounds cover: which inputs, which arithmetic, and what they say nothing about."""
+"""The coverage of a report's bounds: which inputs and arithmetic they cover, and what they leave out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def headroom_by_proof(report: schema.Report) -> str:
 
 
 def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return the exceptions to a claim (padding, vision tower, class), as words to follow "every input"."""
+    """Return the exceptions to a claim (padding, vision tower, class) as words that follow "every input"."""
     aside = tower_aside(family)
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
@@ -48,7 +48,7 @@ def claim_end(padding: int | None, family: str | None, model_class: str | None =
 
 
 def every_input(report: schema.Report, *, length: bool = False) -> str:
-    """Return "every input" with its limits; with its length where ``length`` asks for it or it is less than usual."""
+    """Return "every input" with its exceptions. The length is included with ``length``, or if it is less than usual."""
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
     of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""

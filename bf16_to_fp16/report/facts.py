@@ -75,7 +75,7 @@ def by_design(site: SiteEntry) -> str:
 
 class Distance(NamedTuple):
     """A finetune's distance from the original on one kind of input (None: infinite), the share of positions with the
-    same best token, and both for the original in bf16."""
+    same most likely token, and both values for the original in bf16."""
 
     value: float | None
     where: str
@@ -127,7 +127,8 @@ def standing(report: schema.Report) -> str:
 
 
 def verdict_of(report: schema.Report) -> tuple[str, str]:
-    """Return what terminal, card and page say of a report: a label, such as "safe", and a sentence why."""
+    """Return the verdict as terminal, card and page show it: a label, such as "safe", and a sentence with the
+    reason."""
     if not report.safe and not report.short:
         parts = [broken_when_run(report) or broken_by_search(report) or passed(report)]
         if tower_in_fp32(report.family, report.regimes):
@@ -217,7 +218,7 @@ def other_class(report: schema.Report) -> str:
 
 
 def giving_states(report: schema.Report) -> str:
-    """Return the class of the same stacks that returns their last states, or ""."""
+    """Return the class that returns the last states of the same stacks, or ""."""
     family, decodes = named(report.family), "cross_attentions" in report.outputs
     return "" if family is None else family.giving_states(decodes=decodes) or ""
 
@@ -232,7 +233,8 @@ def inexactness(report: schema.Report) -> str:
 
 
 def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
-    """Return what a reader of the model must know of its outputs, class and function. most: edits that are named."""
+    """Return the rows on changes of outputs, class and function that users of the model must know. most: edits to
+    name."""
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
     centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
     rows = [("outputs", scaled_outputs(report)), ("class", other_class(report)), ("centred", centred)]
@@ -289,7 +291,8 @@ def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
 
 
 def unmet_target(report: schema.Report | other_reports.Verification) -> str:
-    """Return why a checkpoint is not known to be safe in its target's arithmetic, though it is safe in PyTorch."""
+    """Return why a checkpoint that is safe in PyTorch is not known to be safe in its target's arithmetic; "" if it
+    is."""
     name = next((tier.name for tier in TIERS if tier.target == report.target), "")
     entry = report.tiers.get(name)
     if entry is None or entry.holds:
@@ -298,7 +301,8 @@ def unmet_target(report: schema.Report | other_reports.Verification) -> str:
 
 
 def held_tiers(report: schema.Report, proven: str) -> list[tuple[Tier, schema.TierEntry, str]]:
-    """Return the tiers with whether each holds, in words. proven: follows "yes" where the certificate proves it."""
+    """Return the tiers, each with words on whether it holds. proven: the words after "yes" if the certificate proves
+    it."""
     entries = [(tier, report.tiers[tier.name]) for tier in TIERS if tier.name in report.tiers]
     return [(tier, each, held_in(each, proven, broken=bool(report.broken_regimes))) for tier, each in entries]
 

@@ -41,8 +41,9 @@ _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s
 
 @dataclass(frozen=True)
 class Point:
-    """The largest |x| of one kind of signal. x: blocks from the bottom of its stack. upper: before the plan, or the
-    bound. lower: after the plan, or the worst found, infinite for an overflow; None where nothing was run."""
+    """The largest |x| of one kind of signal. x: the position in its stack, in blocks. upper: the value before the plan,
+    or the bound. lower: the value after the plan, or the largest found: infinite for an overflow, None if nothing was
+    run."""
 
     series: Series
     x: float
@@ -67,8 +68,8 @@ def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack, spread evenly within their block, logits last. Of parallel experts the largest
-    counts. Zeros and infinities are left out."""
+    """Return the points of one stack, spread evenly within their block, logits last. Of parallel experts only the
+    largest counts. Zeros and infinities are left out."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     reads = [s for s in mine if s.block is not None and signal_series(s) is STREAM]
     norms = {s.module for s in reads}
@@ -135,7 +136,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 
 def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
-    """Return each stack's figure with a caption. upper: writes the largest upper value. lower: names the lower one."""
+    """Return each stack's figure with a caption. upper: a function that writes the largest upper value. lower: the name
+    of the lower values."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []

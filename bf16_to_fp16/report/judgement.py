@@ -1,4 +1,4 @@
-"""The verdict of a conversion: what makes it unsafe, what is close to a limit, and which sites have no proof."""
+"""The verdict of a conversion: the reasons why it is unsafe, values close to a limit, and sites without a proof."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted 
 
 
 def judged(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
-    """Return what makes a conversion unsafe besides values that broke, by its report without a verdict. planned: of a
-    plan that was not replayed, with the limits that it could not hold."""
+    """Return the reasons why a conversion is unsafe, other than values that broke, from its report without a verdict.
+    planned: the result of planning, with the limits that the plan could not hold; None for a replayed plan."""
     plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
     over = list[schema.UnsafeEntry]()
     if plan is not None:
@@ -55,8 +55,8 @@ def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.Uns
 
 
 def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return an entry for each output that is not the source's times its factor. Inner states, which the class returns
-    on request, do not count where the plan drifts or edits."""
+    """Return an entry for each output that is not the source's times its factor. If the plan drifts or edits, inner
+    states, which the class returns on request, do not count."""
     remedy = remedies.A_BUG if not drifts else remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
     return [
         schema.UnsafeEntry(signal=name, kind="inexact", reason=remedies.OTHER_OUTPUT, remedy=remedy)
@@ -74,7 +74,7 @@ def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[s
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeEntry], plan: Plan, *, proven: bool
 ) -> list[schema.UnsafeEntry]:
-    """Return the limits that the plan could not hold; without regimes the certificate decides."""
+    """Return the limits that the plan could not hold. If nothing was run, the certificate decides."""
     return [
         schema.UnsafeEntry(
             signal=each.signal,
@@ -117,7 +117,7 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
 def is_exact(
     plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source, edits: Sequence[InexactEntry] = ()
 ) -> bool:
-    """Return whether no weight was rounded, made, replaced or edited and no eps drifts: the function is equal."""
+    """Return whether the function is unchanged: no weight was rounded, added, replaced or edited, and no eps drifts."""
     if plan is None or weights is None or edits or source.made:
         return False
     return plan.exact and weights.lossless_fraction == 1
@@ -133,7 +133,7 @@ def too_inexact(
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the source than bf16 and ``max_kl``, or if an ``exact`` plan's output
-    differs in fp32. Where the output is ``proven``, its ``edits`` may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
+    differs in fp32. If the output is ``proven``, its ``edits`` may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:

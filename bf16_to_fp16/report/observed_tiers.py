@@ -1,4 +1,4 @@
-"""The largest values and the tiers of an audit's regimes."""
+"""The largest values that an audit's regimes reached, and the tiers that follow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .judged_tiers import judged_tiers
 
 
 def largest_seen(results: Mapping[str, RegimeResult], attack: AttackEntry | None) -> dict[str, float]:
-    """Return the largest |x| of each site in ``half`` and under attack, infinite where it overflowed."""
+    """Return the largest |x| of each site in ``half`` and in the attack, infinite if it overflowed."""
     sites = results["half"].sites if "half" in results else []
     seen = {site.name: math.inf if site.nonfinite and site.amax == OVERFLOWED else site.amax for site in sites}
     for site in attack.sites if attack is not None else ():

@@ -1,5 +1,5 @@
 """The report as one HTML file that loads nothing and forbids every request. Jinja2 or the Markdown renderer escapes all
-text, since it holds names from other people's files."""
+text, since it contains names from other people's files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class SiteColumn:
-    """``key``: the number by which the column is sorted; None for text."""
+    """``key``: the number to sort the column by; None for text."""
 
     title: str
     write: Callable[[SiteRow], str]

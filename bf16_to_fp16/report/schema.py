@@ -52,13 +52,15 @@ class Original(ReportObject):
 
 
 class Source(ReportObject):
-    """The source of the weights, and ``undo``'s data. ``subfolder``: inside the source; a local path ends in it.
-    ``sha256``, ``other_sha256``: of the weight files, and of other files. ``dtype``: of most tensors, in safetensors'
-    spelling; ``dtypes``: of the others. ``made``: tensors that the conversion made. ``dropped``: tensors left out, with
-    the reason. ``config_changes``: keys of config.json, with values before and after; a dot leads into a nested config.
-    ``carried_over``, ``left_out``: files besides weights. After a finetune, path, revision and hashes are the
-    original's. ``card``: licence, languages, tags and task of the source's card.
-    ``replaced``: key biases and tables of position biases that the conversion changed by more than powers of two."""
+    """The source of the weights, and ``undo``'s data.
+
+    ``subfolder``: inside the source; a local path ends in it. ``sha256``, ``other_sha256``: of the weight files, and of
+    other files. ``dtype``: of most tensors, in safetensors' spelling; ``dtypes``: of the others. ``made``: tensors that
+    the conversion added. ``dropped``: tensors left out, with the reason. ``config_changes``: keys of config.json, with
+    values before and after; a dot leads into a nested config. ``carried_over``, ``left_out``: files other than weights.
+    After a finetune, path, revision and hashes are the original's. ``card``: licence, languages, tags and task of the
+    source's card. ``replaced``: key biases and tables of position biases that the conversion changed by more than
+    powers of two."""
 
     path: str | None = None
     subfolder: str | None = None
@@ -100,14 +102,14 @@ class FileEntry(ReportObject):
 
 
 class Output(ReportObject):
-    """The files of the output without the report. ``card_edited``: the published card was not made from this report."""
+    """The files of the output without the report. ``card_edited``: a user edited the card before it was published."""
 
     files: list[FileEntry] = []
     card_edited: Flag = False
 
 
 class Text(ReportObject):
-    """The text that was run besides the probe: its name without folder, and the number of rows drawn."""
+    """Text that was run in addition to the probe: its name without folder, and the number of rows drawn."""
 
     name: str
     rows: Count | None = None
@@ -124,8 +126,8 @@ class InputKind(ReportObject):
 
 
 class Inputs(ReportObject):
-    """The inputs that were run, so that they can be run again. ``chosen``: ids by reason, empty where every id was run.
-    ``sha256``: of all ids and masks."""
+    """The inputs that were run, described so that they can be run again. ``chosen``: by reason, the token ids chosen
+    for the probe; empty if it ran every id. ``sha256``: of all ids and masks."""
 
     seed: Count | None = None
     data: Text | None = None
@@ -135,8 +137,8 @@ class Inputs(ReportObject):
 
 
 class Environment(ReportObject):
-    """Versions (None: not installed), machine and dtype of the figures. ``device``: the one asked for. ``devices``: of
-    each part of the work; the CPU is last where another ran out of memory."""
+    """The versions (None: not installed), machine and dtype of the run. ``device``: as requested. ``devices``: by part
+    of the work; the CPU is last if another device ran out of memory."""
 
     versions: dict[str, str | None] = {}
     python: str | None = None
@@ -149,7 +151,7 @@ class Environment(ReportObject):
 
 
 class UnprovenEntry(ReportObject):
-    """A site whose bound passes its limit: by how many bits, why, and the remedy."""
+    """A site whose bound exceeds its limit: by how many bits, why, and the remedy."""
 
     name: str
     bound: NumberOrNaN
@@ -160,8 +162,8 @@ class UnprovenEntry(ReportObject):
 
 
 class TierEntry(ReportObject):
-    """Whether the checkpoint is safe in a tier's arithmetic, by bound ("certified") or on what was run ("observed");
-    the tier's runtimes; and why it is not safe there."""
+    """Whether the checkpoint is safe in a tier's arithmetic, by bound ("certified") or in a run ("observed"); the
+    tier's runtimes; and, if it is not safe there, why."""
 
     holds: Flag
     proof: Literal["certified", "observed"] | None
@@ -199,9 +201,9 @@ class MovedEntry(ReportObject):
 
 
 class UnsafeEntry(ReportObject):
-    """A signal that is unsafe or short of what was asked, with reason and remedy. ``kind``: "broke" when run, with
-    ``regimes``, ``nonfinite`` and ``saturated``; "found" past its limit by a search; a "limit" that no exponent holds
-    with the margin; "inexact", an output further from fp32 than bf16's; a missed "goal" of a recipe or target."""
+    """A signal that is unsafe or misses a goal, with reason and remedy. ``kind``: "broke" in a run, with ``regimes``,
+    ``nonfinite`` and ``saturated``; "found" over its limit by an attack; "limit": no exponent holds it with the margin;
+    "inexact": an output further from fp32 than bf16's; "goal": one of a recipe or target."""
 
     signal: str
     kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = None
@@ -214,11 +216,13 @@ class UnsafeEntry(ReportObject):
 
 
 class FinetuneEntry(ReportObject):
-    """The record of a finetune. ``kept``: the step whose weights it returned. ``devices``: in order. ``skipped``: steps
-    with a gradient that was not finite. ``evaluations``: by step, held-out losses, distances from the original and
-    headroom. ``fidelity``: of the output to the original. ``next``: the next step where it missed the recipe's goals.
-    ``recipe``: as written, with defaults. ``settled``: values chosen for keys left open. ``start``: the plan applied
-    before the training. ``start_outputs``: log2 of each output's factor over the original's at the start."""
+    """The record of a finetune.
+
+    ``kept``: the step whose weights it returned. ``devices``: in order. ``skipped``: steps with a non-finite gradient.
+    ``evaluations``: by step, held-out losses, distances from the original and headroom. ``fidelity``: of the output to
+    the original. ``next``: the next command if it missed the recipe's goals. ``recipe``: as written, with defaults.
+    ``settled``: values chosen for keys left open. ``start``: the plan applied before the training. ``start_outputs``:
+    log2 of each output's factor over the original's at the start."""
 
     start: Plan | None = None
     start_outputs: dict[str, int | list[int]] = {}
@@ -242,7 +246,7 @@ class FinetuneEntry(ReportObject):
 
     @property
     def holds_bounds(self) -> bool:
-        """Whether the finetune trained bounds, since its recipe asked for a certificate or the run chose to."""
+        """Whether the finetune trained the bounds, because its recipe asked for a certificate or the run chose to."""
         penalty = self.recipe.get("penalty")
         asked = penalty.get("certify") if isinstance(penalty, Mapping) else None
         return self.settled.get("penalty.certify", asked) is True
@@ -263,7 +267,8 @@ class Versioned(ReportObject):
 
 
 class Report(Versioned):
-    """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify`` and its evidence, as far as it applies."""
+    """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify`` and its evidence; sections that do not apply
+    are absent."""
 
     verdict: Literal["safe", "unsafe"] | None = None
     proof: Literal["certified", "observed"] | None = None
@@ -331,7 +336,7 @@ class Report(Versioned):
 
     @property
     def short(self) -> bool:
-        """Whether it is unsafe only by missed goals of a recipe or target."""
+        """Whether it is unsafe only because it misses goals of a recipe or target."""
         return not self.safe and bool(self.unsafe) and all(entry.kind == "goal" for entry in self.unsafe)
 
     @property
@@ -354,8 +359,8 @@ def read(model: type[Model], data: Mapping[str, Any]) -> Model:
 
 
 def typed(data: Mapping[str, Any], path: Path, needed: Mapping[str, str], otherwise: str) -> Report:
-    """Return a file's data as a report. needed: errors by dotted key. otherwise: any other error. Raises UserError in
-    one line with the path."""
+    """Return a file's data as a report. needed: error messages by dotted key. otherwise: the message for any other
+    error. Raises UserError in one line with the path."""
     try:
         return read(Report, data)
     except ValidationError as error:

@@ -1,5 +1,5 @@
-"""Tables as data for terminal, page and card, and standard output as a screen: rich's tables on a terminal, plain lines
-elsewhere. Nothing slow is imported."""
+"""Tables as data for terminal, page and card; and standard output as a screen: rich's tables on a terminal, plain lines
+elsewhere. It imports nothing slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PLAIN_WIDTH = 1000  # more than any row needs, so that none is folded
 
 @dataclass(frozen=True)
 class Column:
-    """``of``: attribute, index or function for a value. ``write``: formats it. ``css``: "site" or "n" (number)."""
+    """``of``: attribute, index or function that gives the value. ``write``: formats it. ``css``: "site" or "n"
+    (number)."""
 
     title: str
     of: str | int | Callable[[Any], Any]
@@ -52,14 +53,14 @@ class Table:
 
 
 class Output(VisibleConsole):
-    """A terminal's console, whose tables fold what does not fit; for files and pipes one line for each row, without
-    frames or colours."""
+    """A terminal's console, whose tables fold what does not fit; for files and pipes, one line per row without frames
+    or colours."""
 
     def say(self, text: str) -> None:
         self.print(Text(text), soft_wrap=True)
 
     def rows(self, *rows: tuple[str, object]) -> None:
-        """Print a line for each (label, words) that has words."""
+        """Print a line for each (label, words) whose words are not empty."""
         for label, words in rows:
             if words:
                 self.say(f"{label}: {words}")

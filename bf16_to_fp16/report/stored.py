@@ -36,13 +36,13 @@ def read_plan_and_target(path: Path, target: str | None = None) -> tuple[Plan, s
 
 
 def read_start(path: Path) -> Plan | None:
-    """Return the plan by which a finetune rescaled the original before training, None for any other conversion."""
+    """Return the plan by which a finetune rescaled the original before training; None for any other conversion."""
     run = read_parts(path, "finetune").finetune
     return None if run is None else run.start
 
 
 def read_mark(path: Path) -> object:
-    """Return the conversion's mark in the source's config, where the source was itself converted; else None."""
+    """Return the mark that an earlier conversion left in the source's config; None if the source was not converted."""
     return read_parts(path, "source").source.config_changes.get(CONVERTED_KEY, {}).get("before")
 
 
@@ -87,7 +87,7 @@ def read_origin(path: Path) -> Source:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors that a plan replaced, by name; raise UserError where ``source`` has others."""
+    """Return the source's tensors that a plan replaced, by name; raise UserError if ``source`` has other ones."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):

@@ -1,4 +1,4 @@
-"""Print the report, with colours and tables on a terminal; ``NO_COLOR`` is respected."""
+"""Print the report, with colours and tables on a terminal; it respects ``NO_COLOR``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_EDITS = 3  # edits that are named, the dearest
 
 
 def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = (), *, then: str = "") -> None:
-    """Print the outcome of a conversion to a folder or one file. notes: on one file."""
+    """Print the outcome of a conversion to a folder or one file. notes: on a one-file source."""
     screen = console()
     if report.signals:
         screen.print(source_line(report))
@@ -188,7 +188,7 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
 
 
 def brought_back(folder: Path) -> str:
-    """Return in words how many weights come back bit for bit: at least those that fp16 held."""
+    """Return in words how many weights ``undo`` restores bit for bit: at least those that fp16 held exactly."""
     whose = "the source's weights"
     if folder.is_file():
         weights: schema.WeightsEntry | None = read_packed(folder).weights

@@ -1,5 +1,5 @@
-"""The uses of a converted checkpoint, by what its plan moved. For AdamW a weight times 2^r has 2^-r times the learning
-rate; adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each."""
+"""The effects of a plan on later uses of a converted checkpoint. For AdamW a weight times 2^r has 2^-r times the
+learning rate; adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALPHA = 16  # the lora_alpha of the example
 
 
 def whole_plan(plan: Plan, run: schema.FinetuneEntry | None) -> Plan:
-    """Return the plan from the original's weights: that of a finetune's start, and then the conversion's."""
+    """Return the plan from the original's weights: the finetune's start, if any, composed with the conversion."""
     return plan if run is None or run.start is None else composed(run.start, plan)
 
 
@@ -29,7 +29,7 @@ def training(plan: Plan) -> str:
 
 
 def advice(report: schema.Report) -> dict[str, str]:
-    """Return the lines of the terminal on uses, by title; the card has them all."""
+    """Return the terminal's lines on later uses, by title; the card has them all."""
     if report.plan is None or not report.safe:
         return {}
     plan = whole_plan(report.plan, report.finetune)
@@ -44,7 +44,7 @@ def advice(report: schema.Report) -> dict[str, str]:
 
 
 def gains_round(plan: Plan) -> bool:
-    """Return whether gains stored less 1 have moved close to −1, where bf16 is coarse."""
+    """Return whether gains stored minus 1 have moved close to −1, where bf16 is coarse."""
     family = named(plan.family)
     less_1 = family is not None and any(tensor.offset for tensor in family.encoder_output.tensors)
     return less_1 and plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)

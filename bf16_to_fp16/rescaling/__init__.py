@@ -1,5 +1,4 @@
-"""The plan of exponents: what each power of two would cost, their choice, and their application to weights.
+"""The plan of exponents: the cost of each power of two, the choice of exponents, and their application to weights.
 
-A layout with ranges and bounds of its sites comes in. ``planner`` gives a ``Plan``, which is data. ``apply`` scales the
-weights by it, in a stream of tensors or in memory, and changes the config to match; nothing else does.
-"""
+The input is a layout with ranges and bounds of its sites. ``planner`` returns a ``Plan``, which is data. Only ``apply``
+scales weights by it, in a stream of tensors or in memory, and changes the config to match."""

@@ -1,10 +1,9 @@
-"""LoRA adapters on rescaled weights: a checkpoint's plan applied to an adapter's tensors.
+"""LoRA adapters on rescaled weights: apply a checkpoint's plan to an adapter's tensors.
 
 W' = 2^E W has the exponents of its rows and columns, so the update B·A becomes B' = 2^rows B and A' = A 2^columns, and
 fp32 outputs keep every bit. Whole tensors (``modules_to_save``, biases, rows of an embedding) are scaled as the
-checkpoint's are. A DoRA magnitude, the length of a row, follows only where all columns have one exponent. Parts:
-https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md
-"""
+checkpoint's are. A DoRA magnitude, the length of a row, can be scaled only if all columns have one exponent. Tensor
+names: https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md"""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of tensor in an adapter. ``axes``: for each of its axes the checkpoint tensor's axis, None for the rank.
-    ``made``: it makes the output, so that a factor on the tensor scales it too. ``magnitude``: it holds the lengths of
-    rows or of an embedding's columns."""
+    """One kind of tensor in an adapter. ``axes``: for each of its axes the corresponding axis of the checkpoint's
+    tensor, None for the rank. ``made``: whether a factor on the checkpoint's tensor scales it too. ``magnitude``: it
+    holds the lengths of rows, or of an embedding's columns."""
 
     suffix: str
     axes: tuple[int | None, ...]
@@ -55,7 +54,8 @@ PARTS = (
 
 
 def part_of(name: str) -> tuple[str, Part | None]:
-    """Return the checkpoint's tensor name for an adapter's tensor, and its part; None for a whole tensor."""
+    """Return the name of the checkpoint's tensor that an adapter's tensor changes, and its part; None for a whole
+    tensor."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):
@@ -90,9 +90,10 @@ class Scaled:
 def scaled_adapter(
     tensors: Mapping[str, Tensor], layout: Layout, plan: Plan, head_gain: float = 1.0
 ) -> dict[str, Scaled]:
-    """Return an adapter's tensors for the checkpoint that ``plan`` makes. layout: of the converted checkpoint, also for
-    the way back with the inverse plan. head_gain: the gain of a separated head. Raises UserError for a tensor that
-    cannot follow the plan."""
+    """Return an adapter's tensors for the checkpoint that ``plan`` makes.
+
+    layout: of the converted checkpoint; also with the inverse plan, for the way back. head_gain: the gain of a
+    separated head. Raises UserError for a tensor that cannot be rescaled."""
     check_plan_fits(layout, plan)
     embedding = layout.tensors[layout.family.embedding]
     shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))
@@ -140,7 +141,7 @@ def on_tensor(
 
 
 def uniform(name: str, target: str, exponent: int | Tensor) -> int:
-    """Return the one exponent of the axis that a DoRA magnitude is taken over. Raises UserError for several."""
+    """Return the exponent of the axis over which a DoRA magnitude is taken. Raises UserError if it has several."""
     if isinstance(exponent, int):
         return exponent
     first = int(exponent[0])

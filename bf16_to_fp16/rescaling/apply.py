@@ -1,4 +1,4 @@
-"""Apply a plan to the writer's tensors, a model in memory, and the config. Nothing else scales weights by a plan."""
+"""Apply a plan to the writer's tensors, a model in memory, and the config. No other module scales weights by a plan."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
     """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit, except that centred keys
-    round sums otherwise. Names and tied head are as in ``layout``. Norms' eps are multiplied by 4^r, also where no
-    config key could say so."""
+    change the rounding of sums. Names and tied head must be as in ``layout``. Norms' eps are multiplied by 4^r, even
+    where no config key holds them."""
     check_plan_fits(layout, plan)
     stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored |= dict(model.named_buffers(remove_duplicate=False))
@@ -88,7 +88,8 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, ga
 
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
-    """Return an fp32 weight times ``gain`` as read back from fp16 files, computed in float64 by runs of rows."""
+    """Return an fp32 weight as it would be after storing it, rescaled, in fp16 files: rounded, at its original scale,
+    and times ``gain``. Computed in float64, a few rows at a time. exponents, offset: as in ``scale``."""
     result = torch.empty(weight.shape)
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
     for part, here, place in zip(*map(chunks, matrices), strict=True):
@@ -101,9 +102,10 @@ def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 
 
 
 def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[str, object]:
-    """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys. Not written
-    by transformers: version 5 sets T5's ``tie_word_embeddings`` to true, and version 4 then ties an untied head.
-    moved: the source is at another scale than its original."""
+    """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys.
+
+    transformers cannot write it: version 5 sets T5's ``tie_word_embeddings`` to true, and version 4 then ties an untied
+    head. moved: whether the source itself is at another scale than its original."""
     config = dict(layout.config)
     eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent
     for key in layout.family.eps_keys if eps != layout.eps else ():

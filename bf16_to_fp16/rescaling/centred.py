@@ -1,12 +1,11 @@
-"""Centred keys: scores without the part that all keys of a row share, where that is free.
+"""Centred keys: remove the part of the scores that all keys of a row share, where that has no cost.
 
-A softmax ignores a number that is added to every score of a row. Where nothing stands between a key and its score (no
+A softmax ignores a number that is added to every score of a row. With no operation between a key and its score (no
 rotation, no norm, no soft cap), q·b is the same for every key, so the key bias b may be any vector. Behind a LayerNorm
 of gain g and bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n): no shared part, so smaller keys and scores.
 
 A table of position biases may lose one number for each head, the same in every layer that reads it: the mean of the
-head's largest and least bias, which leaves the smallest magnitudes.
-"""
+head's largest and least bias, which leaves the smallest magnitudes."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ from ..families.wiring import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions with a free key bias behind a norm with a bias, or with a table of position biases."""
+    """Return the attentions whose keys can be centred: with a free key bias behind a norm with a bias, or with a table
+    of position biases."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused
@@ -51,15 +51,15 @@ def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: 
 
 
 def shared_biases(tables: Sequence[Tensor]) -> Tensor:
-    """Return the number that each head's biases lose, fp64 [heads]: the mean of the largest and the least, over all
-    tables of one softmax. It is rounded to bf16, so that fp32 holds the differences of bf16 biases."""
+    """Return the number to subtract from each head's biases, fp64 [heads]: the mean of the largest and the least, over
+    all tables of one softmax. It is rounded to bf16, so that fp32 holds the differences of bf16 biases."""
     every = torch.cat([table.double() for table in tables])
     return ((every.amax(0) + every.amin(0)) / 2).to(torch.bfloat16).double()
 
 
 def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) -> Tensor:
-    """Return −Wβ in fp64. weights: before any exponent. Its bits are the same on every machine: products of fp32
-    weights are exact, and sums are of halves, in one order."""
+    """Return the centred key bias −Wβ in fp64. weights: before rescaling. Its bits are the same on every machine:
+    products of fp32 weights are exact in fp64, and halves are added in a fixed order."""
     beta = weights(f"{norm_of_keys(layout, attention)}.bias").double()
     terms = weights(f"{attention.key}.weight").double() * -beta
     while (width := terms.shape[1]) > 1:

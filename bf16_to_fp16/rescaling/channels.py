@@ -49,7 +49,8 @@ def whole_log2(x: float) -> int:
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield the largest exponent of a norm's input at each of its sites. limits: for ranges."""
+    """Yield, for each site before a norm, the largest exponent that its range allows. limits: pairs of ranges and their
+    limit."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

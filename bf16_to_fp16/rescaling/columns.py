@@ -1,5 +1,5 @@
-"""Cuts of columns: powers of two on what gates or queries take from few channels of their input. Inputs without those
-channels keep their function; a cut of whole rows would flatten all inputs."""
+"""Cuts of columns: powers of two on the contributions of few input channels to gates or queries. Inputs without those
+channels keep their function; a cut of whole rows would change every input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return by signal the column exponents that replace ``needed`` row exponents where few channels are enough."""
+    """Return, by signal, column exponents to use instead of the ``needed`` row exponents, where few channels are
+    enough."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if signal := signal_at(layout, each.gate, needed):
@@ -69,7 +70,8 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """q, k: [heads, channels of a head, columns]. A head's largest score goes with the spectral norm of its qᵀk."""
+    """Return the reach of heads' queries; a head's largest score is proportional to the spectral norm of its qᵀk. q, k:
+    [heads, channels of a head, columns]. bits: by which each head must fall."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L
@@ -91,8 +93,8 @@ def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
 
 
 def cut(reach: Reach, columns: int) -> list[int] | None:
-    """Return exponents that lower columns until every row is at its aim, one bit at a time where it counts most; None
-    if too many channels or bits are needed."""
+    """Return exponents that lower columns until every row is low enough. Each step takes one bit from the column that
+    contributes most to the worst row. Returns None if too many channels or bits are needed."""
     exponents = torch.zeros(columns, dtype=torch.float64)
     for step in range(MOST_CHANNELS * MOST_BITS):
         over, share = reach(2.0**exponents)

@@ -1,9 +1,8 @@
 """The cost of exponents: limits that they break, and precision that weights, signals and norms lose.
 
 A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below 2⁻¹⁴. So limits must
-hold, and the cost to minimise is a relative squared error: of weights, of signals, of an eps that cannot be scaled.
-(Maximising the smallest margin would be degenerate: one weight of 1e-9 would decide.)
-"""
+hold, and the cost to minimise is a relative squared error: of weights, of signals, and from an eps that cannot be
+scaled. (Maximising the smallest margin would not work: one weight of 1e-9 would decide.)"""
 
 from __future__ import annotations
 
@@ -56,7 +55,9 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Solution:
-    """Costs with bounds, without, and at exponent 0; each channel's index among −24…24; a proof that is given up."""
+    """The exponents of one signal's channels and their costs. ``cost``: by observed ranges and bounds. ``free``:
+    without bounds. ``unmoved``: at exponent 0. ``index``: each channel's index among −24…24. ``fallback``: a proof that
+    is given up."""
 
     cost: float
     free: float
@@ -67,7 +68,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Total:
-    """A stream exponent's costs, whether it holds the stream for every input, and the number of proofs given up."""
+    """The cost of a stream exponent, whether it holds the stream for every input, and the number of proofs given up."""
 
     cost: float
     holds: bool
@@ -99,7 +100,7 @@ class Costs(Losses):
         return sum(c.sign * self.scalar(c.signal, r) for c in others)
 
     def scalar(self, signal: str, r: int) -> int:
-        """Return the exponent of a signal with one number, the stream being at r; 0 for signals with channels."""
+        """Return the exponent of a signal with a single number, if the stream's is r; 0 for signals with channels."""
         kind = self.layout.signals[signal].kind
         if kind is Kind.BEFORE_NORM:
             return self.before_norm(signal, r)
@@ -131,7 +132,8 @@ class Costs(Losses):
         return as_shares(sum((as_shares(squares[-1] * self.energy(*of)) for of in readers), 0 * ones))
 
     def channel_costs(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
-        """Yield for each residual exponent the cost of exponents −24…24 by channel: float64 [channels, 49]."""
+        """Yield, for each residual exponent in ``tried``, the costs of exponents −24…24 by channel: float64 [channels,
+        49]."""
         restraint = RESTRAINT_OF_STATES if signal.name in self.last_norms else RESTRAINT
         own = restraint / signal.size * EXPONENTS.abs().double().expand(signal.size, -1)
         tables = [(self.table(*of), *of) for of in self.touched[signal.name]]
@@ -184,8 +186,8 @@ class Costs(Losses):
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's index: nearer to 0 where that costs little, and at 0 while the sum is within
-        ``spare``."""
+        """Return each channel's index: nearer to exponent 0 if that costs little, and exponent 0 for the cheapest
+        channels while their total loss is within ``spare``."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)
@@ -202,7 +204,8 @@ class Costs(Losses):
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return the costs that depend on r alone: the stream's limits, noise, weights that only it scales, drift."""
+        """Return the costs that depend on r alone: the stream's limits and noise, weights that only it scales, and
+        drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r) + EXCESS * self.observed_excess(r)
         for point, observed in known_points(self.ranges, signal):
@@ -219,7 +222,8 @@ class Costs(Losses):
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return the bits past 65504 that the stream gives to weights. own: also to those with channel exponents."""
+        """Return the bits by which the stream's exponent puts weights over 65504. own: include weights with channel
+        exponents."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)
@@ -240,7 +244,7 @@ class Costs(Losses):
         return self.stream_excess(self.ranges, self.limit, self.margin_bits, r)
 
     def stream_excess(self, ranges: Mapping[str, ModuleRange], limit: float, margin_bits: float, r: int) -> float:
-        """Return the sum over the stream's sites of the bits by which values and lengths pass their limits."""
+        """Return the bits by which values and lengths exceed their limits, summed over the stream's sites."""
         total = 0.0
         for point, reached in known_points(ranges, self.layout.signals[self.stream]):
             factor = 2.0 ** self.at_point(point, r)

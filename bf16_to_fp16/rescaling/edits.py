@@ -2,8 +2,7 @@
 
 There GELU and SiLU are ReLU, which commutes with a factor: |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A
 softmax is one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is ±1. docs/edits.md has
-the proofs. A plan with edits is an exact plan of the edited source; the signals' kinds tell its two parts apart.
-"""
+the proofs. A plan with edits is an exact plan of the edited source; the kinds of its signals separate the two."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ RUINED = 1.0
 
 
 def edits_of(layout: Layout, plan: Plan) -> Plan:
-    """Return the inexact part of a plan: exponents of signals with a price, and centred keys."""
+    """Return the part of a plan that changes the function: exponents of edited signals, and centred keys."""
     priced = {name: e for name, e in plan.exponents.items() if layout.signals[name].kind.has_price}
     return Plan(family=plan.family, exponents=priced, centred_keys=plan.centred_keys)
 
@@ -68,7 +67,7 @@ def least(exponents: OfChannels) -> int:
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
-    """Return the site, by signal with a price, whose range decides whether the signal has to fall."""
+    """Return, by signal that an edit can lower, the site whose range decides whether it must fall."""
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}
@@ -77,7 +76,8 @@ def sites_of(layout: Layout) -> dict[str, str]:
 
 
 def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 0.0) -> Tensor:
-    """Return a weight under edits; the same tensor where they leave it. offset: a number that stock code adds to it."""
+    """Return a weight under edits; the same tensor if they do not change it. offset: a number that stock code adds to
+    it."""
     exponents = exponents_of(tensor, edits).full(tensor.shape)
     if not bool((exponents != 0).any()):
         return weight
@@ -101,7 +101,7 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
 
 
 def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
-    """Return the bits by which signals with a price exceed ``limit``: fp64 [channels], [] for observed scores."""
+    """Return, by signal that an edit can lower, the bits over ``limit``: fp64 [channels], or [] for observed scores."""
     excess = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:

@@ -1,6 +1,6 @@
-"""The powers of two that a plan gives to the axes of a checkpoint's tensors and to each output of its stock class, and
-whether it fits that checkpoint. Logits keep every bit; states between layers have the stream's exponent, last states
-that of the last norm."""
+"""The powers of two that a plan gives to the axes of a checkpoint's tensors and to each output of its stock class; and
+a check that the plan fits the checkpoint. Logits keep every bit, states between layers have the stream's exponent, and
+the last states have that of the last norm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OfChannels = int | list[int]  # exponents of a signal: one for all its channels,
 @dataclass(frozen=True)
 class Exponents:
     """The power of two for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``; vectors have rows only.
-    It multiplies the element plus ``offset``, which stock code adds."""
+    It multiplies the sum of the element and ``offset``, which stock code adds."""
 
     scalar: int
     rows: torch.Tensor | None
@@ -115,8 +115,8 @@ LAST = "last_hidden_state"
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
-    """Return the log2 of the factor on each output: one number, or one for each channel or choice. ``hidden_states``
-    are all but the last, with the stack's name before it where there are two."""
+    """Return, by output, the log2 of its factor: one number, or one for each channel or choice. ``hidden_states``
+    covers all but the last; with two stacks, the stack's name precedes it."""
     # At the ends of a soft cap a logit is the same after an edit.
     capped = layout.head is not None and layout.cap(layout.head) is not None
     factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))
@@ -140,8 +140,8 @@ def input_factor(layout: Layout, plan: Plan) -> OfChannels:
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
-    """Return whether a class gives an output only on request: inner states, attentions, and the last states of a class
-    with logits among its ``outputs``."""
+    """Return whether a class returns an output only on request: inner states, attentions, and the last states of a
+    class with logits among its ``outputs``."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 

@@ -2,8 +2,7 @@
 
 A pre-norm transformer computes the same function when signals between its weights are multiplied by powers of two and
 the weights at both ends make up for it: the logits keep every bit. ``apply`` is the only module that changes weights by
-a plan.
-"""
+a plan."""
 
 from __future__ import annotations
 
@@ -23,10 +22,12 @@ Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT /
 
 
 class Drift(BaseModel):
-    """The change of the output by a norm eps that cannot be scaled, or by gains that are rounded after an offset was
-    subtracted: predicted, and measured on what was written. ``relative_error``: predicted, the root mean square over
-    the norms of their outputs' relative change. ``predicted_kl`` and ``predicted_max_logit_error``: from running the
-    source with the plan's eps, in the source's units, and its rounded gains."""
+    """The change of the output caused by a norm eps that cannot be scaled, or by gains that are rounded after an offset
+    was subtracted.
+
+    ``relative_error``: predicted, the root mean square over the norms of their outputs' relative change.
+    ``predicted_kl``, ``predicted_max_logit_error``: from a run of the source with the plan's eps, in the source's
+    units, and its rounded gains. The other fields are measured on the written files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,13 +41,12 @@ class Drift(BaseModel):
 class Plan(BaseModel):
     """Powers of two for every signal of a layout.
 
-    ``residual_exponent``: of the residual stream, the encoder's where stacks have one each. ``exponents``: for every
+    ``residual_exponent``: of the residual stream; of the encoder's, if each stack has its own. ``exponents``: for every
     other signal that moves, one integer for all channels or a list with one per channel. ``gain_correction``: factors
-    on norms' weights, not powers of two, that take out the mean of the eps drift. ``eps``: the config's eps, None where
-    it cannot be scaled. ``eps_held``: the reader of the output uses this eps whatever the config says.
-    ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred (see
-    ``rescaling.centred``).
-    """
+    on norms' weights, not powers of two, that remove the mean of the eps drift. ``eps``: the config's eps, None where
+    it cannot be scaled. ``eps_held``: the program that reads the output uses this eps whatever the config says.
+    ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred
+    (``rescaling.centred``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +72,7 @@ class Plan(BaseModel):
 
     @property
     def exact(self) -> bool:
-        """Whether it has only powers of two, which cancel, so that the function stays."""
+        """Whether it has only powers of two that cancel, so that the function is unchanged."""
         return not (self.drift or self.gain_correction or self.centred_keys)
 
     @property
@@ -82,7 +82,7 @@ class Plan(BaseModel):
 
     @property
     def moves_streams_alone(self) -> bool:
-        """Whether each tensor has one power of two, so that a learning rate per tensor can make up for it."""
+        """Whether each tensor has a single power of two, so that a learning rate per tensor can make up for it."""
         return not self.gain_correction and not any(isinstance(e, list) and any(e) for e in self.exponents.values())
 
     def exponent(self, signal: str) -> int | list[int]:
@@ -107,8 +107,8 @@ class Violation:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A signal that is not held for every input. ``impossible``: no exponent holds it. ``exponent``: the stream's that
-    would."""
+    """A signal that has no proof for every input. ``impossible``: no exponent gives one. ``exponent``: the stream
+    exponent that would."""
 
     signal: str
     impossible: bool
@@ -116,7 +116,7 @@ class Fallback:
 
 
 def inverse(plan: Plan) -> Plan:
-    """Return the plan that undoes ``plan``; centred keys stay, as no weight holds their old biases."""
+    """Return the plan that undoes ``plan``. Centred keys stay: no weight holds their old biases."""
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,

@@ -1,12 +1,11 @@
 """Choosing the exponents: hard limits first, then the least predicted error.
 
-For a given exponent of the stream, every channel is an integer problem of its own. So enumerate the stream's, look the
-channels up, and move gains only where a loss is left. Signals that only norms read come last
+For a given exponent of the stream, every channel is a separate integer problem. So the planner tries all exponents of
+the stream, looks the channels' up, and moves gains only if a loss remains. Signals that only norms read come last
 (``with_smaller_gradients``).
 
-Observed ranges must fit with a margin, always. A certificate's bounds must fit where that costs no more than
-``PROOF_WORTH``, signal by signal. Where limits cannot all hold, the excess is minimised and reported.
-"""
+Observed ranges must fit with a margin, always. A certificate's bounds must fit if that costs at most ``PROOF_WORTH``
+per signal. If limits cannot all hold, the excess is minimised and reported."""
 
 from __future__ import annotations
 
@@ -42,9 +41,9 @@ INDIFFERENCE = ROUNDING / 4
 @dataclass(frozen=True)
 class Planned:
     """A plan, the limits that it cannot hold, and its predicted relative squared error. ``fallbacks``: the signals
-    planned from their observed ranges alone. ``for_proof``: the streams that a proof moves further, with the exponent
-    that observed ranges alone ask for. ``corrected``: the mean squared relative drift that gain corrections take
-    out."""
+    planned by their observed ranges alone. ``for_proof``: the streams that a proof moves further, each with the
+    exponent that observed ranges alone would need. ``corrected``: the mean squared relative drift that gain corrections
+    remove."""
 
     plan: Plan
     violations: tuple[Violation, ...]
@@ -70,15 +69,14 @@ def make_plan(
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
-    weights: before any exponent. ranges: of each module's input and output on the source, from observation or, where
-    nothing is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate``
-    (also ‖h‖₂² of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and
-    gate pre-activations under 147.8). margin_bits: kept between a range and its limit. bounds: ranges for any input; a
-    signal is planned by them too where that costs no more than ``proof_worth`` for each site. held: decided exponents
-    of residual streams. drift_free: move nothing beside a stream, where an eps would stay behind. known: tables of
-    these weights from earlier plans; gets new ones. advance: called with the number of tensors' axes whose losses are
-    computed, and of all. So many parameters, because a plan depends on the result of every earlier step.
-    """
+    weights: before rescaling. ranges: of each module's input and output on the source, from observation or, if nothing
+    is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate`` (also ‖h‖₂²
+    of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and gate
+    pre-activations under 147.8). margin_bits: between a range and its limit. bounds: ranges for any input; a signal is
+    planned by them too if that costs at most ``proof_worth`` for each site. held: residual streams with a given
+    exponent. drift_free: move nothing in addition to a stream if an eps would not move with it. known: tables of these
+    weights from earlier plans; new ones are added. advance: called with the number of tensor axes whose losses are
+    computed, and their total. A plan depends on the result of every earlier step, hence the many parameters."""
     return PlanSearch(
         layout,
         weights,
@@ -101,7 +99,7 @@ class PlanSearch(Costs):
         self.for_proof: dict[str, int] = {}
 
     def run(self, held: Mapping[str, int]) -> Planned:
-        """Decide each stream with its channels, move gains where needed, and collect the limits that cannot be held."""
+        """Decide each stream with its channels, move gains if needed, and collect the limits that cannot be held."""
         streams, drift, without = self.layout.streams, 0.0, 0.0
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf
@@ -160,7 +158,8 @@ class PlanSearch(Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether unmoved weights keep all limits and proofs, and cost at most one rounding for each norm."""
+        """Return whether exponents of 0 keep all limits and proofs, at an extra cost of at most one rounding per
+        norm."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream
@@ -177,8 +176,8 @@ class PlanSearch(Costs):
         return True
 
     def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
-        """Choose the stream's exponent and its channels'; return the cost of each candidate. The choice is the exponent
-        nearest 0 that gives up no more proofs than the cheapest and costs little more."""
+        """Choose the stream's exponent and its channels'; return the cost of each candidate. Among the candidates that
+        give up no more proofs than the cheapest and cost little more, it takes the one nearest 0."""
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
         finite = {r: total for r, total in totals.items() if math.isfinite(total.cost)}
@@ -236,7 +235,7 @@ class PlanSearch(Costs):
                 self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether gain exponents of 0 break a limit or lose visibly."""
+        """Return whether gain exponents of 0 break a limit or lose noticeable precision."""
         if self.moves_least:
             return bool((self.best(signal, r).index != CHANNEL_RANGE).any())
         return self.best(signal, r).unmoved > self.lossy_price / 2
@@ -276,10 +275,11 @@ def with_smaller_gradients(
     ranges: Mapping[str, ModuleRange],
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return a plan with exponents before norms that undo the stream's, within limits: a signal times 2^r has a
-    gradient times 2^-r, so a smaller stream needs a smaller loss scale. No eps may change a norm's output by more than
-    one fp16 rounding. weights: before any exponent. ranges: observed on the source, which show how small a norm's input
-    is. bounds: of every possible input."""
+    """Return a plan with exponents before norms that undo the stream's, within limits.
+
+    A signal times 2^r has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. No eps may change a
+    norm's output by more than one fp16 rounding. weights: before rescaling. ranges: observed on the source, which show
+    how small a norm's input is. bounds: for any input."""
     if layout.fixed_eps is not None:
         return plan
     limit = FP16_MAX * 2.0 ** -(plan.margin_bits or 0.0)

@@ -1,6 +1,6 @@
-"""The cost of a power of two: weights below fp16's normal range, and signals in its last step. Below 2⁻¹⁴ fp16's
-spacing stays at 2⁻²⁴, so weights round there, and vanish under 2⁻²⁵. Rounding that no exponent avoids, as of fp32
-weights, is left out."""
+"""The rounding cost of a power of two: for weights below fp16's normal range, and for signals near its smallest step.
+Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so weights round there, and vanish under 2⁻²⁵. Rounding that no exponent
+avoids, as of fp32 weights, is left out."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ _CHANNELS, _CHUNK = 1 << 10, 1 << 18
 
 @dataclass(frozen=True)
 class LossTable:
-    """Losses of a weight by channel and exponent. ``counts``: the number of elements that scaling by 2^e makes inexact.
-    ``errors``: their squared error divided by 4^e, which makes it comparable with ``energy``. Both are float32
-    [channels, columns]; the first column is for the exponent ``first`` and all below, the last for its own and all
-    above. ``energy``, ``amax``: float64 [channels], of the unscaled weight. ``count``: all elements."""
+    """Losses of a weight by channel and exponent.
+
+    ``counts``: the number of elements that scaling by 2^e makes inexact. ``errors``: their squared error divided by
+    4^e, which makes it comparable with ``energy``. Both are float32 [channels, columns]; the first column stands for
+    the exponent ``first`` and all below, the last for its own and all above. ``energy``, ``amax``: float64 [channels],
+    of the unscaled weight. ``count``: the number of all elements."""
 
     first: int
     counts: torch.Tensor
@@ -72,7 +74,7 @@ class LossTable:
 
 @dataclass
 class Tables:
-    """Loss tables that the next plan may reuse; beyond ``most`` bytes no more are kept."""
+    """Loss tables that later plans may reuse, up to ``most`` bytes."""
 
     most: int = 1 << 29
     kept: dict[tuple[str, Hashable], LossTable] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class Tables:
 
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:
-    """Return the losses at each exponent of each channel of a 1-D or 2-D ``weight`` along ``axis``. other: int32
+    """Return the losses of a 1-D or 2-D ``weight`` at each exponent of each channel along ``axis``. other: int32
     exponents of the other axis, applied first, also to ``energy`` and ``amax``."""
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else matrix
@@ -110,8 +112,8 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 
 def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
-    """Return the losses of 1-D values that are stored minus ``offset``, each its own channel. Every exponent rounds
-    them anew, by an absolute error that the offset decides."""
+    """Return the losses of 1-D values that are stored minus ``offset``; each value is a channel. Every exponent rounds
+    them anew, with an absolute error that depends on the offset."""
     wide = values.detach().double()
     exponents = torch.arange(-GRID, GRID + 1)
     scales = 2.0 ** exponents.double()
@@ -131,8 +133,8 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The binades ``low`` to ``high`` of a weight's elements after the other axis is scaled. ``zero``: one of their
-    binades before. ``narrow``: whether bf16 holds all elements."""
+    """The binades ``low`` to ``high`` of a weight's elements after the other axis is scaled. ``zero``: a binade of
+    theirs before that, in which zeros are counted. ``narrow``: whether bf16 holds all elements."""
 
     low: int
     high: int
@@ -141,12 +143,12 @@ class _Span:
 
     @property
     def first(self) -> int:
-        """The exponent, on the grid, at which all elements have vanished."""
+        """The largest exponent of the table's grid at which all elements round to 0."""
         return min(max(-26 - self.high, -GRID), GRID)
 
     @property
     def last(self) -> int:
-        """The exponent, on the grid, at which no element loses a bit."""
+        """The smallest exponent of the table's grid at which no element loses a bit."""
         return min(max(-24 - self.low + _UNIT, -GRID), GRID)
 
 
@@ -206,8 +208,9 @@ def _losses(part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Sp
 def _histograms(
     part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return two histograms of some channels, [channels, binades, reaches], and their largest weights, [channels]. The
-    first counts elements by binade and reach (the bits from the leading to the last), the second sums their squared
+    """Return two histograms of some channels, [channels, binades, reaches], and their largest weights, [channels].
+
+    The first counts elements by binade and reach (the bits from the leading to the last), the second sums their squared
     significands."""
     channels, length = part.shape[axis], part.shape[1 - axis]
     packed = span.narrow and length < _PACKABLE
@@ -246,8 +249,8 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each element's place in a histogram by binade and reach, and its summands there: 1 and its squared
-    significand, in one number where ``packed``. 0, inf and NaN add nothing, and have the place ``zero``."""
+    """Return each element's position in a histogram by binade and reach, and what it adds there: 1 and its squared
+    significand, in one number if ``packed``. 0, inf and NaN add nothing, at the position ``zero``."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)
@@ -261,8 +264,8 @@ def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, t
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return for each element its binade, its reach (the bits from the leading to the last, at most 10), and 1, or 0
-    for 0, inf and NaN, all int64; and its squared significand, float64."""
+    """Return, for each element, its binade, its reach (the bits from the leading to the last, at most 10) and a count,
+    int64, and its squared significand, float64. The count is 1; 0 for 0, inf and NaN."""
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
     mantissa, exponent = torch.frexp(x)
     binade = exponent.sub_(1)
@@ -282,8 +285,8 @@ def sums_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
 
 
 def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Return ``count`` columns from ``start``; beyond the ends the outermost column repeats. Slices are nine times as
-    fast as looking columns up by number."""
+    """Return ``count`` columns from ``start``; the outermost ones repeat beyond the ends. Slices are nine times as fast
+    as an index."""
     width = values.shape[1]
     before, after = min(count, max(0, -start)), min(count, max(0, start + count - width))
     inner = values[:, max(0, start) : max(0, start + count)]
@@ -293,7 +296,7 @@ def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the error by fp16's last step, relative to a signal's energy: 2⁻⁴⁸/12 over its scaled mean square,
-    [channels, exponents]. 0 for a channel of zeros."""
+    """Return the error from rounding to fp16's smallest step, relative to a signal's energy: 2⁻⁴⁸/12 over its scaled
+    mean square, [channels, exponents]; 0 for a channel of zeros."""
     scaled = mean_square.double()[:, None] * 4.0 ** exponents.double()
     return torch.where(scaled > 0, STEP_NOISE / scaled.clamp(min=1e-300), torch.zeros_like(scaled))

@@ -1,5 +1,5 @@
-"""What powers of two cost a layout's weights, axis by axis, under the exponents chosen for their other axes; and how
-norms' outputs change where their eps, or a gain's offset, cannot be scaled with their input."""
+"""The precision that a layout's weights lose to powers of two, axis by axis, given the exponents of their other axes;
+and the change of norms' outputs if their eps, or a gain's offset, cannot be scaled with their input."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 @dataclass(eq=False)
 class Losses:
-    """The losses of weights, and the drift of the norms that read ``stream``. The fields are described in
-    ``make_plan``."""
+    """The losses of weights, and the drift of the norms that read ``stream``. ``make_plan`` describes the fields."""
 
     layout: Layout
     weights: TensorReader
@@ -95,7 +94,8 @@ class Losses:
             self.tables.pop((tensor.name, axis, carried), None)
 
     def branches_of_streams(self) -> dict[tuple[str, str], tuple[ResolvedSignal, str]]:
-        """Return by place the signals that a linear gives to a norm alone, where the norm's eps can be scaled."""
+        """Return, by place, the outputs of linears that only a norm reads, each with that norm. Empty if the norms' eps
+        cannot be scaled."""
         signals = {norm: self.layout.signals.get(before(norm)) for norm in self.layout.streams_read}
         observed = (norm for norm in signals if norm in self.ranges and self.ranges[norm].norm is not None)
         eps_stays = self.layout.fixed_eps is not None or self.layout.held_eps is not None
@@ -105,8 +105,8 @@ class Losses:
         return {(point.module, point.side): (signal, norm) for norm, signal in found for point in signal.beside}
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent, beside the stream's r, of a norm's input: at most 0, as limits need, and only while the
-        norm's eps does not show in fp16."""
+        """Return the exponent of a norm's input in addition to the stream's r. It is at most 0, as low as limits need,
+        but no lower than keeps the eps's effect under fp16's rounding."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -117,7 +117,8 @@ class Losses:
         return exponent
 
     def branch_drift(self, norm: str, exponent: int) -> float:
-        """Return the mean squared relative change of a norm's output if its input moves beside the stream."""
+        """Return the mean squared relative change of a norm's output if its input gets ``exponent`` in addition to the
+        stream's."""
         seen = self.ranges[norm].norm
         return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
 
@@ -126,9 +127,11 @@ class Losses:
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def drift(self, r: int, corrected: bool = True) -> float:
-        """Return the sum over the stream's norms of the mean squared relative change by a fixed eps; 0 where the config
-        has the scaled eps. A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction
-        takes out the mean, at the cost of one more rounding."""
+        """Return the mean squared relative change of norms' outputs by a fixed eps, summed over the stream's norms; 0
+        if the config has the scaled eps.
+
+        A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction removes the mean, at the
+        cost of one more rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
@@ -146,8 +149,8 @@ class Losses:
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
-        """Return the squared relative rounding error of gains that are stored minus an offset and that this signal
-        moves."""
+        """Return the squared relative rounding error of the gains that this signal moves and that are stored minus an
+        offset."""
         total = 0.0
         for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:
@@ -167,7 +170,7 @@ class Losses:
         return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
-        """Return the gain factor with the least mean squared change in fp16; 1 for a change under one rounding."""
+        """Return the gain factor with the least mean squared change in fp16; 1 if the change is under one rounding."""
         kept, shares = self.kept(path, r)
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
         if abs(factor - 1) <= math.sqrt(ROUNDING):
