@@ -35,8 +35,7 @@ class NormRange:
         return ((variance + eps) / (variance + met)).sqrt(), shares
 
     def drift(self, eps: float, exponent: int) -> float:
-        """Return the root mean square of ``kept``'s factor − 1: the relative change of the norm's output before
-        gains."""
+        """Return the relative change of the norm's output: the root mean square of ``kept``'s factor − 1."""
         kept, shares = self.kept(eps, exponent)
         power = shares * self.variances[:, 0] / (self.variances[:, 0] + eps)  # far under eps no output is left
         return float((power * (kept - 1).square()).sum() / power.sum()) ** 0.5 if power.any() else 0.0

@@ -58,8 +58,7 @@ def below_limit(value: float | None) -> str:
 
 
 def reached(value: float | None) -> str:
-    """Return the largest |x| of an fp16 site; beyond fp16's range the value in fp32, or "overflow" if that is
-    unknown."""
+    """Return an fp16 site's largest |x|; after an overflow the value in fp32, or "overflow"."""
     if value is None or not value <= FP16_MAX:
         return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
     return magnitude(value)
@@ -81,7 +80,7 @@ def over_limit(value: float, limit: float = FP16_MAX) -> str:
 
 
 def headroom_by_bound(bits: float) -> str:
-    """Return headroom, or the excess of a bound rounded up: "5.6 × over"; "none" from eight million times on."""
+    """Return headroom, or a bound's excess rounded up: "5.6 × over"; "none" from eight million on."""
     return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{rounded_up(2.0**-bits, 2):,g} × over"
 
 

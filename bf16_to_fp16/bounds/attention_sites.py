@@ -175,7 +175,6 @@ class AttentionSites:
 
 
 def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
-    """Return how many bits ``values`` must fall so that values + ``still`` fits fp16; inf if ``still`` alone does not
-    fit."""
+    """Return how many bits ``values`` must fall so that values + ``still`` fits fp16, inf for never."""
     room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=torch.inf).clamp(min=1).log2()

@@ -333,6 +333,5 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return each head's part of a weight or bias: [heads, …]. fused: the row counts of queries, keys and values in a
-    common matrix, () for separate ones; number: the index of the part in it."""
+    """Return each head's part of a weight or bias: [heads, …], if fused of the linear ``number``."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)

@@ -19,7 +19,7 @@ def working_dtype(matrix: Tensor | Factored) -> torch.dtype:
 
 
 def chunks(matrix: Tensor, elements: int = IN_CACHE) -> Iterator[Tensor]:
-    """Split a matrix into blocks of rows with at most ``elements`` entries each, by default a core's cache in fp64."""
+    """Split a matrix into blocks of rows with at most ``elements`` entries each."""
     rows = max(1, elements // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], rows):
         yield matrix[start : start + rows]

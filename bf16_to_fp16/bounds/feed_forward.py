@@ -228,7 +228,7 @@ class PlainNeurons:
         return torch.cat(found, 1).view(2, 2, -1)
 
     def bent(self, out: Tensor, direction: int) -> Tensor:
-        """Return a bound of every row of ±out on neurons with negative centres, which keep them smaller than ‖w‖."""
+        """Return bounds of every row of ±out on neurons whose negative centres keep them below ‖w‖."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])

@@ -71,7 +71,7 @@ class LiveWeights:
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[Rows]:
-        """Return the rows of each linear on its source. fused: their row counts if they share one matrix, else ()."""
+        """Return the rows of each linear on its source. fused: their counts in a shared matrix, or ()."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]

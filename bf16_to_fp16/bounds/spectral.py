@@ -89,8 +89,7 @@ class Spectra:
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return a store with the results that do not depend on the ``changed`` weights. read: returns the changed
-        source's."""
+        """Return a store with the results that do not depend on ``changed`` weights, which ``read`` returns."""
         found = {label: kept for label, kept in self.found.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, found, {key: made for key, made in self.kept.items() if key[0].isdisjoint(changed)})
 

@@ -31,7 +31,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only {' and '.join(KINDS)} can be taken over")
     used = [key for key in OTHER_FORMS if config.get(key)]
     if used:
-        raise UserError(f"{folder / CONFIG}: with {used[0]} what it adds is not B·A on a weight; train plain LoRA")
+        raise UserError(f"{folder / CONFIG}: {used[0]} changes more than B·A on a weight; train plain LoRA")
     begun = config.get("init_lora_weights", True)
     if begun not in INITIAL:
         raise UserError(

@@ -73,7 +73,7 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
         check_not_gguf(weights_in(folder))
         others = [file.name for file in weights_in(folder)]
         if (variant := next((n for n in others if re.fullmatch(r"model\.[^.]+\.safetensors", n)), None)) is not None:
-            raise UserError(f"{folder}: has weights as a variant alone; rename {variant} to model.safetensors")
+            raise UserError(f"{folder}: has its weights only as a variant; rename {variant} to model.safetensors")
         hint = f" (it has {', '.join(others[:3])})" if others else ""
         raise UserError(
             f"{folder}: no model.safetensors, pytorch_model.bin or index of shards{hint};"
@@ -177,7 +177,7 @@ def check_sentence_encoder(folder: Path) -> None:
     kind = read_json(whole, "config").get("model_type", WHOLE) if whole.is_file() else WHOLE
     if kind != WHOLE:
         raise UserError(
-            f"{whole}: 'model_type' is {kind!r}, of which a {WHOLE} makes modules of its own; convert the encoder"
+            f"{whole}: 'model_type' is {kind!r}, with which a {WHOLE} adds other modules; convert the encoder"
             f" alone, without {MODULES}"
         )
     check_encoder_config(*encoder_config(folder))

@@ -135,7 +135,7 @@ class FileLayout:
         if self.model_type not in (None, model_type):
             raise UserError(
                 f"{where}: {self.readers} read the encoder of {self.model_type}, and this is {model_type!r}; leave out"
-                " --layout, and give --eps fixed if its reader has an eps of its own"
+                " --layout, and give --eps fixed if the program that reads it fixes the eps"
             )
 
 

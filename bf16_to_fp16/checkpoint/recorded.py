@@ -78,7 +78,7 @@ def recorded_plan(path: Path, target: str | None) -> tuple[Path, dict[str, Any]]
         raise UserError(f"{file}: {NO_PLAN}") from error
     made_for = data.get("target") or target
     if target is not None and made_for != target:
-        raise UserError(f"{file}: the plan was made for --target {made_for}; give that, or leave --plan away")
+        raise UserError(f"{file}: the plan was made for --target {made_for}; give that, or leave out --plan")
     return file, data
 
 

@@ -105,5 +105,5 @@ def shown(value: object) -> str:
 
 
 def shown_in_a_command(word: str | Path) -> str:
-    """Return a command-line word as reports may show it: a local path without its folders, which may be private."""
+    """Return a command-line word for a report: a local path without its folders, which may be private."""
     return own_name(word) if Path(word).exists() else str(word)

@@ -89,7 +89,7 @@ def convert_command(
     if recipe is not None:
         for flag, given in (("--layout", not folder), ("--dry-run", dry_run), ("--no-audit", not options.run_model)):
             if given:
-                raise UserError(f"--finetune makes a folder and follows from its audit; leave out it or {flag}")
+                raise UserError(f"--finetune writes a folder and needs its audit; leave out --finetune or {flag}")
     fit = partial(check_convertible, options)
     shared.check_given(source, options.data, options.config, options.subfolder, check=fit)
     place = Destination(out, force=force, dry_run=dry_run)

@@ -57,7 +57,7 @@ def publish_command(
             return True
         if not sys.stdin.isatty():
             raise UserError(
-                "nothing was uploaded, since nobody can be asked here; give -y to upload without a question"
+                "nothing was uploaded, since there is no terminal for the question; give -y to upload without it"
             )
         kind = "a public" if public else "a private"
         return click.confirm(f"Upload to {repo_id} ({kind} repository, if it is new)?", err=True)

@@ -60,8 +60,8 @@ def subject_of(
     if not is_known(checkpoint.config):
         if attacks:
             raise UserError(
-                f"{checkpoint.name}: the attack needs bounds, and {checkpoint.config.get('model_type')} is of no family"
-                " that has them; leave --attack out"
+                f"{checkpoint.name}: the attack needs bounds, which there are not for model_type"
+                f" {checkpoint.config.get('model_type')}; leave out --attack"
             )
         model = open_any(checkpoint.folder, attention, progress)
         inputs = batches_of(model, data, **probe)

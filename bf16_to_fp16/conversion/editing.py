@@ -280,7 +280,7 @@ def outputs_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progres
     try:
         inputs = compared(probe.batches(config, checkpoint.folder, str(TEXT)))
     except UserError as error:  # of a tokenizer that nothing else needs
-        progress.say(f"edits are tried on no text: {error}")
+        progress.say(f"edits are not tried on text: {error}")
         return []
     if not inputs:
         return []

@@ -144,8 +144,8 @@ def searched(
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the inputs that a written checkpoint runs in fp32 in addition to fp16: all of them if the plan has a drift
-    or edits, else the smallest."""
+    """Return the inputs to run in fp32 as well: all for a drift or edits, which change fp32 outputs, else the
+    smallest."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))

@@ -160,8 +160,8 @@ class MadeSafe:
         return model
 
     def save(self, model: Any, out: str | Path, **options: Any) -> None:
-        """Save a copy of ``model`` at the source's scale to ``out``, by its own ``save_pretrained``, which gets
-        ``options``. Memory holds the weights twice. Raises UserError as ``undo`` does."""
+        """Save a copy of ``model`` at the source's scale by its ``save_pretrained``, which gets ``options``. Raises
+        UserError as ``undo`` does."""
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
     def undo_adapted(self, model: Any) -> Any:
@@ -197,7 +197,9 @@ class MadeSafe:
         ``out``. PEFT's own ``save_pretrained`` would write it at the plan's scale. Raises UserError as
         ``convert_adapter`` does, and unless the model has exactly one adapter and is at this plan's scale."""
         if self.layout is None:
-            raise UserError("what came back from a pickle or a copy writes no adapter; keep what make_fp16_safe gave")
+            raise UserError(
+                "a pickled or copied result cannot write an adapter; use the one that make_fp16_safe returned"
+            )
         self.adapted(model)
         out, adapters = Path(out), list(model.peft_config)
         check_out(out, force=force)

@@ -32,8 +32,8 @@ def opened_with_notes(
 def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
     if saved_again(checkpoint.folder):
         progress.say(
-            f"{checkpoint.name} was converted before, then saved again or merged without its {REPORT}: its weights keep"
-            " that scale, which undo of this conversion will not take back"
+            f"{checkpoint.name} was converted before, then saved again or merged without its {REPORT}: its weights are"
+            " still at that scale, and undo of this conversion will not change that"
         )
 
 
@@ -47,7 +47,7 @@ def layout_with_notes(checkpoint: Checkpoint, progress: Progress, max_length: in
         first, *others = sorted(layout.outside)
         more = f" and {counted(len(others), 'more tensor')}" if others else ""
         progress.say(
-            f"{checkpoint.name} holds {first}{more}, which {layout.only_class} does not read: all that is said is of"
+            f"{checkpoint.name} holds {first}{more}, which {layout.only_class} does not read: the report is about"
             f" {layout.only_class} alone"
         )
     if max_length is not None and (checkpoint.folder / MODULES).is_file():

@@ -109,7 +109,7 @@ def check_margin(bits: object) -> None:
 
 def check_data(data: object, *, run_model: bool) -> None:
     if data is not None and not run_model:
-        raise UserError("data is of no use where nothing is run; leave out either --data or --no-audit")
+        raise UserError("--no-audit runs nothing, so --data has no use; leave out one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +237,7 @@ class Options:
         Arithmetic(self.max_length)  # raises for an unusable length
         check_data(self.data, run_model=self.run_model)
         if self.sweep and not self.run_model:
-            raise UserError("nothing is run to sweep; leave out either --sweep or --no-audit")
+            raise UserError("--no-audit runs nothing, so --sweep has no use; leave out one of them")
         for name, own in (
             ("--margin", self.margin_bits == MARGIN_BITS),
             ("--eps", self.eps == OF_CONFIG),
@@ -257,12 +257,12 @@ class Options:
         if layout.stock.decodes or layout.head is not None:
             name = layout.family.giving_states(decodes=False)
             how = "give a folder of the encoder" if name is None else f"add --as {name}"
-            raise UserError(f"{where}: {chosen.readers} read encoders alone; {how}, or choose --layout single")
+            raise UserError(f"{where}: {chosen.readers} read only encoders; {how}, or choose --layout single")
         for feed_forward in layout.feed_forwards:
             if feed_forward.activation != chosen.activation:
                 raise UserError(
-                    f"{where}: {chosen.readers} have {chosen.activation} for an activation, and the config"
-                    f" {feed_forward.activation}; choose --layout single"
+                    f"{where}: {chosen.readers} use the activation {chosen.activation}, and the config"
+                    f" has {feed_forward.activation}; choose --layout single"
                 )
         for name in layout.tensors:
             chosen.naming.from_stock(name)  # raises for a tensor without a name there

@@ -107,7 +107,7 @@ def convert_pipeline_by(
     options.check()
     for flag, given in (("--plan", options.plan if len(pipeline.encoders) > 1 else None), ("--as", options.as_class)):
         if given is not None:
-            raise UserError(f"{flag} is for one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
+            raise UserError(f"{flag} works on one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
     local = pipeline.revision is None
     asked = {name: options_of(options, pipeline, name) for name in pipeline.encoders}
     place.check(pipeline.folder)
@@ -117,7 +117,7 @@ def convert_pipeline_by(
     with staged(place.out, force=place.force) as work:
         if not local:
             fetch_others(pipeline, endpoint, progress)
-        with progress.step(f"Bringing {counted(len(pipeline.others), 'file')} besides the encoders") as advance:
+        with progress.step(f"Linking or copying {counted(len(pipeline.others), 'other file')}") as advance:
             links = bring(pipeline.folder, pipeline.others, work, link=not copy, advance=advance)
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
@@ -178,7 +178,7 @@ def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -
     sizes = hub_files(pipeline.source, pipeline.folder, endpoint)
     nbytes = sum(sizes[name] for name in pipeline.others if not (pipeline.folder / name).exists())
     check_free_space(pipeline.source, nbytes, Path(constants.HF_HUB_CACHE))
-    with progress.step(f"Fetching {counted(len(pipeline.others), 'file')} besides the encoders"):
+    with progress.step(f"Fetching {counted(len(pipeline.others), 'other file')}"):
         fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], endpoint, pipeline.revision)
 
 
@@ -236,7 +236,7 @@ def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
     held = pipeline.kind in READ_INSIDE if two_stacks else pipeline.kind not in READ_AT_THE_END
     if held and options.stream not in (None, 0):
         raise UserError(
-            f"{pipeline.kind} may read inner states of {name}, so that its stream stays; leave out --stream, or"
+            f"{pipeline.kind} may read inner states of {name}, so its stream is not rescaled; leave out --stream, or"
             f" {alone(pipeline, name)}"
         )
     own = architectures(config)[:1] == [kind]

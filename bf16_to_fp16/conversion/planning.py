@@ -133,13 +133,14 @@ def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decid
     check_plan_fits(layout, plan)
     if eps is not None and eps != plan.eps:
         raise UserError(
-            f"the plan is for an eps of {plan.eps!r}, and whoever is to read the output has {eps!r}; leave out --plan"
+            f"the plan is for an eps of {plan.eps!r}, and the program that will read the output has"
+            f" {eps!r}; leave out --plan"
         )
     edits = edits_of(layout, plan)
     if options.exact and (edits.exponents or edits.centred_keys):
         raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
     if not options.run_model and edits.exponents:
-        raise UserError("the plan has edits, of which only a run shows the price; leave out --no-audit, or plan anew")
+        raise UserError("the plan has edits, and only a run shows their cost; leave out --no-audit, or plan anew")
     return Decided(layout, plan, target)
 
 

@@ -89,8 +89,7 @@ def full_config(family: Family, config: Mapping[str, object]) -> dict[str, objec
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
-    """Return a whole number for ``key``, or the length of a mapping. Raises UserError, with the noun ``what``, unless
-    it is at least ``least``."""
+    """Return a whole number for ``key``, or a mapping's length; raise UserError unless it is at least ``least``."""
     number = config_value(family, config, key)
     return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
 

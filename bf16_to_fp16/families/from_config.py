@@ -132,8 +132,8 @@ def check_numbers(layout: Layout, rows: Mapping[str, int]) -> None:
         if not (isinstance(number, int) and isinstance(distance, int) and number >= 4 and distance > number // 2):
             keys = " and ".join(map(repr, layout.family.buckets))
             raise UserError(
-                f"config.json: {keys} are {shown(number)} and {shown(distance)}, with which stock code reads outside"
-                " the table of position biases; take them from the original checkpoint"
+                f"config.json: {keys} are {shown(number)} and {shown(distance)}, with which stock code would read"
+                " outside the table of position biases; take them from the original checkpoint"
             )
 
 

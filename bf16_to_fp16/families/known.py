@@ -117,7 +117,7 @@ def loading_class(name: str) -> str:
 
 
 def half_call(name: str) -> str:
-    """Return ``.half()`` as code to show users, or "" if that would round numbers that stock code keeps in fp32."""
+    """Return ``.half()`` to show users, or "" if that would round numbers that stock code keeps in fp32."""
     family = next((family for family in FAMILIES if name in names_of(family)), None)
     return "" if family is not None and family.made_in_fp32 else ".half()"
 

@@ -117,12 +117,12 @@ class Layout:
 
     @property
     def outside(self) -> dict[str, str]:
-        """Tensors of the files that only another class of the family uses, with the reason for leaving them out."""
+        """Tensors that only another class of the family uses, with the reason for leaving them out."""
         return {name: why for name, why in self.dropped.items() if why.startswith(self.stock.names[0])}
 
     @property
     def only_class(self) -> str | None:
-        """The only class that claims are about, if the files also hold tensors for another class; else None."""
+        """The only class that claims cover, if the files also have another's tensors; else None."""
         return self.stock.names[0] if self.outside else None
 
     @property

@@ -95,8 +95,8 @@ def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str,
     if given is not None or kind not in ("yarn", "longrope"):
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
             raise UserError(
-                f"config.json: {key!r} is of the kind {kind!r} with an attention_factor of {given!r}, and what"
-                f" multiplies queries and keys has no bound; known are {', '.join(ROTATIONS)}, yarn, longrope, and"
+                f"config.json: {key!r} is of the kind {kind!r} with an attention_factor of {given!r}, and its"
+                f" factor on queries and keys is unknown; known are {', '.join(ROTATIONS)}, yarn, longrope, and"
                 " others with a positive attention_factor"
             )
         return float(given)

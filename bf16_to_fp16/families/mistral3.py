@@ -76,8 +76,8 @@ def growth(config: Mapping[str, object]) -> tuple[float, float]:
     if len(numbers) != 2 or not 0 <= numbers[0] < math.inf or not 0 < numbers[1] < math.inf:
         named = " and ".join(DEFAULT_ROTATION)
         raise UserError(
-            f"config.json: 'rope_parameters' have the {named} {given!r}, which have to be numbers, not negative and"
-            " positive; take them from the original checkpoint"
+            f"config.json: 'rope_parameters' have the {named} {given!r}, which have to be a number of at least 0"
+            " and one over 0; take them from the original checkpoint"
         )
     return numbers[0], numbers[1]
 
@@ -94,7 +94,8 @@ def of_either(config: Mapping[str, object], i: int) -> Sequence[Part]:
     kind = config.get("model_type")
     if kind not in TEXT_MODELS:
         raise UserError(
-            f"config.json: {TEXT_TYPE!r} is {kind!r}, whose layers have no place; known are {', '.join(TEXT_MODELS)}"
+            f"config.json: {TEXT_TYPE!r} is {kind!r}, whose layers are not supported; known are"
+            f" {', '.join(TEXT_MODELS)}"
         )
     return TEXT_MODELS[str(kind)](config, i)
 

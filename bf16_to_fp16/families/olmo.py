@@ -55,7 +55,7 @@ OLMO3 = replace(
 
 
 def unturned_without_window(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of EXAONE 4's layer ``i``. A layer without a window has no positions if others have one."""
+    """Return the parts of layer ``i``. If some layers have a window, the others have no positions."""
     kind = llama.kind_of_layer(config, i, config.get("sliding_window_pattern", 4))
     return block(config, i, whole=False, turned=config["sliding_window"] is None or kind == llama.SLIDING)
 

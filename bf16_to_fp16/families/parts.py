@@ -81,7 +81,7 @@ PLAIN = Style()
 
 
 def to_norm(norm: str) -> Axis:
-    """Return the output axis of a weight that writes to the stream or to ``norm``; both carry the stream's factor."""
+    """Return the output axis of a weight that writes to the stream, or to ``norm`` with the same factor."""
     stream = multiplied_by(RESIDUAL)
     return stream.beside(multiplied_by(before(norm))) if norm else stream
 
@@ -263,8 +263,7 @@ def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool
 
 
 def projector(wiring: Projector, writer: str, *tensors: Tensor, size: str = "vision") -> Part:
-    """Return the part of a projector. writer: the module whose output joins the stream. size: the named size of its
-    norm."""
+    """Return the part of a projector. writer: the module whose output joins the stream."""
     stream = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(writer),))
     return Part((stream, Signal(wiring.norm, Kind.FIXED, size, (output_of(wiring.norm),))), tensors, wiring)
 
@@ -280,7 +279,7 @@ def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
 
 
 def states(norm: str, style: Style = PLAIN) -> Part:
-    """Return the part of a final norm whose output users or another stack read, so that nothing may move it."""
+    """Return the part of a final norm that must not move: users or another stack read it."""
     return Part((Signal(f"{norm}.output", Kind.FIXED, style.model, (output_of(norm),)),), style.norm(norm, None))
 
 

@@ -64,8 +64,7 @@ def block_of(path: str) -> int | None:
 
 
 def layer_of(site: str) -> str:
-    """Return a site's name up to the number of its layer, as in ``encoder.block.3``; without a number, its first
-    module."""
+    """Return a site's name up to its layer's number (``encoder.block.3``), or its first module."""
     parts = site.partition(":")[0].split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]

@@ -178,8 +178,7 @@ def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
 
 
 def unsaid(family: Family, config: Mapping[str, object]) -> str:
-    """Return words for an error message on missing config keys whose stock defaults may imply other tensors; "" if
-    there are none."""
+    """Return words for a message on missing config keys whose defaults may imply other tensors, or ""."""
     words = {key: word for key, word in family.defaults.items() if isinstance(word, str)}
     parts = [f"{key!r} (stock code takes {word!r})" for key, word in words.items() if looked_up(config, key) is None]
     return f", with the config.json that says {' and '.join(parts)}" if parts else ""

@@ -95,7 +95,7 @@ def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
 
 
 def divided_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that is divided by a signal's factor: its weight reads the signal, or is a key's."""
+    """Return an axis that a signal's factor divides: its weight reads the signal, or is a key's."""
     return Axis(-1, signal, spread)
 
 

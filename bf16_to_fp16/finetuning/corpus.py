@@ -297,14 +297,13 @@ class Corpus:
 
 
 def in_one_row(source: Sequence[int], target: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the ids of input and target in one row, and the labels, which begin at the input's last position."""
+    """Return input and target as one row of ids, with labels from the input's last position on."""
     nothing = [IGNORED_LABEL]
     return [*source, *target], [*nothing * (len(source) - 1), *target, *nothing]
 
 
 def _first(length: int, most: int, rng: np.random.Generator) -> int:
-    """Return a random start for a piece of ``most`` tokens. Starts up to half a piece beyond an end are moved to that
-    end."""
+    """Return a random start for ``most`` tokens; up to half of them may lie beyond an end, then the end is taken."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))

@@ -99,8 +99,8 @@ class Needs:
 
 
 def _says_tied(config: Any) -> bool:
-    """Whether the config says that head and embedding are tied. T5's class overwrites ``tie_word_embeddings``; the
-    file's value then is in another key."""
+    """Whether the config ties head and embedding. T5's class overwrites the flag, and keeps the file's in another
+    key."""
     known = of_model_type(config.model_type)
     return bool(getattr(config, known.output_scale_key if known else "", config.tie_word_embeddings))
 
@@ -254,7 +254,7 @@ def config_of_source(recipe: Recipe) -> Any:
         inside = f"{recipe.subfolder}/" if recipe.subfolder else ""
         folder, _ = fetched(recipe.source, (f"{inside}config.json",))
     if folder.is_file():
-        raise UserError(f"{folder}: one file of weights is not finetuned; give the folder of a checkpoint")
+        raise UserError(f"{folder}: one file of weights cannot be finetuned; give the folder of a checkpoint")
     folder = folder if recipe.subfolder is None else subfolder_of(folder, recipe.subfolder)
     read_config(folder)
     return load_config(folder)

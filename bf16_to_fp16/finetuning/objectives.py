@@ -99,8 +99,7 @@ def _parts(total: int, parts: int, rng: np.random.Generator) -> list[int]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of a text, each with its trailing space, cut after punctuation and line ends. Abbreviations
-    may count as ends."""
+    """Return a text's sentences, each with its trailing space; abbreviations may count as ends."""
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     return [text[start:end] for start, end in itertools.pairwise([0, *ends, len(text)]) if start < end]
 

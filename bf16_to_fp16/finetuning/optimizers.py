@@ -16,8 +16,7 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as Kingma and Ba have them; epsi
 
 
 def typical_magnitude(parameter: Tensor) -> float:
-    """Return the median of |w|, since outlier rows do not move it. If more than half of w is 0: the RMS; if all is 0:
-    1."""
+    """Return the median of |w|, which outliers do not move; else the RMS, or 1 for zeros."""
     size = parameter.detach().float().abs()
     median = float(size.median())
     return median if median > 0 else float(size.square().mean().sqrt()) or 1.0
@@ -41,7 +40,7 @@ def make_optimizer(
         if not issubclass(named, torch.optim.Optimizer):
             raise UserError(f"optimizer.name: {given.name} is no torch.optim.Optimizer; name one")
         if issubclass(named, (torch.optim.SparseAdam, torch.optim.LBFGS)):
-            raise UserError(f"optimizer.name: {given.name} takes no step by gradients alone; name another")
+            raise UserError(f"optimizer.name: {given.name} cannot step by plain gradients alone; name another")
         own = {"seed": recipe.seed} if named is AdamW else {}
         try:
             arguments = own | given.arguments

@@ -166,8 +166,7 @@ class ActivationPenalty:
         return dict(self._last)
 
     def worst(self) -> tuple[str, Observation]:
-        """Return the site nearest to its target or furthest over it, with its observation. Raises ``UserError`` before
-        the first complete step."""
+        """Return the site nearest to its target or furthest over it; raise ``UserError`` before the first step."""
         if not self._last:
             raise UserError("the penalty has seen no complete optimizer step; ask after the first one")
         return max(self._last.items(), key=lambda item: item[1].excess_bits)
@@ -251,7 +250,7 @@ class ActivationPenalty:
         return not unknown and amax > self._floor(site)
 
     def _floor(self, site: str) -> float:
-        """Values up to this contribute no gradient. It is below the target: another call or rank may exceed that."""
+        """Smaller values have no gradient. It is below the target, which another call or rank may exceed."""
         return self._target[site] / 2**MOST_SLACK_BITS
 
     def _weight(self, site: str) -> float:

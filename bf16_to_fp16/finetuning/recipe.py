@@ -133,8 +133,7 @@ class Penalty(Section):
 
     @property
     def trained_bits(self) -> float:
-        """The headroom that training aims for: half a bit over the recipe's, since the audit has inputs that training
-        has not."""
+        """The headroom that training aims for: half a bit more, since the audit has other inputs."""
         return self.headroom_bits + 0.5
 
 
@@ -272,7 +271,7 @@ def _override(tree: dict[Any, Any], override: str, name: str) -> None:
     key, equals, value = override.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
-        raise UserError(f"{override!r} sets nothing; write it like schedule.steps=200")
+        raise UserError(f"{override!r} has no key or no value; write it like schedule.steps=200")
     place = tree
     for depth, part in enumerate(parts[:-1], 1):
         if place.get(part) is None:

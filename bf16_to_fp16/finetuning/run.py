@@ -215,8 +215,8 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
     layout, tokenizer = agreed_layout(checkpoint), tokenizer_beside(checkpoint.folder, recipe.subfolder)
     if recipe.precision == "fp16" and spare_padding(layout.config) == math.inf:
         raise UserError(
-            f"{checkpoint.name}: stock {layout.family.title} with this attention makes NaN of padding, and of the"
-            " gradient where rows do not fill its blocks, in fp16; set precision: fp32"
+            f"{checkpoint.name}: stock {layout.family.title} with this attention gives NaN in fp16 for padding, and"
+            " gradients of NaN where rows do not fill its blocks; set precision: fp32"
         )
     folder = tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder
     return Corpus(recipe.data, folder, load_config(checkpoint.folder), seed=recipe.seed)
@@ -225,7 +225,7 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
 def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
     """Convert the recipe's source to its output; return None, and write nothing, if the result is unsafe or lacks a
     certificate that the recipe asks for."""
-    progress.say("The start has all that is asked for: trying a conversion alone")
+    progress.say("The start already meets the recipe: trying a conversion without training")
     target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
     place = Destination(Path(recipe.out))
@@ -284,7 +284,7 @@ def check_recipe(recipe: Recipe) -> None:
     recipe.data.share(world)  # which says where it cannot be divided
     several = world > 1
     if device.index is not None and several:
-        raise UserError(f"device {device} is one for all processes; set device: cuda, and each takes its own")
+        raise UserError(f"device {device} would serve all processes; set device: cuda, so that each takes its own")
     if device.type == "cuda" and several and not torch.distributed.is_nccl_available():
         raise UserError("several GPUs need NCCL, which torch has on Linux alone; launch one process, or under WSL 2")
 

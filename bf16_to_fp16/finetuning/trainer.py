@@ -148,7 +148,7 @@ class Trainer:
                 if last or p.step % self.recipe.checkpointing.every == 0:
                     self._save()
         if self.kept != p.step:
-            self.progress.say(f"Step {self.kept} is kept, the nearest to the original of those at which all held")
+            self.progress.say(f"Step {self.kept} is kept, the nearest to the original of those that met all limits")
         return FinetuneEntry(
             steps=p.step, tokens=p.tokens, skipped=p.skipped, evaluations=p.evaluations, kept=self.kept
         )
@@ -396,7 +396,7 @@ def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosi
         raise UserError(
             f"the penalty has not come down for {STUCK_STOP} steps{at};"
             " raise schedule.learning_rate, lower penalty.headroom_bits,"
-            " or let the task go: distillation.weight 1"
+            " or drop the task loss with distillation.weight: 1"
         )
 
 

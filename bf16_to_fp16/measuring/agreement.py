@@ -77,7 +77,7 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     if scales != (layout.head_scale != 1.0):
         raise UserError(
             f"{where}: stock code {'multiplies' if scales else 'does not multiply'} the decoder's output by"
-            " d^-1/2 before the head, unlike the keys say that the bounds are made from; take it from the original"
+            " d^-1/2 before the head, but the keys that the bounds use say otherwise; take it from the original"
             " checkpoint"
         )
 
@@ -154,8 +154,8 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         value = getattr(model.get_submodule(path), attribute, _ABSENT)
         if value != expected and not (optional and value is _ABSENT):
             raise UserError(
-                f"{where}: in stock code {path}.{attribute} is {shown(value)}, where the keys that the bounds are made"
-                f" from say {expected!r}; take it from the original checkpoint"
+                f"{where}: in stock code {path}.{attribute} is {shown(value)}, but by the keys that the"
+                f" bounds use it is {expected!r}; take it from the original checkpoint"
             )
 
     for part in layout.topology:
@@ -231,13 +231,13 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
                     again(torch.zeros(1), torch.tensor([[position]]), **({"layer_type": kind} if kind else {}))
                 except Exception as error:
                     raise UserError(
-                        f"{where}: stock code cannot turn position {position} ({first_line(error)}); take the keys"
-                        " that begin with 'rope' from the original checkpoint"
+                        f"{where}: stock code cannot compute rotary position {position} ({first_line(error)}); take"
+                        " the keys that begin with 'rope' from the original checkpoint"
                     ) from error
             for name, frequencies in again.named_buffers():
                 if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
                     raise UserError(
-                        f"{where}: stock code makes inf or NaN of {path}.{name}, by which positions are turned; take"
+                        f"{where}: stock code makes inf or NaN of {path}.{name}, which rotary positions need; take"
                         " the keys that begin with 'rope' from the original checkpoint"
                     )
 
@@ -255,7 +255,7 @@ def check_dynamic(parameters: Any, where: str) -> None:
         if each.get("rope_type") == "dynamic" and not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
             raise UserError(
                 f"{where}: rotary positions are 'dynamic' with the factor {factor!r}, and under 1 their frequencies"
-                " need not be numbers at every length; write 1.0 or more, or take it from the original checkpoint"
+                " may be NaN at some lengths; write 1.0 or more, or take it from the original checkpoint"
             )
 
 
@@ -321,7 +321,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
         expected = attributes(kind(**deepcopy(nested)))
     except Exception as error:  # which each class raises of its own kind
         raise UserError(
-            f"{where}: stock code makes no config of the keys that the bounds are made from ({first_line(error)}); take"
+            f"{where}: stock code cannot make a config from the keys that the bounds use ({first_line(error)}); take"
             " it from the original checkpoint"
         ) from error
     attention = "_attn_implementation_internal"

@@ -61,15 +61,15 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
     stock = by_signature(names[0])
     if stock is None:
         raise UserError(
-            f"{folder}/config.json: {names[0]} is no model of transformers {transformers.__version__}, and code of a"
-            " checkpoint is not run; install the version that has it"
+            f"{folder}/config.json: {names[0]} is no model of transformers {transformers.__version__}, and a"
+            " checkpoint's own code is never run; install a version that has it"
         )
     kind: Any = getattr(transformers, names[0])
     if kind.main_input_name != "input_ids":
-        raise UserError(f"{names[0]} takes {kind.main_input_name}, and the audit runs token ids; give a model of text")
+        raise UserError(f"{names[0]} takes {kind.main_input_name}, and the audit runs token ids; give a text model")
     text = config.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
-        raise UserError(f"{folder}/config.json: no vocab_size, and the audit runs token ids; give a model of text")
+        raise UserError(f"{folder}/config.json: no vocab_size, and the audit runs token ids; give a text model")
     inputs = copy(text)
     inputs.architectures = names[:1]
     with torch.device("meta"):

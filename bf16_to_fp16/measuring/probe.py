@@ -299,7 +299,7 @@ def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
-    """Put the start token before ids or, if there is none, the end token after them; at most ``most`` tokens in all."""
+    """Add the start token before ids, else the end token after them; ``most`` tokens at most."""
     first = first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *end_ids(config)][-most:]
 

@@ -199,7 +199,7 @@ def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool)
 
 
 def weight_of_two(scores: Tensor) -> Tensor:
-    """Return the weight that each query gives to each key when the only other key is its own token's."""
+    """Return each query's weight for each key beside its own token's key alone."""
     return (scores - scores.diagonal()[:, None]).sigmoid()
 
 

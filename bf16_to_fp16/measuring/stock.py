@@ -271,7 +271,7 @@ def class_in(config: Any) -> StockClass | None:
 
 
 def config_of(model: Any) -> Any:
-    """Return a copy of a model's config that names its class; a config that was never saved does not."""
+    """Return a copy of a model's config that names its class, as saved ones do."""
     config = copy(model.config)
     config.architectures = [type(model).__name__]
     return config

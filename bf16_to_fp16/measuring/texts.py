@@ -145,7 +145,7 @@ def local_files(path: str) -> list[Path] | None:
     elif any(sign in path for sign in "*?"):
         files = sorted(place.parent.glob(place.name))
         if not files:
-            raise UserError(f"{path}: no file is called so; give an existing .jsonl, .csv, .parquet or .txt")
+            raise UserError(f"{path}: no file has this name; give an existing .jsonl, .csv, .parquet or .txt")
     elif place.exists() or place.is_absolute() or place.suffix in (*KINDS, ".gz"):
         files = [place]
     else:

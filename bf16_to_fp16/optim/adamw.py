@@ -220,7 +220,7 @@ class AdamW(Optimizer):
             update = _compiled(tuple(tensor.dtype for tensor in tensors), device.type, group["rounding"])
         if isinstance(update, str):
             if group["compile"]:
-                raise UserError(f"AdamW: torch.compile makes no step here ({update}); leave it to compile=None")
+                raise UserError(f"AdamW: torch.compile fails here ({update}); leave compile at None")
             update = _update  # by default such a step is eager
         begin = first_index(parameter)
         longest = CHUNK if update is _update and device.type == "cpu" else LONGEST

@@ -301,8 +301,7 @@ def unmet_target(report: schema.Report | other_reports.Verification) -> str:
 
 
 def held_tiers(report: schema.Report, proven: str) -> list[tuple[Tier, schema.TierEntry, str]]:
-    """Return the tiers, each with words on whether it holds. proven: the words after "yes" if the certificate proves
-    it."""
+    """Return the tiers and words on whether each holds. proven: follows "yes" for a certified one."""
     entries = [(tier, report.tiers[tier.name]) for tier in TIERS if tier.name in report.tiers]
     return [(tier, each, held_in(each, proven, broken=bool(report.broken_regimes))) for tier, each in entries]
 

@@ -82,7 +82,7 @@ def notice(report: Report) -> str:
 
 
 def origin(report: Report) -> tuple[str | None, str | None]:
-    """Return the Hub id and commit of the source (after a finetune, of its original); None for a local folder."""
+    """Return the Hub id and commit of the source, or of its original; None for a local folder."""
     path, revision = report.source.path, report.source.revision
     return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
 

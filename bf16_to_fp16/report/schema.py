@@ -83,7 +83,7 @@ class Source(ReportObject):
         return cls(**cls.place_of(checkpoint), sha256=hashes)
 
     def class_in(self, side: Literal["before", "after"]) -> str | None:
-        """Return the class in the config before or after a conversion to another class; None without such a change."""
+        """Return the class before or after a conversion to another class; None without such a change."""
         sides = self.config_changes.get("architectures", {})
         return next(iter(architectures({"architectures": sides.get(side)})), None)
 

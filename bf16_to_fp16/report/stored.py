@@ -42,7 +42,7 @@ def read_start(path: Path) -> Plan | None:
 
 
 def read_mark(path: Path) -> object:
-    """Return the mark that an earlier conversion left in the source's config; None if the source was not converted."""
+    """Return the mark of an earlier conversion in the source's config, or None."""
     return read_parts(path, "source").source.config_changes.get(CONVERTED_KEY, {}).get("before")
 
 

@@ -140,8 +140,7 @@ def input_factor(layout: Layout, plan: Plan) -> OfChannels:
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
-    """Return whether a class returns an output only on request: inner states, attentions, and the last states of a
-    class with logits among its ``outputs``."""
+    """Return whether an output comes only on request: inner states, attentions, last states beside logits."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 

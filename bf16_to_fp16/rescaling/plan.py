@@ -82,7 +82,7 @@ class Plan(BaseModel):
 
     @property
     def moves_streams_alone(self) -> bool:
-        """Whether each tensor has a single power of two, so that a learning rate per tensor can make up for it."""
+        """Whether each tensor has a single power of two, which a learning rate per tensor can make up for."""
         return not self.gain_correction and not any(isinstance(e, list) and any(e) for e in self.exponents.values())
 
     def exponent(self, signal: str) -> int | list[int]:

@@ -183,8 +183,8 @@ class PlanSearch(Costs):
         finite = {r: total for r, total in totals.items() if math.isfinite(total.cost)}
         if not finite:
             raise UserError(
-                "no exponent brings the signals into fp16's range, so large are the weights; use another revision of"
-                " the checkpoint, or repair it"
+                "the weights are so large that no exponent brings the signals into fp16's range; use another"
+                " revision of the checkpoint, or repair it"
             )
         best = min(finite.values(), key=lambda total: total.cost)
         spare = NEARNESS * len(self.layout.norms) if self.moves_least else INDIFFERENCE

@@ -117,8 +117,7 @@ class Losses:
         return exponent
 
     def branch_drift(self, norm: str, exponent: int) -> float:
-        """Return the mean squared relative change of a norm's output if its input gets ``exponent`` in addition to the
-        stream's."""
+        """Return the mean squared relative change of a norm's output under an ``exponent`` beside the stream's."""
         seen = self.ranges[norm].norm
         return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
 

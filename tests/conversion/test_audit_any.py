@@ -129,7 +129,7 @@ def test_an_attention_that_a_class_lacks_is_left_out(tmp_path: Path, capsys: pyt
         ({}, {"attack_steps": 2}, "needs bounds"),
         ({}, {"regimes": ("whole",)}, "whole: no such regime; choose from stock, amp, half"),
         ({"architectures": None}, {}, "names no class"),
-        ({"architectures": ["MyOwnModel"]}, {}, "code of a checkpoint is not run"),
+        ({"architectures": ["MyOwnModel"]}, {}, "a checkpoint's own code is never run"),
         ({"architectures": ["BertTokenizer"]}, {}, "is no model of transformers"),
     ],
 )

@@ -137,12 +137,12 @@ def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path
 
 
 REFUSED = {
-    "a decoder": ("umt5", "--layout wan", "Wan's tools read encoders alone"),
+    "a decoder": ("umt5", "--layout wan", "Wan's tools read only encoders"),
     "no UMT5": ("t5-encoder", "--layout wan", "Wan's tools read the encoder of umt5, and this is 't5'"),
     "an activation": (
         "umt5-ungated",
         "--layout wan",
-        "Wan's tools have gelu_new for an activation, and the config relu",
+        "Wan's tools use the activation gelu_new, and the config has relu",
     ),
     "shards": ("t5-encoder", "--layout single --max-shard-size 5GB", "leave out either it or --max-shard-size"),
 }

@@ -183,7 +183,7 @@ def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pyt
     assert "--copy is for whole pipelines" in refused(capsys, "convert", one, tmp_path / "new", "--copy")
     with pytest.raises(UserError, match=r"has no model_index\.json, so it is no pipeline"):
         convert_pipeline(one, tmp_path / "new")
-    with pytest.raises(UserError, match=r"--as is for one model.*--subfolder text_encoder_2"):
+    with pytest.raises(UserError, match=r"--as works on one model.*--subfolder text_encoder_2"):
         convert_pipeline(small, tmp_path / "new", as_class="T5EncoderModel")
     (tmp_path / "out" / "older").unlink()
     assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit"]) == 0
@@ -340,7 +340,9 @@ def test_the_stream_of_an_encoder_is_held_unless_its_last_states_alone_are_read(
             == -4
         )
     else:
-        with pytest.raises(UserError, match=r"so that its stream stays; leave out --stream, or convert it alone: .*"):
+        with pytest.raises(
+            UserError, match=r"so its stream is not rescaled; leave out --stream, or convert it alone: .*"
+        ):
             convert_pipeline(folder, tmp_path / "out", **with_stream)
 
 

@@ -163,7 +163,7 @@ def test_a_dataset_is_asked_for_by_name_subset_and_split(opened: Open, monkeypat
         ("bad.parquet", b"PAR1zz", "not a readable Parquet file"),
         ("bad.txt.gz", b"zz", "cannot be read"),
         ("torn.txt.gz", gzip.compress(b"text\n" * 900, mtime=0)[:-20], "cannot be read"),
-        ("*.jsonl", None, "no file is called so"),
+        ("*.jsonl", None, "no file has this name"),
     ],
 )
 def test_bad_data_is_one_line_of_what_to_do(

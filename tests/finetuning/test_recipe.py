@@ -113,7 +113,7 @@ def test_a_wrong_value_or_key_is_one_line_that_names_it(tmp_path: Path, override
 
 @pytest.mark.parametrize("override", ["schedule.steps", "=3", ".a=3", "schedule..steps=3", ""])
 def test_an_override_without_key_and_value_is_refused(tmp_path: Path, override: str) -> None:
-    assert "sets nothing; write it like schedule.steps=200" in refusal(write(tmp_path, FIVE_LINES), override)
+    assert "has no key or no value; write it like schedule.steps=200" in refusal(write(tmp_path, FIVE_LINES), override)
 
 
 @pytest.mark.parametrize(

@@ -191,8 +191,8 @@ def test_the_optimizer_is_the_recipes_and_decays_nothing(folder: Path, tmp_path:
     ("name", "reason"),
     [
         ("torch.nn.Linear", "is no torch.optim.Optimizer; name one"),
-        ("torch.optim.SparseAdam", "takes no step by gradients alone; name another"),
-        ("torch.optim.LBFGS", "takes no step by gradients alone; name another"),
+        ("torch.optim.SparseAdam", "cannot step by plain gradients alone; name another"),
+        ("torch.optim.LBFGS", "cannot step by plain gradients alone; name another"),
     ],
 )
 def test_a_class_that_cannot_take_steps_is_refused(folder: Path, tmp_path: Path, name: str, reason: str) -> None:

@@ -70,7 +70,7 @@ def test_a_rotary_factor_larger_than_the_bounds_have_it_is_named(
     assert "rotary_emb.attention_scaling is 3.0" in refused(capsys, "certify", folder)
 
 
-UNRUN, NO_ANGLES = "cannot be loaded or run", "inv_freq, by which positions are turned"
+UNRUN, NO_ANGLES = "cannot be loaded or run", "inv_freq, which rotary positions need"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 SHRINKING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -129,7 +129,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma3", {"rope_parameters": ..., "rope_theta": -1.0}, NO_ANGLES),
     ("gemma3", {"rope_parameters": ..., "rope_scaling": {"rope_type": "linear", "factor": 0.0}}, NO_ANGLES),
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [0.0] * 5}}, NO_ANGLES),
-    ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot turn position"),
+    ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot compute rotary position"),
     *((kind, {"rope_parameters": SHRINKING | {"factor": f}}, DYNAMIC) for kind, f in DYNAMICS),
     ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, DYNAMIC),
     ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": -1}}, DYNAMIC),
@@ -140,7 +140,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("switch", {"expert_capacity": 1e30}, "expert_capacity"),
     *(("bigbird_pegasus", {"attention_type": written}, BLOCKS) for written in ("block_sparse", ...)),
     ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
-    ("smollm3", {"no_rope_layer_interval": 0}, "makes no config of the keys"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "cannot make a config from the keys"),
 )
 """A kind, what its config says besides, and what the message must name."""
 
