@@ -147,7 +147,7 @@ def test_what_needs_no_model_is_answered_before_torch_is_loaded(tmp_path: Path) 
     places = [f"error: {tmp_path / more.partition(' ')[0]}{words}" for more, words in unfit.items()]
     places += [f"error: {tmp_path / name}/config.json" for name in said if name not in ("empty", "short")]
     # Of ``ANSWERED_AT_ONCE``.
-    places += ["leave out either --data or --no-audit", "all that --margin would choose", "'big' is not a size"]
+    places += ["leave out one of them", "all that --margin would choose", "'big' is not a size"]
     assert [place for place in places if place not in stderr] == []
 
 
@@ -200,7 +200,7 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         "convert source OUT --finetune text.txt": "a recipe is made of `key: value` lines",
         "convert source OUT --data text.txt": "source: no tokenizer files",
         "convert pipe OUT --subfolder text_encoder --data no.txt": "no.txt: no such file",  # a tokenizer is beside it
-        "verify whole --no-audit --data text.txt": "leave out either --data or --no-audit",
+        "verify whole --no-audit --data text.txt": "leave out one of them",
         "verify whole --data text.txt": "whole: no tokenizer files",
         "convert source OUT --device cuda:9999": "device cuda:9999: this machine has",
     }
