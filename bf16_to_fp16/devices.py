@@ -192,7 +192,7 @@ class Device:
         gc.collect()
         if self.asked.type == "cuda":
             torch.cuda.empty_cache()
-        self.progress.say(f"{self.asked} is out of memory: the {part} goes on on the CPU")
+        self.progress.say(f"{self.asked} is out of memory: the {part} continues on the CPU")
         self.note(part, on_cpu)
         return work(on_cpu)
 

@@ -93,7 +93,7 @@ def test_a_product_that_a_device_has_no_memory_for_is_made_on_the_cpu_and_only_t
     device = Device(STAND_IN, said)
     with stand_in(room=2), products_on(device, "certificate"):
         made = [double(torch.tensor([float(i)])).item() for i in range(4)]
-    full = f"{STAND_IN} is out of memory: the certificate goes on on the CPU"
+    full = f"{STAND_IN} is out of memory: the certificate continues on the CPU"
     assert made == [0.0, 2.0, 4.0, 6.0]
     assert places == [[], [], [full], [full]]
     assert said.lines == [f"Device: {STAND_IN}", full]
@@ -152,7 +152,7 @@ def test_an_audit_is_the_same_where_the_device_runs_full_halfway(source: Path) -
         found = audit(source, regimes=("half",), device=STAND_IN, progress=said)
     assert without_devices(found) == without_devices(expected)
     assert found["environment"]["devices"] == {"audit": [str(STAND_IN), "cpu"]}
-    assert f"{STAND_IN} is out of memory: the audit goes on on the CPU" in said.lines
+    assert f"{STAND_IN} is out of memory: the audit continues on the CPU" in said.lines
 
 
 @pytest.mark.parametrize("room", exhaustive.beyond([0], [0, 10**9]))

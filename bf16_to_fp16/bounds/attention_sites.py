@@ -114,7 +114,8 @@ class AttentionSites:
         self.scored(attention.rotated_score_bounds(one, other, a, self.scale), factors)
 
     def raise_outputs(self, turned_rows: Mapping[str, Tensor]) -> None:
-        """Raise the recorded output bounds of modules to those after rotation: both share their exponents."""
+        """Raise the recorded output bounds of modules to those after rotation. The exponents of an output also scale
+        its rotated values, so both must fit."""
         for path, most in turned_rows.items():
             bound, square = self.findings.outputs[path]
             self.findings.outputs[path] = (torch.maximum(bound, most), square)

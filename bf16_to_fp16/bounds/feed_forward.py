@@ -1,10 +1,10 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-A gated neuron is a product, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Neurons scaled to
-at most 1 sum to at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ). So a row of the output projection is at most the sum of its M largest
-entries (gated), or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Behind a gate the few heaviest neurons get
-an eigenvalue for every row; rows that set a layer's maximum get one of their own.
-"""
+The input is n with ‖n‖₂ ≤ √d; gate and linear have rows u and w, at unit length û and ŵ. A gated neuron is a product,
+(u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Neurons scaled to at most 1 sum to at most M =
+½·λmax(Σ ûûᵀ + ŵŵᵀ). So a row of the output projection is at most the sum of its M largest entries (gated), or the
+maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Behind a gate the few heaviest neurons get an eigenvalue for every
+row; rows that set a layer's maximum get one of their own."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class GatedNeurons:
 
 
 class PlainNeurons:
-    """Neurons of an activation that is at most max(x, 0) and at least −m, x = w·n + c. Methods are those of
+    """Neurons act(x), x = w·n + c, of an activation with −m ≤ act(x) ≤ max(x, 0) for some m. Methods are those of
     ``GatedNeurons``."""
 
     def __init__(
@@ -240,7 +240,7 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return ``unit_rows`` for one row of ±out, with an eigenvalue of its own for the first part."""
+        """Return ``unit_rows`` for one row of ±out. The part from the maps w is tighter: it has its own eigenvalue."""
         name, dtype = self.made.matrix.name, working_dtype(self.made.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale

@@ -80,8 +80,8 @@ def is_inside(name: str, path: str) -> bool:
 
 @dataclass(frozen=True)
 class SourceBounds:
-    """The source's bounds before rescaling. exponents: those that its streams will get, which LayerNorms' eps needs.
-    unmoved: sites over their limit that no exact exponent moves."""
+    """The source's bounds with only its streams rescaled. exponents: of the streams, on which LayerNorms' bounds depend
+    through eps. unmoved: sites over their limit that no exact exponent moves."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]

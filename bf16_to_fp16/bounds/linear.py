@@ -312,9 +312,12 @@ def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
 
 def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m], summed
-    in ``dtype``. Lagrange duality: λ·square + Σ max_s (v·s − λ·s²) bounds it for every λ > 0; the best λ has the
-    gradient of the maximum. ‖s‖² is concave and piecewise linear in λ⁻², so Newton's steps from the λ without caps go
-    down to the best one and end there."""
+    in ``dtype``.
+
+    By Lagrange duality λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0; it is least at the λ whose
+    maximising s has ‖s‖² = square. That ‖s‖² is concave and piecewise linear in λ⁻², so Newton's method, started at the
+    λ that would be best without caps, goes down to it and ends there. The gradient may take λ as constant (envelope
+    theorem)."""
     with torch.no_grad():
         start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
         best = start

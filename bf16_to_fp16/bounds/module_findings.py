@@ -117,7 +117,7 @@ class ModuleFindings:
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def dropout(self, path: str, keep: float, kind: SiteKind, bound: Tensor) -> None:
-        """Record a dropout's output and its mask, divided by 1 − p; the largest of a module counts."""
+        """Record a dropout's output and its mask. keep: from ``kept``. Of several in a module the largest counts."""
         self.note(f"{path}:mul", kind, bound)
         self.mask(path, keep)
 

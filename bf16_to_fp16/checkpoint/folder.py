@@ -121,6 +121,6 @@ def check_tokenizer(*folders: Path | None) -> None:
 
 def converted_already(source: Path, says: str = "fp16_report.json") -> UserError:
     return UserError(
-        f"{source} is converted already, as {says} says; convert what it was made from, or bring that back with"
-        " bf16-to-fp16 undo (bf16-to-fp16 verify checks it as it is; finetune goes on from it)"
+        f"{source} is converted already, as {says} says; convert its source, or restore that with"
+        " bf16-to-fp16 undo (bf16-to-fp16 verify checks a converted checkpoint, and finetune takes one)"
     )

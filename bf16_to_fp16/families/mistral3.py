@@ -76,8 +76,8 @@ def growth(config: Mapping[str, object]) -> tuple[float, float]:
     if len(numbers) != 2 or not 0 <= numbers[0] < math.inf or not 0 < numbers[1] < math.inf:
         named = " and ".join(DEFAULT_ROTATION)
         raise UserError(
-            f"config.json: 'rope_parameters' have the {named} {given!r}, which have to be a number of at least 0"
-            " and one over 0; take them from the original checkpoint"
+            f"config.json: in 'rope_parameters', {named} are {given!r}, not a number of at least 0 and one"
+            " over 0; take them from the original checkpoint"
         )
     return numbers[0], numbers[1]
 

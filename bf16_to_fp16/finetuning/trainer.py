@@ -288,7 +288,7 @@ class Trainer:
             check_same_recipe(state, self.recipe, last)
             if state["parts"] != self.processes.parts:
                 raise UserError(
-                    f"{last}: the state is of another number of processes, or another way to share weights; launch as"
+                    f"{last}: the state is of another number of processes, or another way to shard weights; launch as"
                     " before, or give another checkpointing.folder"
                 )
             self._load(steps[-1])

@@ -105,7 +105,7 @@ def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[st
     """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys.
 
     transformers cannot write it: version 5 sets T5's ``tie_word_embeddings`` to true, and version 4 then ties an untied
-    head. moved: whether the source itself is at another scale than its original."""
+    head. moved: whether the source was itself rescaled already."""
     config = dict(layout.config)
     eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent
     for key in layout.family.eps_keys if eps != layout.eps else ():

@@ -56,7 +56,7 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 @dataclass(frozen=True)
 class Solution:
     """The exponents of one signal's channels and their costs. ``cost``: by observed ranges and bounds. ``free``:
-    without bounds. ``unmoved``: at exponent 0. ``index``: each channel's index among −24…24. ``fallback``: a proof that
+    without bounds. ``unmoved``: at exponent 0. ``index``: each channel's exponent, plus 24. ``fallback``: a proof that
     is given up."""
 
     cost: float
@@ -118,8 +118,9 @@ class Costs(Losses):
         return any(c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.carries)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return each channel's share in its signal, float64 [channels]: mean square times its readers' energy. For
-        queries and keys it is the product of their mean squares. A channel's own exponent changes neither."""
+        """Return each channel's share in its signal's effect, float64 [channels]: its mean square times the squared
+        norm of the weights that read it. For queries and keys it is the product of their mean squares. A channel's own
+        exponent changes neither."""
         ones = torch.ones(signal.size, dtype=torch.float64)
         squares = [observed.mean_square.double() for _, observed in known_points(self.ranges, signal)]
         if not squares:

@@ -101,7 +101,7 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
 
 
 def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
-    """Return, by signal that an edit can lower, the bits over ``limit``: fp64 [channels], or [] for observed scores."""
+    """Return the bits over ``limit`` of each signal that an edit can lower: fp64, by channel or one for all."""
     excess = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:

@@ -158,8 +158,8 @@ class PlanSearch(Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether exponents of 0 keep all limits and proofs, at an extra cost of at most one rounding per
-        norm."""
+        """Return whether exponents of 0 keep all limits and proofs, and cost little more than the best: at most one
+        rounding's error for each norm."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream
@@ -235,7 +235,7 @@ class PlanSearch(Costs):
                 self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether gain exponents of 0 break a limit or lose noticeable precision."""
+        """Return whether a norm's gains need exponents, because 0 breaks a limit or loses noticeable precision."""
         if self.moves_least:
             return bool((self.best(signal, r).index != CHANNEL_RANGE).any())
         return self.best(signal, r).unmoved > self.lossy_price / 2

@@ -133,8 +133,8 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The binades ``low`` to ``high`` of a weight's elements after the other axis is scaled. ``zero``: a binade of
-    theirs before that, in which zeros are counted. ``narrow``: whether bf16 holds all elements."""
+    """The binades ``low`` to ``high`` of a weight's elements, given the other axis's exponents. ``zero``: the lowest
+    binade without them; zeros get its place in histograms. ``narrow``: whether bf16 holds all elements."""
 
     low: int
     high: int

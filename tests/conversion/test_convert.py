@@ -329,7 +329,9 @@ def test_steps_name_target_and_source(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--dry-run"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert "out is converted already" in said[0] and "verify checks it as it is" in said[0] and len(said) == 1
+    assert (
+        "out is converted already" in said[0] and "verify checks a converted checkpoint" in said[0] and len(said) == 1
+    )
     # What was made for one target and is bounded for another is called so.
     assert cli.main(["certify", str(tmp_path / "out")]) == 0
     found = capsys.readouterr()

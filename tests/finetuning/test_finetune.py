@@ -316,7 +316,7 @@ def test_convert_finetunes_what_is_unsafe(source: Path, tmp_path: Path, capsys: 
     flags = ["--dry-run", "--no-audit"]
     for given in (flags[:1], flags[1:], flags):
         said = refused(capsys, "convert", source, tmp_path / "x", "--finetune", recipe, *given)
-        assert said.endswith(f"leave out it or {given[0]}")
+        assert said.endswith(f"leave out --finetune or {given[0]}")
     bad = tmp_path / "bad.yaml"
     bad.write_text("data: {path: none.txt}\nschedul: {}\n")
     assert "unknown key schedul" in refused(capsys, "convert", source, tmp_path / "x", "--finetune", bad)

@@ -292,7 +292,7 @@ def test_a_state_of_other_parts_is_refused_unread(make: Make, monkeypatch: pytes
     make(schedule={"steps": 2}).train()
     again = make(schedule={"steps": 2})
     monkeypatch.setattr(again.processes, "sharded", True)
-    with pytest.raises(UserError, match="another way to share weights; launch as before, or give another"):
+    with pytest.raises(UserError, match="another way to shard weights; launch as before, or give another"):
         again.train()
 
 
