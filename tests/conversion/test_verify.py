@@ -373,7 +373,7 @@ def test_usage_and_exit_status(folder: Path, tmp_path: Path, capsys: pytest.Capt
     for bad in (tmp_path / "nowhere", folder / REPORT):
         with pytest.raises(UserError, match="a converted folder"):
             verify(bad)
-    with pytest.raises(UserError, match="--data or --no-audit"):
+    with pytest.raises(UserError, match="so --data has no use"):
         verify(folder, data="x.txt", run_model=False)
     with pytest.raises(UserError, match="no-such does not exist"):
         verify(folder, original=tmp_path / "no-such")
