@@ -1,5 +1,5 @@
 """The demonstration: three small packaged checkpoints, trained in bf16, that break in fp16 until converted.
-``recipes/`` has their training and enlargement."""
+``recipes/`` has the scripts that trained them and made their activations large."""
 
 from __future__ import annotations
 

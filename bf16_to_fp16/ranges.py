@@ -20,8 +20,8 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The range of a norm's input: the largest ‖x‖₂ of a token, and the tokens' variances as fp64 [k, 2]: values, each
-    with the share of tokens within a sixteenth of a binade. The variance is the mean square; for ``nn.LayerNorm`` it is
+    """The range of a norm's input: the largest ‖x‖₂ of a token, and the tokens' variances, fp64 [k, 2]: a variance,
+    rounded to an eighth of a binade, and the share of tokens that have it. It is the mean square, for ``nn.LayerNorm``
     centred."""
 
     norm_max: float

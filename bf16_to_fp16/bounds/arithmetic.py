@@ -173,8 +173,7 @@ class Arithmetic:
         return (length * (1 + self.unit) + self.tiny * math.sqrt(width)) * COMPUTED
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return the bound of a matrix product, given its exact sum's bound: at most two roundings more, and
-        ``floor``."""
+        """Return a matrix product's bound from its exact sum's: at most two more roundings, and ``floor``."""
         return values * (1 + self.unit) ** 2 + self.floor
 
 

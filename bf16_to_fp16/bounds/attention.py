@@ -328,9 +328,9 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
 
 @dataclass(frozen=True)
 class Context:
-    """An attention's context: the sum of values over positions, with weights that are convex up to ``total``.
-    ``total``: largest sum of a row of weights, their rounding and dropout included. ``gamma``: error of the sum over
-    positions relative to the sum of absolute values. ``bound``: fp64 [inner]."""
+    """An attention's context: a weighted sum of values over positions. ``total``: largest sum of a row of weights,
+    which are at least 0, their rounding and dropout included. ``gamma``: error of the sum over positions relative to
+    the sum of absolute values. ``bound``: fp64 [inner]."""
 
     values: LinearBound
     total: float
@@ -351,9 +351,9 @@ def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Contex
 def attention_output(
     context: Context, weight: Tensor, bias: Tensor | None, heads: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of an attention's output projection; weight [d, inner], bias [d]. Attention weights are convex
-    up to ``total``, so a head adds at most total·max over positions of |O·v|, that is radius·‖O·Av‖ + |O·centre|.
-    Several heads may gather the same values."""
+    """Return the bounds of an attention's output projection; weight [d, inner], bias [d]. Attention weights are at
+    least 0 with a sum up to ``total``, so a head adds at most total·max|O·v|. As v = Av·x + centre with ‖x‖ ≤ radius,
+    |O·v| ≤ radius·‖O·Av‖ + |O·centre|. Several heads may read the same values."""
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
     size = weight.shape[1] // heads

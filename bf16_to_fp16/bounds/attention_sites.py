@@ -92,14 +92,13 @@ class AttentionSites:
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
 
     def normed_values(self, made: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
-        """Bound the norm of every head's values. Return it as a linear with an identity matrix for each head, with its
-        mean squares."""
+        """Return the bounds of normed values, as of a linear with an identity matrix, and their mean squares."""
         source, _ = self.head_norm(self.sublayer.value_norm, made, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)
 
     def rotated_scores(self, rotary: Rotary, query: LinearBound, key: LinearBound) -> None:
-        """Bound queries and keys without norms after their rotation, and their scores."""
+        """Bound rotated queries and keys that have no norms, and their scores."""
         sublayer, a = self.sublayer, self.a
         one = attention.rotated(query, self.heads, rotary, a, attention.query_growth(rotary, a.max_length))
         other = attention.rotated(key, self.kv_heads, rotary, a)

@@ -191,8 +191,8 @@ class _StreamWalk(ModuleFindings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Return bounds and mean squares of a projector's output. A projector maps a vision tower's states into the
-        text model's stream. Of these states only the range of fp16 is known; its norm in fp32 needs no more."""
+        """Return bounds and mean squares of a projector's output. Of its input, a vision tower's states, only fp16's
+        range is known; a LayerNorm's bounds also assume a mean of at most ``MOST_MEAN``."""
         width = self.layout.projected(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         if w.pool:

@@ -265,8 +265,7 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return a bound on the length of the error of a matrix product in the working dtype, summed in any order:
-        n·u·Σ|c_i|·‖row_i‖."""
+        """Return a bound on the length of a matrix product's error, for any order of summation: n·u·Σ|c_i|·‖row_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 

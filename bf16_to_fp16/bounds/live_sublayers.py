@@ -42,8 +42,8 @@ class Rows:
 
 @dataclass
 class LiveWeights:
-    """The weights of a model in training. read: returns a live tensor as stored. means: bounds of the mean |x| of
-    LayerNorms' inputs. finds_means: compute them anew."""
+    """The weights of a model in training. read: returns a tensor's present value. means: by norm, a bound of the mean
+    |x| of a LayerNorm's input. finds_means: whether ``normalised`` computes these anew."""
 
     layout: Layout
     read: TensorReader

@@ -78,9 +78,9 @@ class Spectra:
     and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So one pass over both weights turns the bound of one into a bound of
     the other, however they differ. If that is too loose, the bound is computed.
 
-    read: returns the source's weights. found: by label, a matrix without its weights and its eigenvalue. fixed: the
-    present weights are not the source's, so their eigenvalues are not stored. kept: other results by the names of their
-    weights and further arguments. about: the weights' names for the next result."""
+    read: returns the source's weights. found: by a matrix's label, the matrix without its weights' values, and the
+    bound. fixed: the present weights are not the source's, so no bounds are added to ``found``. kept: other results, by
+    the names of their weights and by arguments. about: the weights' names for the next of these."""
 
     read: TensorReader
     found: dict[str, tuple[Tall, float]] = field(default_factory=dict)

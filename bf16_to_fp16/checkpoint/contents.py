@@ -205,6 +205,6 @@ def check_encoder_config(file: Path, config: Mapping[str, Any]) -> None:
         changing = [passed] if not isinstance(passed, Mapping) else sorted(set(passed) - {*HARMLESS})
         if changing:
             raise UserError(
-                f"{file}: {key!r} has {changing[0]!r}, which sentence-transformers gives to the encoder over what"
-                " config.json says; write it into config.json, and remove it here"
+                f"{file}: {key!r} has {changing[0]!r}, which overrides config.json in sentence-transformers;"
+                " write it into config.json, and remove it here"
             )

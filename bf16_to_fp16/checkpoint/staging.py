@@ -43,7 +43,7 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
         for folder in out.absolute().parents:
             if all(any((folder / name).is_file() for name in names) for names in (RECORDS, BELONGING)):
                 outside = "choose an output path outside it"
-                raise UserError(f"{out} lies in {folder}, which this program wrote whole; {outside}")
+                raise UserError(f"{out} is inside {folder}, an output of this program; {outside}")
         if there and any(out.iterdir()):
             check_ours(out)
             if not force:

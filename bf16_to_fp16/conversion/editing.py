@@ -199,9 +199,9 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
     """Return the edits that bring all needed signals under their limits; None if they cost too much.
 
-    Costs come from runs of the source. If observed values need all of the edits, any cost is accepted. If these need
-    some of them, the limit is 7/4 of bf16's divergence, or ``max_kl``; if only a proof needs edits, 1/128 of bf16's
-    divergence."""
+    Runs of the source measure the cost. It has no limit if observed values need every edit in full. If they need only
+    part of them, it may be 7/4 of bf16's divergence from fp32, or ``max_kl`` if that is larger; if only a proof needs
+    edits, 1/128 of that divergence."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF

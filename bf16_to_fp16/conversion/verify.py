@@ -301,8 +301,8 @@ def run_again(
 
 
 def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
-    """Yield the sites that break; if none does, the differences of the regimes from the report. Other versions of torch
-    or transformers may name operations differently; then only sites in both are compared."""
+    """Yield the sites that break. If none does and the inputs are the report's, yield the differences from its results;
+    with other versions of torch or transformers only at sites that both name."""
     entries = again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)

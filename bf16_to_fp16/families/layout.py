@@ -122,7 +122,7 @@ class Layout:
 
     @property
     def only_class(self) -> str | None:
-        """The only class that claims cover, if the files also have another's tensors; else None."""
+        """The stock class's name if ``outside`` has tensors, so that the report covers this class alone; else None."""
         return self.stock.names[0] if self.outside else None
 
     @property

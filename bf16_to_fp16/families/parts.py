@@ -29,8 +29,8 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 @dataclass(frozen=True)
 class Style:
     """How weights are stored. ``biased``: last names of linears with a bias. ``shifts``: whether norms have a bias.
-    ``offset``: a number that stock code adds to gains, so that a factor on them rounds. ``memory``: the named size of
-    the encoder's output that cross-attention reads."""
+    ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored ones. ``memory``: the named
+    size of the encoder's output that cross-attention reads."""
 
     biased: Collection[str] = ()
     shifts: bool = False
@@ -81,14 +81,15 @@ PLAIN = Style()
 
 
 def to_norm(norm: str) -> Axis:
-    """Return the output axis of a weight that writes to the stream, or to ``norm`` with the same factor."""
+    """Return the output axis of a weight that writes to the stream, directly or through ``norm``."""
     stream = multiplied_by(RESIDUAL)
     return stream.beside(multiplied_by(before(norm))) if norm else stream
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return how queries, and how keys, share exponents. With rotary positions each pair of channels has one. share:
-    (key heads, query heads for each, size of a head); () for an exponent per channel."""
+    """Return how channels of queries, and of keys, share exponents. Rotation makes the two of a pair share one; if a
+    part other than half rotates, the whole head. share: (key heads, query heads for each, size of a head); () if none
+    share."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share

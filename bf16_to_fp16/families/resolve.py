@@ -269,7 +269,7 @@ def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
 
 
 def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the values that stock code computes with: with an offset added in fp32 (or in fp64 for fp64 weights)."""
+    """Return the values that stock code computes with: an offset is added in fp32 (fp64 for fp64 weights)."""
     if not tensor.offset:
         return weight
     return (weight if weight.dtype == torch.float64 else weight.float()) + tensor.offset

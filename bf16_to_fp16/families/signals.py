@@ -42,7 +42,7 @@ class Kind(StrEnum):
 
     @property
     def has_price(self) -> bool:
-        """Whether an exponent on such a signal is an edit: it changes the function, so no exact plan has one."""
+        """Whether an exponent on the signal is an edit, which changes the function."""
         return self in (Kind.ASYMPTOTIC, Kind.LOGITS, Kind.COLUMNS)
 
     @property
@@ -70,9 +70,9 @@ negative number at either end stands for so many elements that carry nothing: ne
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a tensor that carries a signal's exponent, with its sign, and how its elements share the signal's
-    channels. ``others``: further signals on the same elements, or on other elements of the axis if several linears
-    share a matrix."""
+    """An axis of a tensor along which a signal's factor multiplies (``sign`` 1) or divides (−1). ``spread``: how its
+    elements share the signal's channels. ``others``: further signals on the same elements, or on other elements of the
+    axis if several linears share a matrix."""
 
     sign: Sign
     signal: str
@@ -121,12 +121,12 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of the ``COLUMNS`` signal for a signal of queries or of a gate."""
+    """Return the name of the signal of kind ``COLUMNS`` that belongs to a signal of queries or of a gate."""
     return f"{signal}.columns"
 
 
 def made_by(columns: str) -> str:
-    """Return the name of the signal that a ``COLUMNS`` signal belongs to."""
+    """Return the name of the signal that a signal of kind ``COLUMNS`` belongs to."""
     return columns.removesuffix(columns_of(""))
 
 

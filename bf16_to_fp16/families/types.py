@@ -239,8 +239,7 @@ class Family:
         return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
 
     def giving_states(self, *, decodes: bool) -> str | None:
-        """Return the name of the stock class that returns only last states; None if there is none. decodes: with a
-        decoder."""
+        """Return the stock class that returns only last states. decodes: with a decoder."""
         fitting = (each for each in self.classes if each.gives == ("last_hidden_state",) and each.decodes == decodes)
         return next((each.names[0] for each in fitting), None)
 

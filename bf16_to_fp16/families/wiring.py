@@ -178,15 +178,15 @@ class Experts:
 class StackEnds:
     """The beginning and the end of a stack.
 
-    ``at``: the stack. ``embedding``: module path. ``positions``: tensor added to the embedding, "" for none. ``norm``:
-    the final one. ``dropouts``: after the embedding, after the final norm. ``table``: tensor of the embedding, "" for
-    the family's. ``first_norm``: a norm of the embedding and its positions, whose output begins the residual stream, ""
-    for none. Its input carries no factor, so its eps stays: the family must have no ``eps_key``.
+    ``at``: the stack. ``embedding``: module path. ``table``: its tensor, "" for the family's. ``positions``: tensor
+    added to the embedding, "" for none. ``first_norm``: a norm of that sum, whose output begins the residual stream, ""
+    for none. Its input is not rescaled, so its eps stays: the family must have no ``eps_key``. ``norm``: the final one.
+    ``dropouts``: after the embedding, after the final norm.
 
-    Several fields say how the embedding is scaled. ``scale``: config key of a switch that multiplies it by √d, "" for
-    none. ``scales_itself``: the embedding's own module multiplies by √d; with ``scale`` "" it always does, by √d
-    rounded to the dtype of its weight. ``scales``: the stack multiplies by √d, rounded likewise, also
-    ``inputs_embeds``. ``multiplies``: the stack multiplies by the family's embedding multiplier."""
+    The embedding may have a factor. ``scale``: config key that switches √d on, "" for none. ``scales_itself``: the
+    embedding's own module multiplies by √d; without a switch always, and √d is rounded to its weight's dtype.
+    ``scales``: the stack multiplies by √d, rounded likewise, ``inputs_embeds`` too. ``multiplies``: the stack
+    multiplies by the family's embedding multiplier."""
 
     at: str
     embedding: str

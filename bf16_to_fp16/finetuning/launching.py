@@ -99,8 +99,7 @@ class Needs:
 
 
 def _says_tied(config: Any) -> bool:
-    """Whether the config ties head and embedding. T5's class overwrites the flag, and keeps the file's in another
-    key."""
+    """Whether head and embedding are tied: T5's class overwrites the flag and keeps the file's in another key."""
     known = of_model_type(config.model_type)
     return bool(getattr(config, known.output_scale_key if known else "", config.tie_word_embeddings))
 

@@ -180,8 +180,8 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return the router's logits, the values inside each token's first expert (``feed_forward_outputs`` without the
-        last), and the weighted sum of its experts' outputs."""
+        """Return the router's logits, each token's values in its first expert (``feed_forward_outputs`` but the last),
+        and the output. The output is the weighted sum of the experts' and the shared one's."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []

@@ -1,5 +1,4 @@
-"""Measure ranges by channel: of a model's linears, embeddings, norms and attentions in fp32, and of norms' inputs in
-any format."""
+"""Measure the ranges of an fp32 model's modules, and of norms' inputs in any dtype."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Call:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module's output is the site named by its path: a linear, or a router with a weight."""
+    """Whether a module is a linear or a router with a weight; its path then names its output's site."""
     own = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) or (hasattr(module, "top_k") and isinstance(own, nn.Parameter))
 

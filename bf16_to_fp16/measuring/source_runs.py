@@ -41,8 +41,8 @@ class Observed:
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> Observed:
-    """Run the source in one walk: in fp32 and, on compared inputs, in bf16. change: edits to apply; it then runs in
-    fp32 only."""
+    """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: edits to apply; it then runs
+    in fp32 only."""
 
     def observed(place: torch.device) -> Observed:
         walk = Walk(checkpoint, place)

@@ -23,8 +23,7 @@ _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may b
 
 
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target (or None) of every row. data: files as in ``local_files``, else a Hub dataset, of which the
-    first 4096 rows are read. Raises UserError for unreadable data."""
+    """Yield text and target (or None) of every row of files (see ``local_files``), or of a Hub dataset's first 4096."""
     files = local_files(data)
     yield from text_pairs(data, hub_rows(data) if files is None else chain.from_iterable(map(file_rows, files)))
 

@@ -58,8 +58,7 @@ def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 
 
 
 def counters(length: int, device: torch.device | None = None) -> Tensor:
-    """Return an int32 counter for each of ``length`` consecutive elements, the input of ``random_bits``: index times an
-    odd constant, which spreads it over all 32 bits."""
+    """Return int32 counters of ``length`` consecutive elements for ``random_bits``, spread over all 32 bits."""
     return torch.arange(length, dtype=torch.int32, device=device) * _STRIDE
 
 

@@ -169,8 +169,8 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that an attack drove over their limits, worst first, without those that only follow
-    another's."""
+    """Return the sites that an attack drove over their limits, worst first. If some also pass them in fp32, return only
+    those: the others follow from them."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")

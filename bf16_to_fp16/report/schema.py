@@ -102,7 +102,7 @@ class FileEntry(ReportObject):
 
 
 class Output(ReportObject):
-    """The files of the output without the report. ``card_edited``: a user edited the card before it was published."""
+    """The files of the output except the report. ``card_edited``: a user edited the card before it was published."""
 
     files: list[FileEntry] = []
     card_edited: Flag = False

@@ -55,9 +55,9 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Solution:
-    """The exponents of one signal's channels and their costs. ``cost``: by observed ranges and bounds. ``free``:
-    without bounds. ``unmoved``: at exponent 0. ``index``: each channel's exponent, plus 24. ``fallback``: a proof that
-    is given up."""
+    """The exponents of one signal's channels and their costs. ``cost``: of these exponents, with a price if a proof is
+    given up (``fallback``). ``free``: the least if bounds need not hold. ``unmoved``: of exponent 0 everywhere.
+    ``index``: each channel's exponent, plus 24."""
 
     cost: float
     free: float
@@ -159,7 +159,7 @@ class Costs(Losses):
             yield sum((cost[:, at[number] : at[number] + len(EXPONENTS)] for cost, at in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return the costs that bounds add to ``channel_costs``: float64 [channels, 49]."""
+        """Return what bounds add to ``channel_costs``, also for exponents −24…24: float64 [channels, 49]."""
         cost = torch.zeros(signal.size, len(EXPONENTS), dtype=torch.float64)
         for point, possible in known_points(self.bounds, signal):
             amax = possible.amax.double()[:, None] * 2.0 ** (point.sign * EXPONENTS)

@@ -1,8 +1,8 @@
 """Edits: powers of two on a nonlinearity's input, which change the function little where that input is large.
 
-There GELU and SiLU are ReLU, which commutes with a factor: |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A
+GELU and SiLU are ReLU there, which commutes with a factor: |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A
 softmax is one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is ±1. docs/edits.md has
-the proofs. A plan with edits is an exact plan of the edited source; the kinds of its signals separate the two."""
+the proofs. A plan with edits is an exact plan of the edited source: see ``edits_of``."""
 
 from __future__ import annotations
 

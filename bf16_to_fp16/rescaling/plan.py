@@ -26,8 +26,8 @@ class Drift(BaseModel):
     was subtracted.
 
     ``relative_error``: predicted, the root mean square over the norms of their outputs' relative change.
-    ``predicted_kl``, ``predicted_max_logit_error``: from a run of the source with the plan's eps, in the source's
-    units, and its rounded gains. The other fields are measured on the written files."""
+    ``predicted_kl``, ``predicted_max_logit_error``: from a run of the source with rounded gains and an eps that acts as
+    the plan's does after rescaling. The other fields are measured on the written files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +72,7 @@ class Plan(BaseModel):
 
     @property
     def exact(self) -> bool:
-        """Whether it has only powers of two that cancel, so that the function is unchanged."""
+        """Whether the function is unchanged if no exponent is an edit."""
         return not (self.drift or self.gain_correction or self.centred_keys)
 
     @property
@@ -116,7 +116,7 @@ class Fallback:
 
 
 def inverse(plan: Plan) -> Plan:
-    """Return the plan that undoes ``plan``. Centred keys stay: no weight holds their old biases."""
+    """Return the plan that undoes ``plan``, except for centred keys: no weight holds their old biases."""
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,

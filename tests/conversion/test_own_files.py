@@ -268,7 +268,7 @@ def test_undo_of_one_file_with_a_flipped_byte_is_refused(here: Path, capsys: pyt
         ("convert source empty/deeper/.. --no-audit --force", "choose another output path"),
         (
             "convert source converted/deeper/out --no-audit",
-            "which this program wrote whole; choose an output path outside it",
+            "an output of this program; choose an output path outside it",
         ),
         ("convert source new --no-audit --json new", "--json"),
         ("audit source --json one --html one", "--json"),
