@@ -178,6 +178,11 @@ class RegimeEntry(CountedEntry):
     def tightest(self) -> str | None:
         return next((site.name for site in self.sites if site.headroom_bits is not None), None)
 
+    @property
+    def measured(self) -> str:
+        """The noun for ``amax``: no bound covers a gradient, and the audit chooses a loss scale that it just fits."""
+        return "gradient" if ":grad" in (self.tightest or "") else "value"
+
 
 class BoundEntry(PlacedEntry):
     """The bound of one site: no input makes its value larger than ``bound``, or a partial sum larger than ``partial``.

@@ -11,7 +11,7 @@ from ..conversion.options import PATH
 from .shared import SAFE, Ordered, check_there, json_file, source, subfolder, write_result
 
 
-@click.group("advise", cls=Ordered)
+@click.group("advise", cls=Ordered, no_args_is_help=False)
 def advise_command() -> None:
     """Advise on training in 16 bits: updates that vanish, initialisation, loss curves."""
 

@@ -160,7 +160,7 @@ def largest_run(report: schema.Report) -> str:
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
     if tightest is None:
         return "nothing was audited"
-    said = f"the largest value run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
+    said = f"the largest {tightest.measured} run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
     near = tightest.headroom_bits < MARGIN_BITS and not report.proven
     return f"{said}, and other input may come nearer" if near else said
 

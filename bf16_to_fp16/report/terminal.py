@@ -267,8 +267,10 @@ def print_verification(result: other_reports.Verification) -> None:
         screen.say(f"{problem.check}: {problem.name}: {problem.reason}{remedy}")
     screen.rows(*(("note", note) for note in result.notes))
     if result.verified and result.certificate is not None:
-        kept = min((regime.headroom_bits for regime in result.regimes.values()), default=None)
-        said = "nothing was run" if kept is None else f"the largest value run is {wording.below_limit(kept)}"
+        tightest = min(result.regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
+        said = "nothing was run"
+        if tightest is not None:
+            said = f"the largest {tightest.measured} run is {wording.below_limit(tightest.headroom_bits)}"
         inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
         aside = coverage.claim_end(result.padding, result.report.family)
         unmet = facts.unmet_target(result)
