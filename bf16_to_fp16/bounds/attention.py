@@ -189,8 +189,8 @@ class Rotated:
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:
-    """Return a head's channels, [size], in the order first channels of all rotated pairs, then their second
-    channels."""
+    """Return a head's channels, [size]: the first ones of all pairs, then the second. Unrotated channels are paired
+    too."""
     channels = torch.arange(size)
     if rotary.interleaved:
         return channels.view(-1, 2).t().flatten()

@@ -1,10 +1,10 @@
 """Ministral 3 and Mistral 3: the text model of Mistral or Ministral 3, with outputs of a Pixtral tower in its stream.
 
 Ministral 3 is Mistral, except that queries grow with the logarithm of their position after the rotation. A projector
-reads the tower's outputs through a norm, merges four into one, and makes a token of it with two linears and a GELU
-between them. Its norm has the text model's eps, which rescaling multiplies by the square of the stream's factor,
-although the tower's outputs carry no factor. So outputs for images drift, which is predicted and measured; for text
-they do not."""
+reads the tower's outputs through a norm, merges each square of patches into one, and makes a token of it with two
+linears and a GELU between them. Its norm has the text model's eps, which rescaling multiplies by the square of the
+stream's factor, although the tower's outputs carry no factor. So outputs for images drift, which is predicted and
+measured; for text they do not."""
 
 from __future__ import annotations
 
