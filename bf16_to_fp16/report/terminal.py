@@ -201,7 +201,8 @@ def brought_back(folder: Path) -> str:
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"
-    return f"{whose}, all but at most {changed:,} of {weights.elements:,} bit for bit, those to fp16's precision"
+    rest = f"at most {changed:,} of {weights.elements:,}, which fp16 rounded"
+    return f"{whose}: bit for bit but for {rest}"
 
 
 SITE_COLUMNS = (
@@ -275,7 +276,7 @@ def print_verification(result: other_reports.Verification) -> None:
         aside = coverage.claim_end(result.padding, result.report.family)
         unmet = facts.unmet_target(result)
         there = coverage.where(TIERS[0].target if unmet else result.target)
-        every = f"proven for every input of {inputs}{aside} {there}"
+        every = f"proven {there} for every input of {inputs}{aside}"
         proof = every if result.certificate.holds else "safe on what was run"
         said += f"; edited at {wording.counted(result.edits, 'site')}" if result.edits else ""
         said += f"; {unmet}" if unmet else ""

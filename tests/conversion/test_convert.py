@@ -341,7 +341,7 @@ def test_steps_name_target_and_source(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "was converted for" not in capsys.readouterr().err
     assert cli.main(["verify", str(tmp_path / "out"), "--no-audit"]) == 0
     verified = capsys.readouterr().out
-    assert "proven for every input of up to 32,768 positions in PyTorch; nothing was run" in verified
+    assert "proven in PyTorch for every input of up to 32,768 positions; nothing was run" in verified
     assert "with norms in fp16: not known, no value overflows" in verified
 
 

@@ -226,7 +226,7 @@ def test_undo_says_whose_weights_come_back(tmp_path: Path) -> None:
     assert terminal.brought_back(tmp_path).startswith("the finetuned weights from before the rescaling, all of them")
     made["weights"] |= {"elements": 1000, "lossless_fraction": 0.998}
     (tmp_path / "fp16_report.json").write_text(json.dumps(made))
-    assert terminal.brought_back(tmp_path).startswith("the source's weights, all but at most 2 of 1,000 bit for bit")
+    assert terminal.brought_back(tmp_path).startswith("the source's weights: bit for bit but for at most 2 of 1,000")
 
 
 def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +284,7 @@ def test_verify_says_first_where_it_ran_and_last_what_is_proven(capsys: pytest.C
     terminal.print_verification(verified(target="half"))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "device: cuda:0 (a card) and cpu"
-    assert lines[-1].endswith("proven for every input of up to 512 positions in PyTorch; nothing was run")
+    assert lines[-1].endswith("proven in PyTorch for every input of up to 512 positions; nothing was run")
     terminal.print_verification(verified(edits=3))
     assert capsys.readouterr().out.rstrip().endswith("; edited at 3 sites")
     terminal.print_verification(verified(environment={"device": "cpu"}))
