@@ -21,10 +21,10 @@ from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.staging import check_out
 from ..errors import UserError
 from ..families.layout import Layout
-from ..families.resolve import ModelTensors, resolve
+from ..families.resolve import ModelTensors, eps_attribute, resolve
 from ..report.coverage import tower_aside
 from ..rescaling.adapters import scaled_adapter
-from ..rescaling.apply import apply, eps_attribute
+from ..rescaling.apply import apply
 from ..rescaling.exponents import OfChannels
 from ..rescaling.follow import check_whole, exponents_by_parameter, follow
 from ..rescaling.plan import Plan, inverse

@@ -318,3 +318,7 @@ def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
                 f"{checkpoint.tensors[name].file}: tensor {name} is {zero} throughout; the file is damaged,"
                 " fetch it again from the original checkpoint"
             )
+
+
+def eps_attribute(norm: torch.nn.Module) -> str:
+    return "eps" if hasattr(norm, "eps") else "variance_epsilon"

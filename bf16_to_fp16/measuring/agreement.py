@@ -25,10 +25,9 @@ from ..errors import UserError, first_line
 from ..families.configs import config_value, looked_up, with_value
 from ..families.known import FAMILIES, stock_class
 from ..families.layout import Layout
-from ..families.resolve import resolve
+from ..families.resolve import eps_attribute, resolve
 from ..families.types import Family, Quotient
 from ..families.wiring import Attention, Experts, StackEnds
-from ..rescaling.apply import eps_attribute
 from .stock import check_complete, load_config, run_everywhere, without_values
 
 FREE_KEYS = frozenset(

@@ -16,10 +16,10 @@ from ..checkpoint.reader import Checkpoint
 from ..devices import Device
 from ..errors import UserError
 from ..families.layout import Layout, TensorReader, TensorSource
-from ..families.resolve import source_weights
+from ..families.resolve import eps_attribute, source_weights
 from ..progress import Advance, Progress
 from ..ranges import ModuleRange
-from ..rescaling.apply import eps_attribute, through_fp16
+from ..rescaling.apply import through_fp16
 from ..rescaling.centred import centred, centred_tensors
 from ..rescaling.edits import edited, edits_of, without_edits
 from ..rescaling.exponents import exponents_of, norm_exponents

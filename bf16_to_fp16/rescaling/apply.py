@@ -11,7 +11,7 @@ from ..families.configs import with_value
 from ..families.from_config import DTYPE_KEYS
 from ..families.layout import Layout, TensorSource
 from ..families.older_versions import with_older_keys
-from ..families.resolve import source_weights
+from ..families.resolve import eps_attribute, source_weights
 from ..families.types import OutputScale
 from .centred import centred_tensor, centred_tensors
 from .exponents import check_plan_fits, correction_of, exponents_of, norm_exponents
@@ -132,7 +132,3 @@ def set_dtype(config: dict[str, object], dtype: str) -> None:
     for name, inner in config.items():
         if isinstance(inner, dict) and any(inner.get(key) for key in DTYPE_KEYS):
             config[name] = inner | {key: dtype for key in DTYPE_KEYS if key in inner}
-
-
-def eps_attribute(norm: torch.nn.Module) -> str:
-    return "eps" if hasattr(norm, "eps") else "variance_epsilon"

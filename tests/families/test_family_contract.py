@@ -17,10 +17,10 @@ from support.contract import MOVABLE, layout_of, outputs, random_plan
 
 from bf16_to_fp16 import UserError
 from bf16_to_fp16.families.known import FAMILIES, may_be_absent
-from bf16_to_fp16.families.resolve import ModelTensors, resolve
+from bf16_to_fp16.families.resolve import ModelTensors, eps_attribute, resolve
 from bf16_to_fp16.families.signals import LOGITS, Kind, carried_by
 from bf16_to_fp16.families.wiring import Attention
-from bf16_to_fp16.rescaling.apply import apply, eps_attribute, scale
+from bf16_to_fp16.rescaling.apply import apply, scale
 from bf16_to_fp16.rescaling.exponents import exponents_of
 
 each_kind = pytest.mark.parametrize("kind", tiny.KINDS)

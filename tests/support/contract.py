@@ -76,7 +76,7 @@ def layout_of(model: Any) -> Layout:
     return resolve(ModelTensors(model))
 
 
-def outputs(model: Any) -> tuple[torch.Tensor, ...]:
+def outputs(model: Any, *, gradients: bool = False) -> tuple[torch.Tensor, ...]:
     """Return what a model gives of a padded batch whose rows end with the end token, with the encoder's output where
     there are both, and what it gives of an image where it reads any."""
     generator = torch.Generator().manual_seed(5)
@@ -89,7 +89,7 @@ def outputs(model: Any) -> tuple[torch.Tensor, ...]:
     stock = class_named(type(model).__name__)
     assert stock is not None
     decoder = {"decoder_input_ids": ids[:, :11]} if stock.takes_decoder_ids else {}
-    with torch.no_grad():
+    with torch.set_grad_enabled(gradients):
         out = model(input_ids=ids, attention_mask=mask, **decoder)
         seen = tuple(run_batch(model, batch)[0] for batch in images(model.config))
     given = (*stock.gives, *(("encoder_last_hidden_state",) if stock.decodes else ()))

@@ -13,9 +13,9 @@ import torch
 from support.contract import layout_of
 from torch import Tensor
 
+from bf16_to_fp16.families.resolve import eps_attribute
 from bf16_to_fp16.measuring import observer
 from bf16_to_fp16.measuring.meter import is_norm
-from bf16_to_fp16.rescaling.apply import eps_attribute
 
 
 def one_by_one(terms: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, float]:

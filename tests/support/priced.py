@@ -100,7 +100,7 @@ def homogeneous(model: Any, layout: Layout) -> Iterator[None]:
 def values_at_sites(model: Any, layout: Layout) -> Values:
     """Return what flows at every site and what comes out, under ``homogeneous``."""
     with homogeneous(model, layout), watched(model, layout) as values:
-        given = outputs(model)
+        given = outputs(model, gradients=True)  # else local attention is not seen
     return {**values, **{f"output {i}": x for i, x in enumerate(given)}}
 
 
