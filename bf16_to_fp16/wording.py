@@ -11,6 +11,7 @@ from .numerics import FP16_MAX, OVERFLOWED
 
 FULL_HEADROOM_BITS = 39.0  # more headroom than this is all that fp16 has
 MOST_EXCESS_BITS = 23.0  # no number is shown for a bound further over its limit
+MOST_FACTOR = 1_000_000  # no number is shown for a ratio over this, such as one of distances next to 0
 
 
 def infinite(value: float) -> bool:
@@ -103,6 +104,8 @@ def percent(fraction: float) -> str:
 
 
 def about(ratio: float) -> str:
+    if ratio >= MOST_FACTOR:
+        return f"over {MOST_FACTOR:,} ×"
     two = float(f"{ratio:.2g}")
     return f"about {two:,.0f} ×" if two >= 10 else f"about {two:g} ×"
 

@@ -68,15 +68,16 @@ class Data(Section):
         """Return the settings with which each of ``processes`` takes an equal share of a step's examples. Raises
         UserError where the examples do not divide."""
         whole = self.batch_size * self.gradient_accumulation
-        examples = whole // processes
-        if whole % processes:
+        nearest = max(1, round(whole / processes)) * processes
+        each = nearest // processes
+        size = next(size for size in range(min(self.batch_size, each), 0, -1) if each % size == 0)
+        if whole != nearest:
             raise UserError(
                 f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
-                f" {processes} processes; set data.batch_size to {(examples + 1) * processes} and"
-                " data.gradient_accumulation to 1, or to others that do"
+                f" {processes} processes; the nearest that does has {nearest}:"
+                f" --set data.batch_size={size} --set data.gradient_accumulation={nearest // size}"
             )
-        size = next(size for size in range(min(self.batch_size, examples), 0, -1) if examples % size == 0)
-        return self.model_copy(update={"batch_size": size, "gradient_accumulation": examples // size})
+        return self.model_copy(update={"batch_size": size, "gradient_accumulation": each // size})
 
 
 class Optimizer(Section):

@@ -52,7 +52,7 @@ def accuracy(report: schema.Report) -> str:
     if bf16 is None:
         return distances
     distances += f", bf16 {scientific(bf16)}"
-    if not fp16:
+    if fp16 is None or fp16 <= 0:  # a divergence of 0 can be rounded below it
         return distances
     ratio = max(bf16, 1e-300) / fp16
     closer = f"{about(ratio)} closer" if ratio >= 1 else f"{about(1 / ratio)} further off"

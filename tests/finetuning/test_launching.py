@@ -149,7 +149,8 @@ def test_the_drivers_cards_are_counted_with_and_say_what_the_teacher_is(
         (("--gpus", "0"), "0 is not in the range x>=1"),
         (
             ("--gpus", "3"),
-            "a step of 4 examples (data.batch_size × data.gradient_accumulation) does not divide among 3",
+            "does not divide among 3 processes; the nearest that does has 3: --set data.batch_size=1"
+            " --set data.gradient_accumulation=3",
         ),
     ],
 )

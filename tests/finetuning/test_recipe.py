@@ -185,9 +185,9 @@ def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> N
         (8, 1, 4, (2, 1)),
         (4, 2, 4, (2, 1)),
         (8, 3, 2, (6, 2)),
-        (8, 1, 3, "a step of 8 examples .* 3 processes; set data.batch_size to 9 and"),
-        (1, 1, 4, "4 processes; set data.batch_size to 4 and data.gradient_accumulation to 1"),
-        (4, 5, 8, "a step of 20 .* set data.batch_size to 24 and"),
+        (8, 1, 3, "has 9: --set data.batch_size=3 --set data.gradient_accumulation=3"),
+        (1, 1, 4, "has 4: --set data.batch_size=1 --set data.gradient_accumulation=4"),
+        (11, 3, 4, "has 32: --set data.batch_size=8 --set data.gradient_accumulation=4"),
     ],
 )
 def test_the_batch_is_divided(size: int, passes: int, processes: int, share: tuple[int, int] | str) -> None:

@@ -386,7 +386,7 @@ def test_a_finetune_says_whose_config_the_rescaling_changed() -> None:
     ("write", "values", "said"),
     [
         (wording.about, (1.0, 2.34, 9.96), "about 1 ×; about 2.3 ×; about 10 ×"),
-        (wording.about, (1584,), "about 1,600 ×"),
+        (wording.about, (1584, 1e300, math.inf), "about 1,600 ×; over 1,000,000 ×; over 1,000,000 ×"),
         (wording.bits, (0.2087, 0.999, 1.0, 2.96, -0.5006), "0.20; 0.99; 1.0; 2.9; -0.6"),
         (wording.percent, (1.0, 0.99999999, 0.5, 1 - 2**-53, 0.99999871), "100%; 99.9999%; 50%; 99.9999%; 99.9998%"),
         (wording.percent, [i / 100 for i in range(101)], "; ".join(f"{i}%" for i in range(101))),

@@ -22,6 +22,7 @@ from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report import remedies, terminal
+from bf16_to_fp16.report.facts import accuracy
 from bf16_to_fp16.report.judgement import uncertified_sites
 from bf16_to_fp16.report.other_reports import Verification
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN, next_command
@@ -289,6 +290,16 @@ def test_verify_says_first_where_it_ran_and_last_what_is_proven(capsys: pytest.C
     assert capsys.readouterr().out.rstrip().endswith("; edited at 3 sites")
     terminal.print_verification(verified(environment={"device": "cpu"}))
     assert capsys.readouterr().out.startswith("device: cpu\n")
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "begins"),
+    [(1e-3, 1e-6, "about 1,000 × closer"), (0.0, 1e-9, "over 1,000,000 × further"), (1e-3, -1e-17, "KL to the fp32")],
+)
+def test_accuracy_is_told_in_few_digits(bf16: float, fp16: float, begins: str) -> None:
+    fidelity = {"measure": "kl", "reference": "fp32 source", "kl_bf16": bf16, "kl_fp16": fp16}
+    said = accuracy(read(Report, fakes.conversion() | {"fidelity": fidelity}))
+    assert said.startswith(begins) and len(said) < 100
 
 
 def test_an_eps_that_is_held_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
