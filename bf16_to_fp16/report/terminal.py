@@ -15,6 +15,7 @@ from rich.text import Text
 from .. import wording
 from ..checkpoint.contents import MODULES
 from ..checkpoint.files import read_json
+from ..errors import UserError
 from ..families.known import architectures, half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
@@ -197,7 +198,9 @@ def brought_back(folder: Path) -> str:
         weights = report.weights
         whose = whose if report.finetune is None else "the finetuned weights from before the rescaling"
     if weights is None:
-        return whose
+        raise UserError(
+            f"{folder / schema.REPORT}: does not say how the weights came through; convert the source again"
+        )
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support import contract, fakes, pages, parsed, tiny
 
-from bf16_to_fp16 import audit, certify, cli, convert
+from bf16_to_fp16 import UserError, audit, certify, cli, convert
 from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
@@ -228,6 +228,9 @@ def test_undo_says_whose_weights_come_back(tmp_path: Path) -> None:
     made["weights"] |= {"elements": 1000, "lossless_fraction": 0.998}
     (tmp_path / "fp16_report.json").write_text(json.dumps(made))
     assert terminal.brought_back(tmp_path).startswith("the source's weights: bit for bit but for at most 2 of 1,000")
+    (tmp_path / "fp16_report.json").write_text(json.dumps(made | {"weights": None}))
+    with pytest.raises(UserError, match="does not say how the weights came through; convert the source again"):
+        terminal.brought_back(tmp_path)
 
 
 def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.CaptureFixture[str]) -> None:
