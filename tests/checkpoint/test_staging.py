@@ -132,3 +132,10 @@ def test_what_lies_outside_is_not_carried_over_by_a_link(tmp_path: Path, name: s
     carry_over(tmp_path / "source", tmp_path / "out")
     copied = tmp_path / "out" / name.replace("README", "SOURCE_README")
     assert copied.read_text() == "theirs" and not copied.is_symlink()
+
+
+def test_a_file_that_is_no_report_is_not_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text("mine")
+    with pytest.raises(UserError, match="is no report of this program"):
+        check_file(file, "give another file")
