@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 FP16_MAX = 65504.0  # largest finite fp16 value, (2 − 2⁻¹⁰)·2¹⁵
 OVERFLOWED = 2.0**16  # reported for a value that overflowed fp16: the least power of two past its range
-FP16_TINY = 2.0**-14  # smallest normal fp16 value; below it the absolute spacing stays at ``FP16_STEP``
 FP16_STEP = 2.0**-24  # smallest positive fp16 value, and the spacing of all subnormal ones
 
 FP16_SIGNIFICANT_BITS = 11

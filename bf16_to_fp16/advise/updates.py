@@ -28,12 +28,11 @@ from ..progress import Progress
 from ..quiet import quiet
 from ..report.screen import console
 from ..wording import counted, rounded_up
+from . import OPTIMIZERS
 from .weight_statistics import floating_names, open_weights, tensor_pieces
 
 # The dtype of a format, its significant bits, and the exponent of its smallest normal number.
 FORMATS = {"bf16": (torch.bfloat16, BF16_SIGNIFICANT_BITS, -126), "fp16": (torch.float16, FP16_SIGNIFICANT_BITS, -14)}
-
-OPTIMIZERS = ("adamw", "adam", "adafactor", "lion")
 
 # Least root mean square that Adafactor takes a tensor to have (Shazeer and Stern, arXiv:1804.04235).
 SMALLEST_SCALE = 1e-3

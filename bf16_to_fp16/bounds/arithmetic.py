@@ -185,8 +185,8 @@ def norm_units(width: int) -> float:
     ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides errors relative to a deviation
     (``NORM_ERROR``):
 
-    - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units; - a
-    merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
+    - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units;
+    - a merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
 
     In exact arithmetic the root of the sum of squares is the length of a vector: a sum for the true means and for their
     errors, of which those within runs are orthogonal to those between runs. The errors of a run's means have an rms of

@@ -214,8 +214,8 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
 
 
 def lengthened(mean: float, eps: float, width: int) -> float:
-    """Return by which factor a LayerNorm's output may be longer than √d if its fp32 mean and standard deviation are off
-    by ``norm_units`` of ``mean``.
+    """Return the largest ratio of a LayerNorm's output length to √d if its fp32 mean and standard deviation are off by
+    ``norm_units`` of ``mean``.
 
     Let the deviations have rms s. All are off by the same e, the mean's error, to which they are orthogonal, and are
     divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the square of the

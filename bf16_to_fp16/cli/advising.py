@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..advise import OPTIMIZERS
 from ..conversion.options import PATH
 from .shared import SAFE, Ordered, check_there, json_file, source, subfolder, write_result
 
@@ -19,9 +20,7 @@ def advise_command() -> None:
 @advise_command.command("updates")
 @source
 @click.option("--lr", "rate", type=float, default=1e-4, show_default=True, help="The learning rate.")
-@click.option(
-    "--optimizer", type=click.Choice(["adamw", "adam", "adafactor", "lion"]), default="adamw", show_default=True
-)
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="adamw", show_default=True)
 @click.option(
     "--dtype", type=click.Choice(["bf16", "fp16"]), default="bf16", show_default=True, help="Format of the weights."
 )

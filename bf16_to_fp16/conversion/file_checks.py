@@ -99,7 +99,7 @@ def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed
 
 
 def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield one file's tensors whose names (such as a loader's scales) or dtypes are none that ``convert`` writes."""
+    """Yield the tensors of one file that ``convert`` would not write, by name (a loader's scales) or dtype."""
     naming = LAYOUTS[inside.layout].naming
     ours = {naming.from_stock(name) for name in checkpoint.tensors}
     recorded = recorded_sha256(file)

@@ -4,6 +4,7 @@ config changes with the weights, so that ``save_pretrained`` writes a matching p
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -87,7 +88,8 @@ class MadeSafe:
             done = "nothing to rescale; the weights are as they were"
         else:
             done = f"rescaled in memory: the residual stream by {streams}, channels of {signals} other signals"
-        at = f"{self.headroom_bits:.2f} bits at {self.tightest}"
+        least = f"{self.headroom_bits:.2f} bits" if math.isfinite(self.headroom_bits) else "an infinite bound"
+        at = f"{least} at {self.tightest}"
         observed = (
             f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
             " checkpoint, which can edit it, or train it in bf16"

@@ -5,6 +5,7 @@ import json
 import math
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,8 @@ def test_where_no_certificate_can_be_had_it_says_so() -> None:
     safe = make_fp16_safe(model)
     assert not safe.certified and "wi_0" in safe.tightest and "Not certified in training" in str(safe)
     assert safe.passed == "" and "safe on what was observed only" in str(safe)
+    infinite = replace(safe, headroom_bits=-math.inf)
+    assert f"(an infinite bound at {safe.tightest})" in str(infinite)
 
 
 def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
