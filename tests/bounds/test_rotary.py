@@ -320,3 +320,13 @@ def test_a_row_of_scores_has_as_many_keys_as_the_bounds_count(kind: str, length:
     with torch.no_grad():
         found = model.encoder(input_ids=ids, output_attentions=True).attentions[0]
     assert layout.sees(w, length) == found.shape[-1] == 9 + (length // 4 if kind == "longt5" else 0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "qwen3"])
+def test_recorded_outputs_cover_their_rotated_values(kind: str) -> None:
+    layout, certificate = certified(tiny.build(kind))
+    for w in (w for w in layout.topology if isinstance(w, Attention)):
+        paths = {w.query_norm or w.query, w.key_norm or w.key}
+        recorded = max(float(certificate.ranges[path].output.amax.max()) for path in paths)
+        rotated_site = next(site for site in certificate.sites if site.name == f"{w.at}:mul")
+        assert recorded >= float(torch.tensor(rotated_site.bound))  # ranges are fp32
