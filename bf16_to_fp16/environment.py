@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -23,6 +24,7 @@ def environment(device: str, used: Mapping[str, Sequence[str]]) -> dict[str, Any
     }
 
 
+@cache
 def installed(package: str) -> str | None:
     try:
         return version(package)
