@@ -27,24 +27,13 @@ each_kind = pytest.mark.parametrize("kind", tiny.KINDS)
 each_part = pytest.mark.parametrize("kind", exhaustive.beyond(tiny.SEARCHED, tiny.KINDS))
 one_of_each = pytest.mark.parametrize("kind", exhaustive.beyond(tiny.CORE, tiny.KINDS))
 each_family = pytest.mark.parametrize("entry", tiny.ENTRIES, ids=lambda entry: next(iter(entry.kinds)))
-UNDONE = [entry for entry in tiny.ENTRIES if entry.kinds.keys() & {"t5", "switch", "pegasus", "gemma3", "glm4"}]
+UNDONE = [entry for entry in tiny.ENTRIES if entry.kinds.keys() & {"t5", "pegasus", "gemma3"}]
 
 
 def test_every_family_and_every_tiny_model_is_under_contract() -> None:
     entered = [{tiny.build(kind).config.model_type for kind in entry.kinds} for entry in tiny.ENTRIES]
     assert sorted(map(sorted, entered)) == sorted([family.model_type] for family in FAMILIES)
     assert len(tiny.KINDS) == sum(len(entry.kinds) for entry in tiny.ENTRIES)
-
-
-@one_of_each
-def test_each_coupling_leaves_fp32_outputs_bit_identical(kind: str) -> None:
-    model = tiny.build(kind)
-    layout, before = layout_of(model), outputs(model)
-    for coupling in {signal.kind for signal in layout.signals.values()} & set(MOVABLE):
-        moved = apply(deepcopy(model), layout, random_plan(layout, (coupling,)))
-        weights = model.state_dict()
-        assert any(not torch.equal(weights[name], t) for name, t in moved.state_dict().items()), coupling
-        assert all(torch.equal(a, b) for a, b in zip(before, outputs(moved), strict=True)), coupling
 
 
 @each_kind
@@ -65,7 +54,7 @@ def test_every_output_has_the_factor_that_is_told_of_it(kind: str) -> None:
         contract.check_outputs(model, layout, plan.model_copy(update={"exponents": plan.exponents | {LOGITS: -2}}))
 
 
-@each_part
+@one_of_each
 def test_the_norms_eps_goes_with_the_square_of_a_quiet_stream(kind: str) -> None:
     """With a variance not far above eps, the outputs keep their bits with eps·4^r and lose them with eps."""
     model = tiny.build(kind, factor=1e-3)
@@ -79,7 +68,7 @@ def test_the_norms_eps_goes_with_the_square_of_a_quiet_stream(kind: str) -> None
     assert not torch.equal(before[0], outputs(model)[0])
 
 
-@each_part
+@pytest.mark.parametrize("kind", exhaustive.beyond(exhaustive.of_today(tiny.SEARCHED, 3), tiny.KINDS))
 def test_every_axis_matters(kind: str) -> None:
     """Leaving out any one declared axis changes the outputs, so a wrong declaration cannot pass the tests above.
 

@@ -4,10 +4,8 @@ configs that leave sizes out or are refused, and Phi-3's joint matrices."""
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,26 +21,16 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate, bound
 from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.families import known
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.llama import (
-    LLAMA,
-    layers,
-    number,
     rotary_factor,
-    shared_values,
-    wired_attention,
-    wired_feed_forward,
 )
 from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
-from bf16_to_fp16.families.parts import attention, feed_forward
 from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import Kind
-from bf16_to_fp16.families.types import Part
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.stock import load
-from bf16_to_fp16.rescaling.exponents import exponents_of
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import make_plan
 
@@ -104,16 +92,6 @@ def test_gains_of_keys_past_fp16s_range_meet_those_of_queries(tmp_path: Path, ki
         return
     assert result.plan.drift is not None and 0 < result.plan.drift.relative_error < 2.0**-11
     assert result.plan.drift.predicted_kl == pytest.approx(result.plan.drift.measured_kl, rel=0.2)
-
-
-def test_the_head_size_that_a_config_leaves_out_is_that_of_the_stream_over_the_heads() -> None:
-    source = ModelTensors(tiny.build("llama", head_dim=None, num_key_value_heads=None))
-    for key in ("head_dim", "num_key_value_heads"):
-        del source.config[key]
-    layout = resolve(source)
-    w = next(w for w in layout.topology if isinstance(w, Attention))
-    assert layout.tensors[f"{w.query}.weight"].shape == (24, 24) and layout.kv_heads(w) == 4
-    assert layout.score_scale(w) == 6**-0.5
 
 
 @pytest.mark.parametrize("kind", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
@@ -238,35 +216,10 @@ def test_a_text_model_of_another_type_inside_mistral_3_is_named() -> None:
         MISTRAL3.encoder.block(config, 0)
 
 
-QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
-PARTS = {QKV: [f"self_attn.{name}_proj" for name in "qkv"], GATE_UP: ["mlp.gate_proj", "mlp.up_proj"]}
-
-
-def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    at, (kv_heads, group, size) = f"layers.{i}", shared_values(config)
-    both, qkv, count = f"{at}.{GATE_UP}", f"{at}.{QKV}", number(config, "intermediate_size")
-    rows = (kv_heads * group * size, kv_heads * size, kv_heads * size)
-    w = wired_attention(config, at, query=qkv, key=qkv, value=qkv, fused=rows)
-    gated = wired_feed_forward(at, config["hidden_act"], gate=both, linear=both, fused=(count, count))
-    return attention(w, share=shared_values(config)), feed_forward(gated)
-
-
-HEADS = ("num_attention_heads", "num_key_value_heads", "num_key_value_heads")
-FUSED = replace(
-    LLAMA, sizes={**LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2), "qkv": ("qkv_rows",)}, encoder=layers(block)
-)
-
-
-class Fused(ModelTensors):
-    """A Llama's weights, those of linears that read one input in one matrix."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
-        sizes = (self.config[key] * self.config["head_dim"] for key in HEADS)  # type: ignore[operator]
-        self.config["qkv_rows"] = sum(sizes)
-        self._state = joined(self._state)
-        kept = next(iter(self.tensors.values()))
-        self.tensors = {name: replace(kept, shape=tuple(t.shape)) for name, t in self._state.items()}
+PARTS = {
+    "self_attn.qkv_proj": [f"self_attn.{name}_proj" for name in "qkv"],
+    "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+}
 
 
 def joined(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -279,13 +232,14 @@ def joined(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return made
 
 
+Sources = tuple[tuple[ModelTensors, Layout], tuple[ModelTensors, Layout]]
+
+
 @pytest.fixture(params=[2, 4])
-def sources(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[tuple[ModelTensors, Layout], tuple[ModelTensors, Layout]]:
-    """A Llama's weights with its matrices apart and together, each with its layout; keys for two heads of queries or
-    for one."""
-    model = tiny.build("llama", 1, num_key_value_heads=request.param)
+def sources(request: pytest.FixtureRequest) -> Sources:
+    """A Llama, and the Phi-3 that has its matrices together; keys for two heads of queries or for one."""
+    own = {"num_key_value_heads": request.param, "rms_norm_eps": 1e-5}
+    model, same = (tiny.build(kind, 1, **own) for kind in ("llama", "phi3"))
     with torch.no_grad():
         for layer in model.model.layers:  # what overflows unless its channel moves
             m, mlp = layer.self_attn, layer.mlp
@@ -296,10 +250,9 @@ def sources(
             ):
                 getattr(up, "weight", up)[3:9:2] *= 2.0**17
                 getattr(down, "weight", down)[3:9:2] *= 2.0**-17
-    apart, together = ModelTensors(model), Fused(model)
-    layout = resolve(apart)
-    monkeypatch.setattr(known, "FAMILIES", (FUSED,))
-    return (apart, layout), (together, resolve(together))
+    same.load_state_dict(joined(model.state_dict()))
+    apart, together = ModelTensors(model), ModelTensors(same)
+    return (apart, resolve(apart)), (together, resolve(together))
 
 
 def bounds_and_plan(source: ModelTensors, layout: Layout) -> tuple[Certificate, Plan]:
@@ -309,12 +262,15 @@ def bounds_and_plan(source: ModelTensors, layout: Layout) -> tuple[Certificate, 
     return bound(layout, weights, Arithmetic()), plan
 
 
-def test_bounds_and_plan_are_those_of_the_matrices_apart(sources: Any) -> None:
+def test_bounds_and_plan_are_those_of_the_matrices_apart(sources: Sources) -> None:
     (one, plan), (other, same) = (bounds_and_plan(*source) for source in sources)
     kinds = {signal.rpartition(".")[2] for signal in plan.exponents}
     assert {"query_key", "value", "neuron"} <= kinds and plan.residual_exponent < 0
-    assert same == plan
-    apart, together = ({site.name: (site.bound, site.partial) for site in of.sites} for of in (one, other))
+    assert (same.exponents, same.residual_exponent) == (plan.exponents, plan.residual_exponent)
+    apart, together = (
+        {site.name.replace("activation_fn", "act_fn"): (site.bound, site.partial) for site in of.sites}
+        for of in (one, other)
+    )
     for name in [name for name in apart if name.endswith("q_proj")]:
         layer = name.removesuffix("self_attn.q_proj")
         for whole, parts in PARTS.items():
@@ -323,23 +279,7 @@ def test_bounds_and_plan_are_those_of_the_matrices_apart(sources: Any) -> None:
     assert together == apart
 
 
-def test_the_rows_of_each_linear_get_its_exponents(sources: Any) -> None:
-    (source, layout), (_, fused) = sources
-    generator = torch.Generator().manual_seed(0)
-    exponents: dict[str, int | list[int]] = {
-        name: torch.randint(-3, 4, (signal.size,), generator=generator).tolist()
-        for name, signal in layout.signals.items()
-        if name.endswith(("query_key", "value", "neuron", "layernorm", "gate", "scores"))
-    }
-    plan = Plan(family="llama", residual_exponent=-2, exponents=exponents)
-    moved = {n: torch.ldexp(source.read(n), exponents_of(t, plan).full(t.shape)) for n, t in layout.tensors.items()}
-    wanted = joined(moved)
-    weights = joined({name: source.read(name) for name in layout.tensors})
-    for name, tensor in fused.tensors.items():
-        assert torch.equal(torch.ldexp(weights[name], exponents_of(tensor, plan).full(tensor.shape)), wanted[name])
-
-
-def test_the_differentiable_bounds_are_those_of_the_matrices_apart(sources: Any) -> None:
+def test_the_differentiable_bounds_are_those_of_the_matrices_apart(sources: Sources) -> None:
     apart, together = (DifferentiableBounds(layout, source.read, stream=True) for source, layout in sources)
     one, other = apart.measure(), together.measure()
     owners = apart.owners(), together.owners()

@@ -13,7 +13,7 @@ from bf16_to_fp16.families.signals import LOGITS, Kind
 
 HEADLESS = {"embeddinggemma", "mistral", "seed_oss-biased"}
 HEADLESS |= {kind for kind in tiny.KINDS if kind.endswith(("-encoder", "-states", "vl_text"))}
-FEW = {*tiny.FIRST, "gelu", "t5-classifier", "t5-spans", "gemma3-untied", "llama-biased", "mbart"}
+FEW = {*tiny.CORE, "gelu", "t5-classifier", "t5-spans", "gemma3-untied", "llama-biased", "mbart"}
 each_kind = pytest.mark.parametrize("kind", exhaustive.beyond(FEW, tiny.KINDS))
 each_with_logits = pytest.mark.parametrize(
     "kind", exhaustive.beyond(FEW, [kind for kind in tiny.KINDS if kind not in HEADLESS])

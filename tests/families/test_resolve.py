@@ -13,7 +13,6 @@ from bf16_to_fp16.families.configs import config_value, looked_up
 from bf16_to_fp16.families.known import FAMILIES, family_of, stock_class
 from bf16_to_fp16.families.older_versions import differences, with_older_keys
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
-from bf16_to_fp16.families.signals import RESIDUAL, Kind
 from bf16_to_fp16.families.types import Family, OfLayers
 from bf16_to_fp16.measuring.stock import gives_probabilities
 from bf16_to_fp16.rescaling.apply import apply, writes
@@ -153,19 +152,6 @@ def test_a_gain_correction_is_written_and_taken_back_and_a_separated_t5_head_has
     layout = resolve(source := ModelTensors(tiny.build("t5", d_model=16)), untie=True)
     gains = {w.name: w.gain for w in writes(source, layout, Plan(family="t5")) if w.gain != 1}
     assert gains == {"lm_head.weight": 0.25}
-
-
-def test_what_a_decoder_or_a_user_reads_of_the_first_stack_is_never_moved() -> None:
-    for kind in tiny.SEARCHED:
-        layout = layout_of(tiny.build(kind))
-        if layout.stock.decodes or layout.head is None:
-            final = layout.stacks()[0].ends.norm
-            assert layout.tensors[f"{final}.weight"].axes == (None,), kind
-
-
-def test_the_residual_is_one_signal_for_the_whole_model() -> None:
-    layout = layout_of(tiny.build("umt5"))
-    assert [s.name for s in layout.signals.values() if s.kind is Kind.RESIDUAL] == [RESIDUAL]
 
 
 @pytest.mark.parametrize(

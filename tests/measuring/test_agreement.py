@@ -55,9 +55,8 @@ def edited(folder: Path, to: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(tiny.FIRST, tiny.KINDS))
-def test_what_stock_code_saves_is_certified(kind: str, folders: Folders, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["certify", str(folders(kind))]) == 0
-    assert "error" not in capsys.readouterr().err
+def test_what_stock_code_saves_agrees(kind: str, folders: Folders) -> None:
+    agreed_layout(open_checkpoint(folders(kind)))
 
 
 def test_a_rotary_factor_larger_than_the_bounds_have_it_is_named(
@@ -75,7 +74,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 SHRINKING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
 DYNAMIC = "rotary positions are 'dynamic' with the factor"
-DYNAMICS = (("llama", -1.0), ("llama", -0.001), ("llama", 0.5), ("glm4", -1.0), ("gemma2", -1.0))
+DYNAMICS = (("llama", -0.001), ("llama", 0.5), ("glm4", -1.0))
 HALF = LINEAR | {"partial_rotary_factor": 0.5}
 LONG_AT_ONCE: dict[str, Any] = PLAIN | {"rope_type": "longrope", "attention_factor": 1.0, "short_factor": [1.0] * 5}
 LONG_AT_ONCE |= {"original_max_position_embeddings": 8}
@@ -84,17 +83,17 @@ LONG_AT_ONCE |= {"original_max_position_embeddings": 8}
 BLOCKS = """is 'block_sparse', and attention over blocks has no bound yet; write "original_full" there"""
 NAMED: dict[str, tuple[tuple[str, Any], ...]] = {
     "t5": (
-        *(("dense_act_fn", "relu2"), ("is_gated_act", True), ("is_encoder_decoder", False), ("hidden_size", 48)),
-        *(("num_hidden_layers", 4), ("num_hidden_layers", 1), ("num_heads", True), ("tie_encoder_decoder", True)),
+        *(("dense_act_fn", "relu2"), ("is_encoder_decoder", False), ("hidden_size", 48)),
+        *(("num_hidden_layers", 4), ("num_heads", True), ("tie_encoder_decoder", True)),
         *(("transformers_weights", "other.safetensors"), ("fusion_config", {}), ("attribute_map", {"d_ff": "d_kv"})),
         *(("text_config", {"model_type": "t5"}), ("layer_types", ["full_attention"] * 2)),
     ),
     "pegasus": (
         *(("num_attention_heads", 1), ("hidden_size", 12), ("transformers_weights", "other.safetensors")),
-        *(("is_causal", False), ("is_causal", None), ("sliding_window", 1)),
+        *(("is_causal", None), ("sliding_window", 1)),
     ),
     "mt5": (("num_attention_heads", 1), ("tie_encoder_decoder", 1)),
-    "switch": (("expert_capacity", 10**30), ("expert_capacity", 2**63)),
+    "switch": (("expert_capacity", 2**63),),
     **{"umt5": (("dense_act_fn", "relu"),), "gelu": (("dense_act_fn", "gelu_pytorch_tanh"),)},
     **{"gated": (("is_gated_act", False),), "t5-encoder": (("is_decoder", True),)},
     **{"gemma3": (("sliding_window", 0),), "embeddinggemma": (("sliding_window", -1),)},
@@ -122,11 +121,8 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
     ("t5", {"return_dict": False}, UNRUN),
     ("t5", {"to_dict": 1}, "config.json"),
-    ("t5", {"sub_configs": "x"}, "config.json"),
     ("t5", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False, and lm_head.weight is missing"),
     ("gemma3", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 0.0}}}, NO_ANGLES),
-    ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e-44}}}, NO_ANGLES),
-    ("gemma3", {"rope_parameters": ..., "rope_theta": -1.0}, NO_ANGLES),
     ("gemma3", {"rope_parameters": ..., "rope_scaling": {"rope_type": "linear", "factor": 0.0}}, NO_ANGLES),
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [0.0] * 5}}, NO_ANGLES),
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot compute rotary position"),
@@ -134,12 +130,9 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, DYNAMIC),
     ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": -1}}, DYNAMIC),
     ("llama", {"rope_parameters": HALF}, UNRUN),
-    ("gemma3", {"rope_parameters": {"full_attention": HALF, "sliding_attention": PLAIN}}, UNRUN),
     ("t5", {"model_type": ["t5"]}, "'model_type' is ['t5'], and stock code takes one name"),
-    ("t5", {"model_type": {"t5": 1}}, "'model_type' is {'t5': 1}, and stock code takes one name"),
     ("switch", {"expert_capacity": 1e30}, "expert_capacity"),
     *(("bigbird_pegasus", {"attention_type": written}, BLOCKS) for written in ("block_sparse", ...)),
-    ("t5", {"tie_word_embeddings": None}, "'tie_word_embeddings' is None, and lm_head.weight is missing"),
     ("smollm3", {"no_rope_layer_interval": 0}, "cannot make a config from the keys"),
 )
 """A kind, what its config says besides, and what the message must name."""
@@ -168,25 +161,11 @@ def test_a_window_of_zero_is_taken_where_stock_code_writes_it(folders: Folders, 
     assert cli.main(["certify", str(folder)]) == 0
 
 
-def test_dynamic_frequencies_lie_between_those_at_both_ends() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=60, num_attention_heads=3, max_position_embeddings=64, rope_parameters=SHRINKING | {"factor": 1.0}
-    )
-    frequencies = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
-    for factor in (1.0, 1.001, 4.0, 1e6):
-        config.rope_parameters["factor"] = factor
-        first, *found, last = (frequencies(config, None, seq_len=2**k)[0] for k in range(6, 32))
-        assert last.isfinite().all()
-        assert all(bool((each <= first).all() and (each >= last).all()) for each in found)
-
-
 T5_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "vocab_size", "relative_attention_num_buckets")
-STACKS = ("layers", "attention_heads", "ffn_dim")
 SIZES = (
-    *((kind, key) for kind in ("t5", "gated", "t5-encoder") for key in T5_SIZES),
-    ("t5", "num_decoder_layers"),
-    *(("pegasus", f"{stack}_{what}") for stack in ("encoder", "decoder") for what in STACKS),
-    *(("pegasus", key) for key in ("d_model", "vocab_size", "max_position_embeddings")),
+    *(("t5", key) for key in (*T5_SIZES, "num_decoder_layers")),
+    *(("pegasus", f"encoder_{what}") for what in ("layers", "attention_heads", "ffn_dim")),
+    ("pegasus", "max_position_embeddings"),
 )
 
 
@@ -279,7 +258,7 @@ def test_an_untied_embedding_needs_its_copies_and_its_head(folders: Folders, tmp
     agreed_layout(open_checkpoint(folder))
 
 
-@pytest.mark.parametrize("kind", ["t5", "mt5", "umt5", "pegasus"])
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
 def test_a_layout_that_scales_the_head_otherwise_is_refused(kind: str, folders: Folders) -> None:
     """The factor before the head is what stock code of the installed version applies."""
     checkpoint = open_checkpoint(folders(kind))
@@ -369,7 +348,7 @@ EDITED_CONFIGS |= dict.fromkeys(("umt5", "mbart", "bigbird_pegasus"), 100)
 @pytest.mark.parametrize(
     ("kind", "number", "seed"),
     [
-        *((kind, 12, exhaustive.TODAY) for kind in EDITED_CONFIGS),
+        *((kind, 12, exhaustive.TODAY) for kind in exhaustive.of_today([*EDITED_CONFIGS], 3)),
         *(pytest.param(kind, number, 0, marks=pytest.mark.exhaustive) for kind, number in EDITED_CONFIGS.items()),
     ],
 )

@@ -63,7 +63,7 @@ def test_it_beats_random_inputs_on_trained_weights_within_bounds(name: str, monk
         assert top is not None and max(found.random, found.tokens, found.embeddings) <= top, found.name
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(exhaustive.of_today(tiny.FIRST, 3), tiny.SEARCHED))
+@pytest.mark.parametrize("kind", exhaustive.beyond(exhaustive.of_today(tiny.FIRST, 5), tiny.SEARCHED))
 def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str, few_forwards: None) -> None:
     model = tiny.build(kind, 1, factor=1.0, **tiny.few_layers(kind)).half()
     source = ModelTensors(model)

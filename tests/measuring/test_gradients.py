@@ -1,6 +1,5 @@
 """The range of gradients under fp16 AMP, against a backward pass that nothing looks into."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -105,25 +104,15 @@ def test_a_forward_or_a_backward_past_fp16_has_no_loss_scale_and_the_two_are_tol
 
 
 def test_the_audit_in_training_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for (model, _), words in (
-        (model_of(), "gradients fit up to a loss scale of"),
-        (shrunk(), f"gradients overflow at every loss scale, first at {LAST_ADD}"),
-        (model_of(head=2.0**40), "the forward pass overflows already"),
+    for (model, _), status, words in (
+        (shrunk(18), 0, "gradients fit up to a loss scale of 0."),  # as under a dynamic scaler, which goes below 1
+        (shrunk(), 1, f"gradients overflow at every loss scale, first at {LAST_ADD}"),
+        (model_of(head=2.0**40), 1, "the forward pass overflows already"),
     ):
         folder = tiny.save(model, tmp_path / words[:25])
         asked = ["audit", str(folder), "--train-mode", "--regime", "amp", "--attention", "eager"]
-        main([*asked, "--html", str(tmp_path / "page.html")])
+        assert main([*asked, "--html", str(tmp_path / "page.html")]) == status
         assert words in " ".join(capsys.readouterr().out.split())
         assert words in (tmp_path / "page.html").read_text(encoding="utf-8")
     assert main(["audit", str(folder), "--regime", "amp"]) == 1
     assert "backward" not in capsys.readouterr().out
-
-
-def test_gradients_that_fit_at_a_small_loss_scale_are_safe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """As under a dynamic scaler, which goes below 1."""
-    folder = tiny.save(shrunk(18)[0], tmp_path / "source")
-    status = main(["audit", str(folder), "--train-mode", "--regime", "amp", "--json", str(tmp_path / "report.json")])
-    found = json.loads((tmp_path / "report.json").read_text())["regimes"]["amp"]
-    assert status == 0 and found["nonfinite"] == 0 and found["gradients"]["loss_scale"] < 1
-    assert found["gradients"]["flushed"] > 0  # which spoils no step
-    assert f"a loss scale of {found['gradients']['loss_scale']:g} (torch" in " ".join(capsys.readouterr().out.split())

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -313,27 +312,6 @@ def test_packed_text_is_read_as_it_is_unpacked(source: Path, tmp_path: Path) -> 
     (tmp_path / "a.gz").write_bytes(b"x")
     with pytest.raises(UserError, match=r"unknown kind of file ''; use .jsonl, .csv, .parquet or .txt \(.gz too\)"):
         list(texts.texts(str(tmp_path / "a.gz")))
-
-
-def test_a_dataset_that_the_hub_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str, streaming: bool) -> Any:
-        raise ValueError("no split\nat all")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(UserError, match=r"org/name: neither .* readable dataset of the Hub \(no split\); check"):
-        list(texts.texts("org/name"))
-
-
-@pytest.mark.parametrize(("damaged", "says"), [(False, "no tokenizer files"), (True, "no usable tokenizer")])
-def test_text_without_a_tokenizer_is_one_line(damaged: bool, says: str, tmp_path: Path) -> None:
-    config = tiny.config("t5")
-    config.save_pretrained(tmp_path)
-    if damaged:
-        (tmp_path / "tokenizer.json").write_text("{")
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=says) as raised:
-        batches(config, tmp_path, str(tmp_path / "a.txt"))
-    assert "\n" not in str(raised.value)
 
 
 def test_a_tokenizer_of_another_checkpoint_is_found_out(source: Path, tmp_path: Path) -> None:

@@ -1,9 +1,5 @@
 """A walk over the files gives what whole models give, to the last bit, in the memory of a block."""
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from support import exhaustive, tiny
-from support.contract import MOVABLE, random_plan
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.measuring.batch import GENERATE, REPEATED, Batch, run_batch
+from bf16_to_fp16.measuring.batch import Batch, run_batch
 from bf16_to_fp16.measuring.fidelity import compared, output_on
 from bf16_to_fp16.measuring.lanes import Change, Walk, results_of
 from bf16_to_fp16.measuring.meter import observe_ranges
@@ -33,8 +27,6 @@ from bf16_to_fp16.measuring.sites import Site, sites_of_all
 from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.measuring.stock import STOCK_LOCK, load
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.schema import REPORT
-from bf16_to_fp16.rescaling.plan import describe_plan
 
 WAYS = {
     "fp32": (torch.float32, False, "eager"),
@@ -84,7 +76,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 KINDS = ("t5", "gated", "umt5", "pegasus", "mbart", "t5-encoder")
 EVERY = [(kind, way) for way in WAYS for kind in KINDS]
-FEW = [(kind, way) for kind, way in EVERY if kind == "gated" or way == "half" or (kind, way) == ("pegasus", "amp")]
+FEW = [("gated", "stock"), ("gated", "half, SDPA"), ("t5", "half"), ("t5-encoder", "bf16"), ("pegasus", "amp")]
 
 
 @pytest.mark.parametrize(("kind", "way"), exhaustive.beyond(FEW, EVERY))
@@ -205,7 +197,6 @@ def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(t
 
 
 def test_a_router_that_casts_its_own_weights_does_so_in_each_lane_and_pass(tmp_path: Path) -> None:
-    """Of a weight that is inf in fp16 every pass has that."""
     model = tiny.small("switch")
     routers = [name for name, _ in model.named_modules() if name.endswith(".router")]
     model.get_submodule(routers[0]).classifier.weight.data[0, 0] = 2.0**17
@@ -348,26 +339,3 @@ def test_an_interrupt_before_a_lane_starts_is_one(folders: dict[str, Path], monk
     with pytest.raises(KeyboardInterrupt):
         walk.run()
     assert threading.active_count() == before and threading.stack_size() == 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit does not count all memory")
-def test_a_model_larger_than_its_memory_is_converted_and_audited(tmp_path: Path, warm_python: Path) -> None:
-    """17 blocks of 8.5 MB in fp32, which do not fit. The plan is a drawn one: the tables by which one is made grow
-    with the channels, of which this model has many for its size."""
-    shape = {"d_model": 1024, "d_ff": 1024, "num_layers": 16, "num_decoder_layers": 1}
-    folder, out, plan = tiny.save(tiny.t5(**shape), tmp_path / "source"), tmp_path / "out", tmp_path / "plan.json"
-
-    def does(action: str) -> subprocess.CompletedProcess[str]:
-        command = [str(warm_python), "-m", "support.limited", action, str(folder), str(out), str(plan)]
-        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "WHOLE_RUNS": "1"})
-
-    drawn = random_plan(resolve(open_checkpoint(folder)), MOVABLE)
-    plan.write_text(json.dumps({"plan": describe_plan(drawn)}))
-    whole = does("load")
-    assert whole.returncode != 0 and "allocate" in whole.stderr
-    converted = does("convert")
-    assert converted.returncode == 0, converted.stderr
-    report = json.loads((out / REPORT).read_text())
-    assert report["verdict"] == "safe"
-    assert report["regimes"]["half"]["runs"][0]["kinds"] == [REPEATED, GENERATE]

@@ -91,7 +91,6 @@ def test_a_masked_score_that_overflows_is_benign_and_an_unmasked_one_is_not() ->
 
 
 def hiding(chosen: Tensor, value: float = -65504.0, dtype: torch.dtype = torch.float16) -> Tensor:
-    """Return an additive mask of 4 by 4, or of one row for all."""
     return torch.zeros(chosen.shape if chosen.dim() == 1 else (4, 4), dtype=dtype).masked_fill(chosen, value)
 
 
@@ -155,7 +154,6 @@ def test_an_infinity_or_nan_that_a_mask_cannot_hide_counts(value: float) -> None
 
 
 def test_what_a_mask_was_added_to_is_no_signal_of_either_sign() -> None:
-    """Of one row for all, whose mask a larger score outweighs."""
     x = torch.full((3, 4), -7.0)
     x[1, 0] = 45000.0
     site = sites_in(lambda x: x + hiding(FIRST, -40000.0, torch.float32), x)["model:add"]
@@ -172,8 +170,6 @@ def test_what_is_infinite_nan_or_saturated_is_counted_in_every_dtype(dtype: torc
 
 
 class Attention(nn.Module):
-    """Scores, a finite mask, and their softmax."""
-
     hidden: Tensor
 
     def __init__(self, hidden: Tensor) -> None:

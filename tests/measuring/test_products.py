@@ -54,13 +54,6 @@ def test_fast_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> Non
         assert bool(((fast - sums).abs() <= 513 * 2.0**-24 * size).all())
 
 
-def test_a_power_of_two_passes_through_fast_fp32_products_exactly() -> None:
-    torch.manual_seed(0)
-    x, w, b = torch.randn(64, 512), torch.randn(300, 512), torch.randn(300)
-    for (_, one), (_, other) in zip(native_and_fast(x, w, b), native_and_fast(x / 8, w, b / 8), strict=True):
-        assert torch.equal(one / one.new_tensor(8 if one.shape[-1] == 300 else 64), other)
-
-
 def test_fast_products_of_fp32_weights_are_those_of_onednn_where_torch_has_it() -> None:
     x, linear = torch.randn(2, 6, 8), nn.Linear(8, 4)
     with Kernels() as kernels, torch.no_grad():
@@ -167,7 +160,6 @@ MASKS = {
 
 
 def span_of(scores: Tensor, masked: Tensor) -> float:
-    """Return it for one row, in plain Python."""
     hidden = [x for x, hides in zip(scores.tolist(), masked.tolist(), strict=True) if hides]
     seen = [x for x, hides in zip(scores.tolist(), masked.tolist(), strict=True) if not hides and x > -math.inf]
     return max(0.0, max(hidden) - max(seen) + MASKED_REACH) if hidden and seen else 0.0

@@ -56,7 +56,6 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Audits:
 
 
 def few(folder: Path, *kinds: str) -> list[Batch]:
-    """Return a batch of each of these kinds for a folder: enough where the others would show no other site."""
     every = batches(load_config(folder), None, None)
     return [next(batch for batch in every if batch.kind == kind) for kind in kinds or (RANDOM, PADDED)]
 
@@ -325,21 +324,6 @@ def test_what_half_shows_to_fit_runs_on_less_in_stock_and_amp_and_else_on_all(au
     assert {name: result.same_as for name, result in fits.items()} == dict.fromkeys(ran)
     pegasus = audited("pegasus")
     assert pegasus["stock"].same_as == "half" and pegasus["stock"].sites == pegasus["half"].sites
-
-
-@pytest.mark.usefixtures("whole_probe_once")
-def test_data_is_run_beside_the_probe(tmp_path: Path) -> None:
-    from transformers import ByT5Tokenizer
-
-    folder = saved("t5", tmp_path / "model")
-    ByT5Tokenizer(extra_ids=0).save_pretrained(folder)
-    (tmp_path / "data.txt").write_text("!!\n!\n")  # byte 33 is id 36, within the vocabulary
-    inputs = probe.audit_batches(load_config(folder), folder, str(tmp_path / "data.txt"), seed=0)
-    half = audit_folder(folder, regimes=("half",), inputs=inputs)["half"]
-    assert not half.broken
-    eager, sdpa = half.runs
-    assert (eager.attention, eager.batches, eager.kinds[-1]) == ("eager", len(inputs), "data")
-    assert (sdpa.attention, sdpa.batches, sdpa.kinds) == ("sdpa", 4, ["padded", "generate", "data"])
 
 
 def test_an_attention_is_set_in_stacks_that_stock_code_leaves_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

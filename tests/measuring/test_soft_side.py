@@ -1,7 +1,7 @@
 """Rare input that edits harm is found, judged beside bf16, and decides or is told; harmless edits have none."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from bf16_to_fp16 import convert, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.resolve import resolve
-from bf16_to_fp16.measuring.soft_side import LENGTH, TIMES, row_of, run_rounded, soft_side
+from bf16_to_fp16.measuring import soft_side
+from bf16_to_fp16.measuring.soft_side import LENGTH, TIMES, row_of, run_rounded
 from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.report.schema import REPORT, Report, read
 from bf16_to_fp16.report.terminal import print_conversion
@@ -115,6 +116,14 @@ def soft_tanh(folder: Path) -> Path:
     table[HIDDEN, 0], head.dense.weight[0, 0] = 2.0**-17, 1.5e5
     head.dense.bias[:], head.out_proj.bias[:], head.out_proj.weight[:, 0] = 0.0, 0.0, torch.tensor([3.0, -3.0])
     return tiny.save(model, folder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_rows_and_draws() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(soft_side, "MOST_ROWS", 128)
+        patch.setattr(soft_side, "DRAWS", 4)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +231,7 @@ def test_a_text_of_few_tokens_is_repeated(gate: tuple[Path, Any]) -> None:
     root, report = gate
     source, written = (open_checkpoint(root / name) for name in ("source", "out"))
     plan, text = Plan.model_validate(report["plan"]), torch.tensor([[1, 50, 51]])
-    found = soft_side(source, written, resolve(source), plan, load_config(source.folder), text).found
+    found = soft_side.soft_side(source, written, resolve(source), plan, load_config(source.folder), text).found
     assert any(len(entry.ids) == 1 and entry.ids[0] in RARE for entry in found)
 
 
@@ -235,8 +244,6 @@ def test_rows_are_a_text_with_one_id_in_it_or_drawn_from_several() -> None:
 
 def test_stochastic_rounding_is_bf16s_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every output is one of the two bf16 values around the exact one, and their mean is that."""
-    from bf16_to_fp16.measuring import soft_side
-
     model, x = torch.nn.Sequential(torch.nn.Linear(4, 3)), torch.randn(2000, 4).mean(0).expand(4000, 4)
     monkeypatch.setattr(soft_side, "run_batch", lambda model, batch: model(x))
     monkeypatch.setattr(soft_side, "output_on", lambda batch, output: output)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import exhaustive
 from torch import Tensor, nn
 
 from bf16_to_fp16.errors import UserError
@@ -18,7 +17,6 @@ from bf16_to_fp16.optim.adamw import AdamW
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NARROW = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-ALL = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=["bf16", "fp16", "fp32"])
 ROUNDINGS = pytest.mark.parametrize("how", ["stochastic", "nearest"])
 SHAPES = [(40, 30), (7,), (), (3, 5, 2), (129, 130), (0, 4), (11,)]
 LARGE = (1 << 14) + 1
@@ -31,7 +29,6 @@ def parameters(dtype: torch.dtype, shapes: list[tuple[int, ...]] = SHAPES) -> li
 
 
 def give_gradients(params: list[nn.Parameter], step: int, scale: float = 1.0) -> None:
-    """Give every parameter the gradient that belongs to the step, times ``scale``."""
     generator = torch.Generator().manual_seed(step)
     for parameter in params:
         grad = torch.randn(parameter.shape, generator=generator).mul_(1e-2).to(parameter.dtype)
@@ -154,9 +151,11 @@ def test_a_gradient_whose_square_is_inf_moves_nothing_as_under_torchs(dtype: tor
         assert torch.equal(ours, theirs) and bool((ours == 1).all())
 
 
-@ALL
-@ROUNDINGS
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+WAYS = [(BF16, "stochastic", "bfloat16"), (FP16, "nearest", "float32"), (FP32, "stochastic", "bfloat16")]
+each_way = pytest.mark.parametrize(("dtype", "how", "moments"), WAYS)
+
+
+@each_way
 def test_chunks_do_not_change_a_bit(
     dtype: torch.dtype, how: str, moments: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +206,8 @@ def steps_of(dtype: torch.dtype, how: str, moments: str, compile: bool, **option
 COMPILED = [(BF16, "stochastic", "bfloat16"), (FP16, "stochastic", "float32"), (FP16, "nearest", "float32")]
 
 
-@pytest.mark.parametrize(("dtype", "how", "moments"), exhaustive.beyond(COMPILED[:1], COMPILED))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("dtype", "how", "moments"), COMPILED)
 @pytest.mark.filterwarnings("ignore:.*script_method.*", "ignore:.*mixed in the scheduler.*")
 @pytest.mark.skipif(not COMPILER, reason="torch.compile needs a C++ compiler")
 def test_the_compiled_step_gives_the_eager_bits(dtype: torch.dtype, how: str, moments: str) -> None:
@@ -268,9 +268,7 @@ def test_a_parameter_that_is_not_contiguous_moves_as_one_that_is(how: str) -> No
     assert same(*results)
 
 
-@NARROW
-@ROUNDINGS
-@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+@each_way
 def test_a_resumed_run_equals_an_uninterrupted_one(dtype: torch.dtype, how: str, moments: str) -> None:
     params = parameters(dtype)
     optimizer = AdamW(params, rounding=how, moments=moments, seed=3)

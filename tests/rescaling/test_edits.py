@@ -72,7 +72,6 @@ def saturated(kind: str, own: dict[str, Any], bits: int = 16) -> tuple[Any, Layo
 
 
 def larger(drawn: int | list[int], bits: int) -> list[int]:
-    """Return drawn exponents below 0 as 0, unless all are, and the others by ``bits`` larger."""
     assert isinstance(drawn, list)
     return [bits + e if e > 0 or max(drawn) < 0 else 0 for e in drawn]
 
@@ -136,7 +135,6 @@ def test_exponents_by_bounds_bring_every_site_of_a_signal_under_its_limit(kind: 
 
 
 def spared(found: int | list[int]) -> int | list[int]:
-    """Return exponents of which those that are the least are one larger."""
     if isinstance(found, int):
         return found + 1
     return [e + 1 if e == min(found) else e for e in found]

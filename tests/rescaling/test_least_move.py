@@ -134,20 +134,6 @@ def test_no_exponent_nearer_0_proves_as_much_at_little_more_cost(kind: str) -> N
     assert {*range(min(plan.residual_exponent, 0), 1)} <= set(candidates)
 
 
-def test_what_holds_unmoved_keeps_every_channel_whatever_each_would_gain() -> None:
-    model = tiny.build("gated", factor=1.0)
-    with torch.no_grad():  # a few weights of one channel that fp16 rounds, until they are 32 times as large
-        model.encoder.block[0].layer[0].SelfAttention.v.weight[0, :4] = 1.296875 * 2.0**-22
-    _, search, _ = searching(model)
-    search.spare = 0.0
-    assert search.holds_unmoved() and any(
-        bool((each.index != 24).any()) for known in search.solved.values() for each in known.values()
-    )
-    _, search, _ = searching(model)
-    search.spare = 0.0
-    assert not search.run({}).plan.moves
-
-
 def test_channels_stay_whose_loss_together_is_little() -> None:
     _, search, _ = searching(tiny.build("gated"))
     costs = torch.ones(1000, 49, dtype=torch.float64)
@@ -213,7 +199,7 @@ def test_what_was_trained_comes_back_in_scale(kind: str, tmp_path: Path, capsys:
     with torch.no_grad():
         for weight in model.parameters():
             weight.mul_(1 + 2.0**-4 * torch.rand(weight.shape, generator=torch.Generator().manual_seed(1)))
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+    for dtype in (torch.float32, torch.float16):
         trained, back = tmp_path / f"trained-{dtype}", tmp_path / f"back-{dtype}"
         model.to(dtype).save_pretrained(trained)
         command = ["undo", str(trained), str(back), "--plan", str(tmp_path / "out")]

@@ -21,11 +21,10 @@ from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, ROUNDING, whole_log2
+from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, whole_log2
 from bf16_to_fp16.rescaling.costs import PROOF_WORTH, UNWRITABLE
 from bf16_to_fp16.rescaling.exponents import on_request
 from bf16_to_fp16.rescaling.planner import INDIFFERENCE, PROOF_FIRST, PlanSearch, make_plan
-from bf16_to_fp16.rescaling.rounding_loss import GRID, loss_table
 
 
 def shown_to(model: Any) -> list[Batch]:
@@ -34,13 +33,14 @@ def shown_to(model: Any) -> list[Batch]:
 
 
 def observed(model: Any, *, untie: bool = False) -> tuple[Layout, TensorReader, dict[str, ModuleRange]]:
-    """Return a model's layout, weights and ranges."""
     source = ModelTensors(model)
     layout = resolve(source, untie=untie)
     return layout, source_weights(source, layout), dict(observe_ranges(model, shown_to(model)))
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(tiny.CORE, tiny.KINDS))
+@pytest.mark.parametrize(
+    "kind", exhaustive.beyond(["t5", "longt5", "switch", "mbart", "gemma4", "t5gemma"], tiny.KINDS)
+)
 def test_every_signal_and_weight_is_under_its_limit_with_the_margin(kind: str) -> None:
     layout, weights, ranges = observed(model := tiny.build(kind, **tiny.few_layers(kind)))
     planned = make_plan(layout, weights, ranges, margin_bits=1.25)
@@ -77,33 +77,6 @@ def test_norm_safe_keeps_the_norm_of_the_stream_under_256() -> None:
     assert all(r.norm.norm_max <= 256 / 2**1.25 for r in after.values() if r.norm is not None)
     half = make_plan(layout, weights, ranges)
     assert planned.plan.residual_exponent < half.plan.residual_exponent
-
-
-def test_a_tenth_of_a_percent_of_inexact_weights_costs_a_rounding_at_every_norm() -> None:
-    layout = resolve(source := ModelTensors(tiny.build("gated")))
-    search = PlanSearch(layout, source_weights(source, layout), {})
-    elements = sum(math.prod(tensor.shape) for tensor in layout.tensors.values())
-    assert search.lossy_price * elements / 1000 == pytest.approx(ROUNDING * len(layout.norms)) and len(layout.norms) > 8
-
-
-def test_the_loss_table_counts_what_fp16_loses() -> None:
-    """Every exponent's count of inexact elements, and the energy of the errors within a factor, against casting to
-    fp16."""
-    torch.manual_seed(0)
-    weight = (torch.randn(7, 400) * 2.0 ** torch.randint(-20, 4, (7, 400))).bfloat16()
-    weight[0, :5] = torch.tensor([0.0, 2.0**-24, 2.0**-30, 1.0, -3.0])
-    table = loss_table(weight, 0)
-    torch.testing.assert_close(table.energy, weight.double().square().sum(1), rtol=2**-51, atol=0)
-    for exponent in range(-GRID, 11):
-        exact = weight.double() * 2.0**exponent
-        if float(exact.abs().max()) > FP16_MAX:
-            continue
-        error = exact.half().double() - exact
-        assert torch.equal(table.lossy[:, exponent + GRID].long(), (error != 0).sum(1))
-        energy = error.square().sum() / 4.0**exponent
-        # The table takes errors as uniform in a step; with one dropped bit they are all half a step, 3 times the
-        # energy.
-        assert float(energy) / 3 <= float(table.error[:, exponent + GRID].sum()) <= 2 * float(energy) + 1e-30
 
 
 def test_shrinking_spares_small_weights_by_sharing_the_factor_between_o_and_v() -> None:
