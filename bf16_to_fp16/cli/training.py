@@ -90,13 +90,13 @@ def launch_command(
     asked = read_recipe(recipe, overrides)
     # What follows takes seconds to import.
     from ..devices import check_auto_uses_the_card
-    from ..finetuning.launching import KINDS, choose, place_of, run_launch, write_launch
+    from ..finetuning.launching import KINDS, choose, machine_of, run_launch, write_launch
 
     if kind is not None and kind not in KINDS:
         raise UserError(f"--kind {kind} is unknown; choose {', '.join(KINDS)}")
     if run:
         check_auto_uses_the_card(asked.device)
-    choice = choose(asked, place_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"), kind)
+    choice = choose(asked, machine_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"), kind)
     if run and kind is None and not choice.fits:
         raise UserError(f"{'; '.join(choice.explained())}; or try it with --kind {choice.kind}")
     given = [str(recipe), *(word for each in overrides for word in ("--set", each)), *(["--force"] if force else [])]
@@ -113,7 +113,7 @@ def launch_command(
     begun += [] if memory is None else ["--memory", f"{memory:g}"]
     begun += [] if kind is None else ["--kind", kind]
     with aside(json_file == "-"):
-        status = run_launch(words, begun, on_gpu=choice.place.on_gpu)
+        status = run_launch(words, begun, on_gpu=choice.machine.on_gpu)
     write_result(json_file, told | {"status": status})
     return status
 

@@ -179,7 +179,7 @@ def send(
     there = with_retries(lambda: api.repo_info(repo, revision=revision))
     if there.private is not True and not public:
         raise UserError(f"{repo} is not private, so nothing was uploaded; give --public, or choose another name")
-    held = listed(api, repo, there.sha)
+    held = files_held(api, repo, there.sha)
     names = [item.name for item in upload.items()]
     missing = missing_from(held, upload)
     kept = sorted(name for name in set(held) - set(names) - {*HUBS_OWN} if is_weights(name))
@@ -221,7 +221,7 @@ def check_other_content(repo: str, held: dict[str, Any], names: list[str], missi
         )
 
 
-def listed(api: Any, repo: str, revision: str | None) -> dict[str, Any]:
+def files_held(api: Any, repo: str, revision: str | None) -> dict[str, Any]:
     from huggingface_hub.hf_api import RepoFile
 
     try:

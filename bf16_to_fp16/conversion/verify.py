@@ -36,9 +36,9 @@ from ..measuring.stock import load_config
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import other_reports, schema
-from ..report.build import moved_by
+from ..report.build import moved_entry
 from ..report.facts import missed
-from ..report.judgement import judged
+from ..report.judgement import reasons_unsafe
 from ..report.observed_tiers import tiers_of
 from ..report.remedies import CONVERT_AGAIN, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
 from ..report.steps import Decided
@@ -217,7 +217,7 @@ def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
         remedy = tower_alone(report.family, report.regimes) or UNSAFE_BY_REPORT
         yield schema.REPORT, "says itself that the checkpoint is unsafe in fp16", remedy
         return
-    unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True), *judged(report)]
+    unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True), *reasons_unsafe(report)]
     yield from ((entry.signal, f"the report says safe, and also {entry.reason}") for entry in unsafe)
 
 
@@ -242,7 +242,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
         if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
             yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
     if report.outputs and report.finetune is None:
-        yield from differences(report.moved.model_dump(), moved_by(layout, plan).model_dump(), "moved")
+        yield from differences(report.moved.model_dump(), moved_entry(layout, plan).model_dump(), "moved")
         factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
         yield from differences(factors, output_factors(layout, plan), "outputs")
         recorded = sorted((edit.site, edit.exponent, edit.columns) for edit in report.inexact)

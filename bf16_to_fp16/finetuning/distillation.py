@@ -145,7 +145,7 @@ BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the dat
 
 
 @dataclass(frozen=True)
-class Losses:
+class StepLosses:
     """Computes the terms of a step's loss. stock: the student; model: the student as wrapped for several processes.
     passes: the batches of one step in one process."""
 

@@ -97,7 +97,7 @@ def uncertified(report: Report) -> list[UnsafeEntry]:
     return [goal("certificate", worst.excess_bits, f"{reason} {worst.name}")]
 
 
-def judged(report: Report, recipe: Recipe, command: Command) -> Report:
+def with_goals(report: Report, recipe: Recipe, command: Command) -> Report:
     run = report.finetune
     assert run is not None and report.regimes  # convert audits what was finetuned
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)

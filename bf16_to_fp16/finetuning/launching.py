@@ -151,35 +151,35 @@ KINDS = {  # the configurations of ``launch/accelerate``, the fastest first
 
 
 @dataclass(frozen=True)
-class Place:
+class Machine:
     processes: int
     memory: float  # bytes of each process
-    said: str  # this place in words
+    described: str
     on_gpu: bool = True
     bf16: bool = False
 
 
-def place_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Place:
+def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Machine:
     """Return where the processes run: on this machine's cards, on its CPU or, to plan for another machine, on assumed
     cards of ``gib`` GiB each."""
     seen, given = [] if on_cpu else cards(), None if gib is None else gib * 2**30
     if on_cpu or (running and not seen):
         each = given or available_memory() / processes
-        return Place(processes, each, f"CPU processes over gloo: {processes}, {_gib(each)} each", on_gpu=False)
+        return Machine(processes, each, f"CPU processes over gloo: {processes}, {_gib(each)} each", on_gpu=False)
     if running and len(seen) < processes:
         raise UserError(f"{counted(len(seen), 'card')} here, and --gpus asks for {processes}; give --gpus {len(seen)}")
     if not seen:
         each = given or ASSUMED * 2**30
-        return Place(processes, each, f"{counted(processes, 'card')} of {_gib(each)} each (--memory says otherwise)")
+        return Machine(processes, each, f"{counted(processes, 'card')} of {_gib(each)} each (--memory says otherwise)")
     least = min(seen[:processes], key=lambda card: card.memory)
     said = f"{processes} × {least.name}, {_gib(given or least.memory)} each"
-    return Place(processes, given or least.memory, said, bf16=all(card.has_bf16 for card in seen))
+    return Machine(processes, given or least.memory, said, bf16=all(card.has_bf16 for card in seen))
 
 
 @dataclass(frozen=True)
 class Choice:
     kind: str
-    place: Place
+    machine: Machine
     tried: Mapping[str, Mapping[str, float]]  # bytes of a process by configuration, up to one that fits, and purpose
     blocks: Sequence[str]  # classes that FSDP wraps, where the model does not name them
 
@@ -189,57 +189,57 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        return self.total <= USABLE * self.place.memory
+        return self.total <= USABLE * self.machine.memory
 
     def explained(self) -> list[str]:
         terms = " + ".join(f"{_gib(size)} {name}" for name, size in self.tried[self.kind].items())
-        holds = f"a process holds {terms} = {_gib(self.total)} of {_gib(self.place.memory)}"
+        holds = f"a process holds {terms} = {_gib(self.total)} of {_gib(self.machine.memory)}"
         too_much = [] if self.fits else [f"this is too much: {LESS}"]
-        return [self.place.said, f"{KINDS[self.kind]} ({self.kind}): {holds}", *too_much]
+        return [self.machine.described, f"{KINDS[self.kind]} ({self.kind}): {holds}", *too_much]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
-            "processes": self.place.processes,
-            "place": self.place.said,
-            "memory": {"each": self.place.memory, "held": self.tried[self.kind], "total": self.total},
+            "processes": self.machine.processes,
+            "place": self.machine.described,
+            "memory": {"each": self.machine.memory, "held": self.tried[self.kind], "total": self.total},
             "fits": self.fits,
             "tried": {kind: sum(held.values()) for kind, held in self.tried.items()},
         }
 
 
-def excluded(kind: str, place: Place) -> str | None:
-    if (kind == "single") != (place.processes == 1) and not kind.endswith("offload"):
+def excluded(kind: str, machine: Machine) -> str | None:
+    if (kind == "single") != (machine.processes == 1) and not kind.endswith("offload"):
         return "is for another number of processes"
     if kind.startswith("zero") and find_spec("deepspeed") is None:
         return f"needs deepspeed ({how_to_install('train')})"
-    if kind == "fsdp" and not place.on_gpu:
+    if kind == "fsdp" and not machine.on_gpu:
         return "needs GPUs: on CPUs accelerate would run DDP instead"
     return None
 
 
 @quiet()
-def choose(recipe: Recipe, place: Place, kind: str | None = None) -> Choice:
-    """Return the fastest configuration that fits the memory of ``place``, or the smallest if none fits. kind: the
+def choose(recipe: Recipe, machine: Machine, kind: str | None = None) -> Choice:
+    """Return the fastest configuration that fits the memory of ``machine``, or the smallest if none fits. kind: the
     configuration to use instead, if it can run there."""
     import transformers
 
-    if kind is not None and (why := excluded(kind, place)) is not None:
+    if kind is not None and (why := excluded(kind, machine)) is not None:
         raise UserError(f"{kind} {why}; choose another --kind")
     config = config_of_source(recipe)
-    needs = Needs(recipe, config, getattr(transformers, stock_class(config.to_dict())), place.processes)
-    in_bf16 = place.bf16 and "bfloat16" in str(getattr(config, "dtype", None))
+    needs = Needs(recipe, config, getattr(transformers, stock_class(config.to_dict())), machine.processes)
+    in_bf16 = machine.bf16 and "bfloat16" in str(getattr(config, "dtype", None))
     teacher = 0 if recipe.distillation.weight == 0 else 2 if in_bf16 else 4
     tried = dict[str, Mapping[str, float]]()
-    for name in [name for name in KINDS if excluded(name, place) is None] if kind is None else [kind]:
-        tried[name] = terms(name, needs, place.processes, teacher, on_gpu=place.on_gpu)
-        if sum(tried[name].values()) <= USABLE * place.memory:
+    for name in [name for name in KINDS if excluded(name, machine) is None] if kind is None else [kind]:
+        tried[name] = terms(name, needs, machine.processes, teacher, on_gpu=machine.on_gpu)
+        if sum(tried[name].values()) <= USABLE * machine.memory:
             break
     chosen = min(tried, key=lambda name: sum(tried[name].values()))
     # Stock classes name their blocks themselves, as a rule.
     named = getattr(needs.model, "_no_split_modules", None)
     blocks = [] if named else sorted({type(block).__name__ for block in needs.blocks})
-    return Choice(chosen, place, tried, blocks)
+    return Choice(chosen, machine, tried, blocks)
 
 
 def config_of_source(recipe: Recipe) -> Any:
@@ -279,7 +279,7 @@ def deepspeed_config(kind: str, precision: str) -> dict[str, Any]:
 def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Write the configuration files beside the recipe's output; return them and the launch command's words. finetune:
     the arguments of ``finetune``. Raises UserError rather than replace a YAML file that launch did not write."""
-    out, processes = Path(recipe.out), choice.place.processes
+    out, processes = Path(recipe.out), choice.machine.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
     by_engine = choice.kind.startswith("zero")
     tree = accelerate_config(choice.kind, processes, deepspeed if by_engine else None)

@@ -39,7 +39,7 @@ from ..system import available_memory
 from ..targets import AUTO
 from .corpus import Corpus
 from .distillation import Teacher, arguments, deal_out
-from .goals import Command, judged
+from .goals import Command, with_goals
 from .launching import MOST_OVER, Needs
 from .processes import begun_by, make_accelerator, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
@@ -86,7 +86,7 @@ def finetune(
         command.published().line(),
         lineage_of(checkpoint, asked, recipe, run),
         checkpoint,
-        judge=partial(judged, recipe=asked, command=command.published()),
+        judge=partial(with_goals, recipe=asked, command=command.published()),
         search=partial(attack_unproven, recipe.evaluation.attack_steps, progress),
     )
     with saying_where_it_stopped(run.folder), written_trained(run.folder, run.weights) as trained:
@@ -94,7 +94,7 @@ def finetune(
         result = convert_by(options, trained, place, provenance=provenance, progress=progress)
     if not result.report.get("next"):
         return result
-    return replace(result, next=judged(read(Report, result.report), asked, command).next)
+    return replace(result, next=with_goals(read(Report, result.report), asked, command).next)
 
 
 @contextmanager

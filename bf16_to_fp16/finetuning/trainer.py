@@ -26,7 +26,7 @@ from ..report.schema import FinetuneEntry
 from . import distillation
 from .bound_constraint import BoundConstraint
 from .corpus import Corpus, TrainingBatch
-from .distillation import MOST_EXAMPLES, Evaluator, Losses, nearest
+from .distillation import MOST_EXAMPLES, Evaluator, StepLosses, nearest
 from .mixed_precision import MixedPrecision, recomputation
 from .optimizers import make_optimizer, set_rate
 from .penalty import ActivationPenalty
@@ -116,7 +116,7 @@ class Trainer:
             self.penalty = ActivationPenalty(student, headroom_bits=bits, train_mode=train_mode, accumulation=calls)
         if recipe.penalty.certify:
             self.constraint = BoundConstraint(self.layout, student, engine=self.processes.engine)
-        self.losses = Losses(recipe, student, self.model, teacher, self.penalty, self.processes, self.passes)
+        self.losses = StepLosses(recipe, student, self.model, teacher, self.penalty, self.processes, self.passes)
         self.training_batches = corpus.training_batches(self.processes.rank, self.processes.world)
         self.states = RunFolder(folder)
         self.evaluator = Evaluator(recipe, corpus, student, self.model, teacher, self.processes)

@@ -78,7 +78,7 @@ def soft_side(
 
     def harmed(inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor]:
         rows = torch.stack([row_of(each, lines[n % len(lines)], generator) for n, each in enumerate(inputs)])
-        return judged(source, written, layout, config, inputs, rows)
+        return harmed_entries(source, written, layout, config, inputs, rows)
 
     found, further = harmed(inputs)
     parts = dict.fromkeys((i,) for each in found if len(each.ids) > 1 for i in each.ids)
@@ -206,7 +206,7 @@ def weight_of_two(scores: Tensor) -> Tensor:
 # ---- judged, by stock code -------------------------------------------------------------------------------------------
 
 
-def judged(
+def harmed_entries(
     source: Checkpoint,
     written: Checkpoint,
     layout: Layout,

@@ -27,7 +27,7 @@ from ..rescaling.plan import Plan, describe_plan, mark_of
 from ..results import Fidelity
 from . import remedies, schema
 from .card import front_matter
-from .judgement import conclude, judged, uncertified_sites, unmet
+from .judgement import conclude, reasons_unsafe, uncertified_sites, unmet
 from .observed_tiers import largest_seen, tiers_of
 from .steps import Decided, Measured, Rewritten
 from .uses import whole_plan
@@ -77,19 +77,19 @@ def build(
         weights=weight_counts(layout, plan, written),
         outputs=dict(measured.outputs),
         plan=Plan.model_validate(describe_plan(plan)),
-        moved=moved_by(layout, plan),
+        moved=moved_entry(layout, plan),
         for_proof={} if planned is None or decided.observed is None else dict(planned.for_proof),
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
         **more,
     )
-    over = judged(report, planned) + unmet(decided.target, tiers)
+    over = reasons_unsafe(report, planned) + unmet(decided.target, tiers)
     verdict = "unsafe" if broken else conclude(regimes, over, proven=certificate.holds)
     unsafe = [*over, *remedies.unsafe_sites(regimes, layout.family.name, converted=True), *broken]
     return report.model_copy(update={"verdict": verdict, "unsafe": unsafe})
 
 
-def moved_by(layout: Layout, plan: Plan) -> schema.MovedEntry:
+def moved_entry(layout: Layout, plan: Plan) -> schema.MovedEntry:
     sublayers = [each for each in layout.topology if isinstance(each, (Attention, FeedForward))]
     parts = ("query", "key", "value", "gate", "linear", "output")
     linears = {getattr(each, part) for each in sublayers for part in parts if hasattr(each, part)}
@@ -117,7 +117,7 @@ def descended(report: schema.Report, layout: Layout, lineage: schema.Lineage, ke
         name: entry.model_copy(update={"factor_log2": joined(entry.factor_log2, run.start_outputs.get(name, 0))})
         for name, entry in report.outputs.items()
     }
-    whole = moved_by(layout, whole_plan(report.plan, run))
+    whole = moved_entry(layout, whole_plan(report.plan, run))
     return report.model_copy(update={"source": source, "finetune": run, "outputs": outputs, "moved": whole})
 
 

@@ -106,7 +106,7 @@ def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
     return f"{what} to the original", unit, measured
 
 
-def moved_by(run: schema.FinetuneEntry) -> str:
+def distance_moved(run: schema.FinetuneEntry) -> str:
     what, unit, measured = distances(run)
     if not measured:
         return "how far the result is from the original was not measured"
@@ -137,7 +137,7 @@ def verdict_of(report: schema.Report) -> tuple[str, str]:
     parts = [missed(report)] if report.short else []
     parts += [claim(report), largest_run(report)]
     if report.finetune is not None:
-        parts.append(moved_by(report.finetune))
+        parts.append(distance_moved(report.finetune))
     label = "safe, but short of what was asked" if report.short else "safe"
     if report.safe and (unmet := unmet_target(report)):
         label, parts = f"safe {coverage.where(TIERS[0].target)}", [*parts, unmet]

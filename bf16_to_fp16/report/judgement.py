@@ -24,7 +24,7 @@ from . import remedies, schema
 FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted as lost where a model gives inf or NaN
 
 
-def judged(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
+def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
     """Return the reasons why a conversion is unsafe, other than values that broke, from its report without a verdict.
     planned: the result of planning, with the limits that the plan could not hold; None for a replayed plan."""
     plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
@@ -43,7 +43,7 @@ def judged(report: schema.Report, planned: Planned | None = None) -> list[schema
         )
     if report.max_kl is None:
         over += other_outputs(report.outputs, drifts=drifts, ran=ran)
-    return over + harmed(report.exceptions, report.max_kl)
+    return over + rare_harm(report.exceptions, report.max_kl)
 
 
 def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.UnsafeEntry]:
@@ -65,10 +65,12 @@ def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool
     ]
 
 
-def harmed(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
+def rare_harm(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
     """Return an entry for the worst single id with which edits harm every text."""
     worst = next((each for each in exceptions if len(each.ids) == 1 and each.kl > (max_kl or 0.0)), None)
-    return [] if worst is None else [remedies.harmed(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST)))]
+    return (
+        [] if worst is None else [remedies.rare_input(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST)))]
+    )
 
 
 def passed_limits(

@@ -92,7 +92,7 @@ def inexact(
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
 
 
-def harmed(rare: ExceptionEntry, excess_bits: float) -> UnsafeEntry:
+def rare_input(rare: ExceptionEntry, excess_bits: float) -> UnsafeEntry:
     reason = f"the edits are wrong wherever {described(rare)} stands: {prices(rare)}"
     return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=ACCEPT, reason=reason)
 

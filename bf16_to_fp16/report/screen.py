@@ -52,7 +52,7 @@ class Table:
             yield [column.text(row) for column in self.columns]
 
 
-class Output(VisibleConsole):
+class Screen(VisibleConsole):
     """A terminal's console, whose tables fold what does not fit; for files and pipes, one line per row without frames
     or colours."""
 
@@ -80,9 +80,9 @@ class Output(VisibleConsole):
         self.print(result)
 
 
-def console(*, stderr: bool = False) -> Output:
+def console(*, stderr: bool = False) -> Screen:
     # Printed names come from other people's files and are no markup.
-    screen = Output(stderr=stderr, highlight=False, markup=False)
+    screen = Screen(stderr=stderr, highlight=False, markup=False)
     if not screen.is_terminal:
         screen.width = PLAIN_WIDTH
     return screen

@@ -22,7 +22,7 @@ from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
 from ..targets import TIERS
 from . import coverage, facts, other_reports, schema, uses
-from .screen import Column, Output, Table, bad, console, good, names, numbers
+from .screen import Column, Screen, Table, bad, console, good, names, numbers
 from .sections import TIER_COLUMNS, exponent_rows
 from .stored import read_packed, read_parts
 
@@ -68,7 +68,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype={dtype})')
 
 
-def print_advice(screen: Output, report: schema.Report) -> None:
+def print_advice(screen: Screen, report: schema.Report) -> None:
     held = f"held at {report.plan.eps:g} for a reader that has its own" if report.plan and report.plan.eps_held else ""
     screen.rows(
         ("any input", coverage.headroom_by_proof(report)),
@@ -219,13 +219,13 @@ SITE_COLUMNS = (
 PAIRS = (Column("what", 0), Column("value", 1))
 
 
-def print_first(screen: Output, what: str, lines: Sequence[str]) -> None:
+def print_first(screen: Screen, what: str, lines: Sequence[str]) -> None:
     for line in lines[:WORST_SITES]:
         screen.print(f"{what}: {line}")
     print_more(screen, len(lines) - WORST_SITES, what)
 
 
-def print_more(screen: Output, hidden: int, what: str) -> None:
+def print_more(screen: Screen, hidden: int, what: str) -> None:
     if hidden > 0:
         screen.print(f"and {hidden:,} more {what}; --json FILE lists all")
 

@@ -27,7 +27,7 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
 
 @dataclass(frozen=True)
-class Part:
+class AdapterTensor:
     """One kind of tensor in an adapter. ``axes``: for each of its axes the corresponding axis of the checkpoint's
     tensor, None for the rank. ``made``: whether a factor on the checkpoint's tensor scales it too. ``magnitude``: it
     holds the lengths of rows, or of an embedding's columns."""
@@ -39,21 +39,21 @@ class Part:
 
 
 PARTS = (
-    Part(".lora_A.weight", (None, 1), made=False),
-    Part(".lora_B.weight", (0, None)),
-    Part(".lora_B.bias", (0,)),
-    Part(".lora_embedding_A", (None, 0), made=False),
-    Part(".lora_embedding_B", (1, None)),
-    Part(".lora_magnitude_vector", (0,), magnitude=True),
-    Part(".lora_magnitude_vector.weight", (0,), magnitude=True),
-    Part(".token_adapter.trainable_tokens_delta", (None, 1)),
-    Part(".base_layer.weight", (0, 1)),
-    Part(".base_layer.bias", (0,)),
+    AdapterTensor(".lora_A.weight", (None, 1), made=False),
+    AdapterTensor(".lora_B.weight", (0, None)),
+    AdapterTensor(".lora_B.bias", (0,)),
+    AdapterTensor(".lora_embedding_A", (None, 0), made=False),
+    AdapterTensor(".lora_embedding_B", (1, None)),
+    AdapterTensor(".lora_magnitude_vector", (0,), magnitude=True),
+    AdapterTensor(".lora_magnitude_vector.weight", (0,), magnitude=True),
+    AdapterTensor(".token_adapter.trainable_tokens_delta", (None, 1)),
+    AdapterTensor(".base_layer.weight", (0, 1)),
+    AdapterTensor(".base_layer.bias", (0,)),
 )
 """The tensors of a LoRA adapter by the end of their names; any other name is that of a whole tensor."""
 
 
-def part_of(name: str) -> tuple[str, Part | None]:
+def part_of(name: str) -> tuple[str, AdapterTensor | None]:
     """Return the name of the checkpoint's tensor that an adapter's tensor changes, and its part; None for a whole
     tensor."""
     plain = name.removeprefix(PREFIX)
@@ -64,7 +64,7 @@ def part_of(name: str) -> tuple[str, Part | None]:
     return plain, None
 
 
-def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Part) -> None:
+def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: AdapterTensor) -> None:
     wanted = [None if axis is None else tensor.shape[axis] for axis in part.axes]
     fits = values.dim() == len(wanted) and all(
         size is None or size == length for size, length in zip(wanted, values.shape, strict=True)
@@ -105,7 +105,7 @@ def scaled_adapter(
             scaled[name] = multiplied(name, values, torch.zeros(1, dtype=torch.int32), 1.0)
             continue
         if name == PROMPT:
-            check_shape(name, values, embedding, Part("", (None, 1)))
+            check_shape(name, values, embedding, AdapterTensor("", (None, 1)))
             columns = exponents_of(replace(embedding, axes=(None, embedding.axes[1]), offset=0.0), plan)
             scaled[name] = multiplied(name, values, columns.full(tuple(values.shape)), 1.0)
             continue
@@ -123,9 +123,9 @@ def scaled_adapter(
 
 
 def on_tensor(
-    name: str, values: Tensor, tensor: ResolvedTensor, part: Part | None, plan: Plan, factor: float
+    name: str, values: Tensor, tensor: ResolvedTensor, part: AdapterTensor | None, plan: Plan, factor: float
 ) -> Scaled:
-    part = part or Part("", tuple(range(len(tensor.shape))))
+    part = part or AdapterTensor("", tuple(range(len(tensor.shape))))
     check_shape(name, values, tensor, part)
     exponents = axis_exponents(tensor, plan)
     total = torch.zeros((1,) * values.dim(), dtype=torch.int32)

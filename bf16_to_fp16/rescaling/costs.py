@@ -21,7 +21,7 @@ from ..targets import SQUARING
 from .channels import ROUNDING, as_shares, excess_bits, known_points
 from .plan import Fallback
 from .rounding_loss import LossTable, signal_noise
-from .weight_losses import CHANNEL_RANGE, EXPONENTS, Losses
+from .weight_losses import CHANNEL_RANGE, EXPONENTS, WeightLosses
 
 EXCESS = 1e6  # cost of one bit over a hard limit: more than any precision, so that limits come first
 
@@ -76,7 +76,7 @@ class Total:
 
 
 @dataclass(eq=False)
-class Costs(Losses):
+class Costs(WeightLosses):
     proof_worth: float = field(default=PROOF_WORTH, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 
 @dataclass(eq=False)
-class Losses:
+class WeightLosses:
     """The losses of weights, and the drift of the norms that read ``stream``. ``make_plan`` describes the fields."""
 
     layout: Layout

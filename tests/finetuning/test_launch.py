@@ -31,7 +31,7 @@ from support.program import refused
 
 from bf16_to_fp16 import verify
 from bf16_to_fp16.cli import main
-from bf16_to_fp16.finetuning.distillation import Losses
+from bf16_to_fp16.finetuning.distillation import StepLosses
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe, shipped_names
 from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped
 from bf16_to_fp16.finetuning.states import RunFolder
@@ -242,15 +242,15 @@ def autocast_if_enabled(engine):
 runtime.autocast_if_enabled = autocast_if_enabled
 """
 INFINITE = """
-from bf16_to_fp16.finetuning.distillation import Losses
+from bf16_to_fp16.finetuning.distillation import StepLosses
 
-reach = Losses.beyond_the_data
+reach = StepLosses.beyond_the_data
 
 def infinite(self, step, index):
     far = reach(self, step, index)
     return far if step != 2 else far * float("inf")
 
-Losses.beyond_the_data = infinite
+StepLosses.beyond_the_data = infinite
 """
 
 
@@ -264,7 +264,7 @@ def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradie
     settings = (PLAINLY_CLIPPED, "penalty.headroom_bits=1", "precision=fp16")
     words = command(warm_python, kind, 2, recipe, tmp_path / "zero", settings=settings)
     run_by(AS_ON_CARDS + INFINITE + AS_IT_IS, words, tmp_path, status=MISSED)
-    monkeypatch.setattr(Losses, "beyond_the_data", Losses.beyond_the_data)  # and back at the end
+    monkeypatch.setattr(StepLosses, "beyond_the_data", StepLosses.beyond_the_data)  # and back at the end
     exec(INFINITE, {})
     finetune(recipe, overrides=(f"out={tmp_path / 'amp'}", "device=cpu", *settings))
     assert_in_shares(tmp_path / "zero")

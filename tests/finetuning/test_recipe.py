@@ -11,7 +11,7 @@ import pytest
 from support import fakes
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.goals import Command, judged, lost_quality
+from bf16_to_fp16.finetuning.goals import Command, lost_quality, with_goals
 from bf16_to_fp16.finetuning.recipe import Data, Penalty, Recipe, Schedule, parse_recipe, read_recipe
 from bf16_to_fp16.report.card import notice
 from bf16_to_fp16.report.facts import verdict_sentence
@@ -226,7 +226,7 @@ def finetuned(headroom: float, *, kl: float = 0.01) -> Report:
 
 
 def after(report: Report, **changes: Any) -> tuple[Report, str]:
-    result = judged(report, recipe(**changes), COMMAND)
+    result = with_goals(report, recipe(**changes), COMMAND)
     assert result.finetune is not None
     return result, result.finetune.next
 
