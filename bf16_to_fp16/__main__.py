@@ -33,7 +33,15 @@ def main() -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        return report_bug(error)
+        import tempfile
+        import traceback
+
+        descriptor, path = tempfile.mkstemp(prefix="bf16-to-fp16-bug-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{sys.argv}\n" + "".join(traceback.format_exception(error)))
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        print(f"bug: {said}; please report it with the traceback in {path}", file=sys.stderr)
+        return 70
     finally:
         import signal
 
@@ -101,19 +109,6 @@ def open_closed_streams() -> bool:
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
     return closed
-
-
-def report_bug(error: Exception) -> int:
-    """Write an exception's traceback to a temporary file, ask the user to report it, and return the exit status."""
-    import tempfile
-    import traceback
-
-    descriptor, path = tempfile.mkstemp(prefix="bf16-to-fp16-bug-", suffix=".txt")
-    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"{sys.argv}\n" + "".join(traceback.format_exception(error)))
-    said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    print(f"bug: {said}; please report it with the traceback in {path}", file=sys.stderr)
-    return 70
 
 
 if __name__ == "__main__":

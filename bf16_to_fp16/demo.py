@@ -59,22 +59,18 @@ def print_table(pairs: Sequence[tuple[str, Report, Report]]) -> None:
             return "not proven"
         return f"{factor(report.certificate.headroom_bits)} ×"
 
-    def moved(report: Report) -> str:
-        return "" if report.plan is None else ", ".join(f"2^{r}" for r in report.plan.residual_exponents)
-
-    def run(report: Report) -> str:
-        return f"{factor(min(regime.headroom_bits for regime in report.regimes.values()))} ×"
-
     before, after = [pair[1] for pair in pairs], [pair[2] for pair in pairs]
     close = [report.fidelity or Fidelity() for report in after]
     broken = [max(regime.nonfinite + regime.saturated for regime in report.regimes.values()) for report in after]
     share = [report.weights.lossless_fraction if report.weights else 0.0 for report in after]
+    room = [min(regime.headroom_bits for regime in report.regimes.values()) for report in after]
+    streams = [report.plan.residual_exponents if report.plan else () for report in after]
     rows = [
         ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
         ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
-        ("largest value run, below the limit", [run(report) for report in after]),
+        ("largest value run, below the limit", [f"{factor(bits)} ×" for bits in room]),
         ("any input, by proof", [proven(report) for report in after]),
-        ("residual stream, times", [moved(report) for report in after]),
+        ("residual stream, times", [", ".join(f"2^{r}" for r in each) for each in streams]),
         ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
         ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
         ("weights carried over bit for bit", [percent(each) for each in share]),

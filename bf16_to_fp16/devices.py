@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import platform
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .environment import environment
+from .environment import PACKAGES, installed
 from .errors import UserError
 from .progress import Progress
 from .wording import counted
@@ -202,7 +203,14 @@ class Device:
             ran.append(shown(place))
 
     def environment(self) -> dict[str, Any]:
-        return environment(self.name, self.used)
+        """Return the report's ``environment``: versions, devices and dtype."""
+        return {
+            "versions": {name: installed(name) for name in PACKAGES},
+            "python": platform.python_version(),
+            "device": self.name,
+            "devices": {part: list(names) for part, names in self.used.items()},
+            "dtype": "float16",
+        }
 
 
 _products: ContextVar[tuple[Device, str] | None] = ContextVar("products", default=None)

@@ -7,9 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-# torchao, which transformers imports where it is installed, lists the kernels of other machines and torch's news.
-TALKATIVE = ("torchao", "torch.utils._pytree")
-
 
 @contextmanager
 def quiet() -> Iterator[None]:
@@ -29,7 +26,8 @@ def quiet() -> Iterator[None]:
         stock.set_verbosity(logging.CRITICAL)
         before.callback(stock.enable_progress_bar if bars else stock.disable_progress_bar)  # sets downloads' bars too
         stock.disable_progress_bar()
-        for logger in map(logging.getLogger, TALKATIVE):
+        # torchao, which transformers imports where it is installed, lists other machines' kernels and torch's news.
+        for logger in map(logging.getLogger, ("torchao", "torch.utils._pytree")):
             before.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
         # DeepSpeed logs to standard output, among data. Its import sets its logger's level, so only a filter lasts.

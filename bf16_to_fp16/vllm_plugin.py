@@ -22,8 +22,6 @@ LOG = logging.getLogger("vllm.bf16_to_fp16")  # below vLLM's own, whose handlers
 REFUSED, DECIDES = "_FLOAT16_NOT_SUPPORTED_MODELS", "_get_and_verify_dtype"
 """Names in vLLM's module: its reasons for refusing a model type, and the function that reads them."""
 
-FP16_OR_AUTO = ("auto", "half", "float16")
-
 
 def register() -> None:
     """Wrap vLLM's function that chooses a dtype, once, if it exists."""
@@ -38,8 +36,8 @@ def register() -> None:
 
     @wraps(decide)
     def decide_by_report(model_id: Any, config: Any, dtype: Any, *rest: Any, **options: Any) -> Any:
-        asked = str(dtype).removeprefix("torch.").lower()
-        if config.model_type not in refused or asked not in FP16_OR_AUTO or not (Path(model_id) / REPORT).is_file():
+        in_fp16 = str(dtype).removeprefix("torch.").lower() in ("auto", "half", "float16")
+        if config.model_type not in refused or not in_fp16 or not (Path(model_id) / REPORT).is_file():
             return decide(model_id, config, dtype, *rest, **options)
         if (reason := objection(Path(model_id))) is not None:
             LOG.warning("%s: not taken for fp16-safe: %s", model_id, reason)

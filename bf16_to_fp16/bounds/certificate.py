@@ -58,12 +58,15 @@ def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
     bound, expected = linear_on_norm(findings, first, (final, square))
     for linear, following in zip(head.linears, others, strict=False):
         # |tanh x| is at most 1 and at most |x|.
-        bound, expected = a.rounded(bound.clamp(max=1)), expected.clamp(max=1)
-        note(linear.tanh, SiteKind.ACTIVATION, bound)
+        caps, squares = a.rounded(bound.clamp(max=1)), expected.clamp(max=1)
+        note(linear.tanh, SiteKind.ACTIVATION, caps)
         if keep != 1.0:
-            bound = a.rounded(bound / keep)
-            note(f"{head.dropout}:mul#2", SiteKind.ACTIVATION, bound)
-        bound, expected = linear_behind_tanh(findings, following, bound, expected)
+            caps = a.rounded(caps / keep)
+            note(f"{head.dropout}:mul#2", SiteKind.ACTIVATION, caps)
+        weight, bias = findings.weight(following.at)
+        bound, expected = bound_box(caps, weight, bias, a), squared_matrix_vector(weight, squares)
+        findings.record(following.at, SiteKind.LOGITS, (bound, bound), expected, (caps, squares))
+        findings.inner[f"{following.at}:input"] = largest(caps)
     # The model itself selects positions of the head's input, and splits its output.
     findings.inner["model:head"] = max(largest(final.bound), largest(bound))
     if layout.stock.is_language_model and layout.family.logits_bias:
@@ -98,18 +101,6 @@ def linear_on_norm(findings: ModuleFindings, linear: HeadLinear, source: Normed)
     findings.note_weight(linear.at, findings.inner[f"{linear.weight.rpartition('.')[0]}:weight"])
     findings.inner[f"{linear.at}:input"] = largest(final.bound)
     return bound, squares
-
-
-def linear_behind_tanh(
-    findings: ModuleFindings, linear: HeadLinear, caps: Tensor, square: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the bounds and mean squares of a linear behind a tanh; caps, square: those of its input."""
-    weight, bias = findings.weight(linear.at)
-    bound = bound_box(caps, weight, bias, findings.arithmetic)
-    expected = squared_matrix_vector(weight, square)
-    findings.record(linear.at, SiteKind.LOGITS, (bound, bound), expected, (caps, square))
-    findings.inner[f"{linear.at}:input"] = largest(caps)
-    return bound, expected
 
 
 REFINED_ROWS = 4  # rows of one feed-forward output that get an eigenvalue of their own

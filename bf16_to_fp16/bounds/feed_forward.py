@@ -273,8 +273,11 @@ class PlainNeurons:
 Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 
 
-def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic) -> Tensor:
-    """Return the bound of every row of a feed-forward's output projection and its partial sums, fp64 [d].
+@full_precision()
+def feed_forward_output(
+    neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
+) -> Projection:
+    """Return the bounds of a feed-forward's output projection.
 
     First one eigenvalue serves the whole layer. Then each row that sets the maximum gets its own, for at most
     ``refine`` rows, and only while it exceeds the others and the contribution of a single neuron."""
@@ -299,7 +302,7 @@ def output_bound(neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: 
         better = torch.tensor([neurons.row(weight[row], row)], dtype=torch.float64)
         at = slice(row, row + 1)
         bound[row] = torch.minimum(bound[at], whole(better, error[at], added[at]))[0]
-    return bound
+    return Projection(bound, bound, output_length(neurons, weight, bias, arithmetic))
 
 
 def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> float:
@@ -314,13 +317,3 @@ def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithme
     if bias is not None:
         length += float(bias.double().norm()) * (1 + a.unit) ** 2
     return length + a.floor * math.sqrt(weight.shape[0])
-
-
-@full_precision()
-def feed_forward_output(
-    neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
-) -> Projection:
-    """Return the bounds of a feed-forward's output projection. refine: the most rows with an eigenvalue of their
-    own."""
-    bound = output_bound(neurons, weight, bias, refine, arithmetic)
-    return Projection(bound, bound, output_length(neurons, weight, bias, arithmetic))

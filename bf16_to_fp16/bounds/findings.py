@@ -11,9 +11,8 @@ from ..ranges import ModuleRange
 from ..results import BoundEntry, CertificateEntry
 from .arithmetic import Arithmetic
 
-_PLACING = {"to", "clone", "cat", "where", "embedding", "index", "constant_pad_nd", "repeat", "stack"}
-_CHANGING = {"clamp", "mul", "div", "bernoulli", "native_dropout", "add", "neg", "abs"}
-CARRYING = _PLACING | _CHANGING
+CARRYING = {"to", "clone", "cat", "where", "embedding", "index", "constant_pad_nd", "repeat", "stack"}
+CARRYING |= {"clamp", "mul", "div", "bernoulli", "native_dropout", "add", "neg", "abs"}
 """Operations that only move, choose, limit, mask or negate values of their module, or take their magnitude."""
 
 

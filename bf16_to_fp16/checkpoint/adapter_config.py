@@ -12,8 +12,6 @@ from .recorded import recorded
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 NOTE = "fp16_adapter.json"  # in a converted adapter's folder, the checkpoint that it is for; PEFT ignores the file
 
-INITIAL = (True, False, "gaussian", "orthogonal", "eva")  # values of ``init_lora_weights`` that change no weights
-
 OTHER_FORMS = (  # config keys of adapters that add something else than B·A to a named weight
     *("arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config"),
     *("target_parameters", "use_bdlora", "use_qalora", "velora_config"),
@@ -33,7 +31,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     if used:
         raise UserError(f"{folder / CONFIG}: {used[0]} changes more than B·A on a weight; train plain LoRA")
     begun = config.get("init_lora_weights", True)
-    if begun not in INITIAL:
+    if begun not in (True, False, "gaussian", "orthogonal", "eva"):  # these change no weights
         raise UserError(
             f"{folder / CONFIG}: init_lora_weights {begun!r} changes the checkpoint's weights as well; save it with"
             " path_initial_model_for_weight_conversion, which makes it plain LoRA"

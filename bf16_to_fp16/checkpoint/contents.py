@@ -97,8 +97,6 @@ def is_converted(folder: Path) -> bool:
 
 MODULES = "modules.json"  # the file in which sentence-transformers lists the modules of a folder
 
-WITHOUT_FILES = ("Normalize",)  # sentence encoders' modules that have no files, so that a repository lacks their folder
-
 
 def listed_modules(source: Path) -> list[Mapping[str, Any]]:
     listing = source / MODULES
@@ -116,7 +114,7 @@ def listed_modules(source: Path) -> list[Mapping[str, Any]]:
             raise UserError(
                 f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
             )
-        if not (source / name).is_dir() and kind not in WITHOUT_FILES:
+        if not (source / name).is_dir() and kind != "Normalize":  # which has no files
             raise UserError(
                 f"{listing}: module {name!r} is not in {source}; fetch the whole checkpoint, its output depends on it"
             )
@@ -180,15 +178,10 @@ def check_sentence_encoder(folder: Path) -> None:
             f"{whole}: 'model_type' is {kind!r}, with which a {WHOLE} adds other modules; convert the encoder"
             f" alone, without {MODULES}"
         )
-    check_encoder_config(*encoder_config(folder))
-
-
-def encoder_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    for name in ENCODER_CONFIGS:
-        config = read_json(folder / name, "config") if (folder / name).is_file() else {}
-        if config:
-            return folder / name, config
-    return folder / ENCODER_CONFIGS[0], {}
+    for file in (folder / name for name in ENCODER_CONFIGS if (folder / name).is_file()):
+        if config := read_json(file, "config"):
+            check_encoder_config(file, config)
+            break
 
 
 def check_encoder_config(file: Path, config: Mapping[str, Any]) -> None:

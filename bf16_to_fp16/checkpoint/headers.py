@@ -19,11 +19,6 @@ ITEM_SIZES |= {f"{kind}{8 * size}": size for kind in "IU" for size in (1, 2, 4, 
 
 FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")  # names of the dtypes that weights may have
 
-QUANTISED = ("I8", "U8", "F8_", "F4", "F6_", "E8M0")  # beginnings of the names of quantised dtypes
-
-TORCH_FORMATS = ("pt", "mlx")  # values of ``format`` in the metadata that every transformers reads as PyTorch's
-
-LFS_POINTER = b"version "  # beginning of a Git LFS pointer file
 MOST_AXES = 8  # of a tensor; the product of a million sizes would take hours
 
 
@@ -38,7 +33,7 @@ class TensorInfo:
 
 
 def check_not_quantised(dtype: str, name: str, file: Path) -> None:
-    if dtype.startswith(QUANTISED):
+    if dtype.startswith(("I8", "U8", "F8_", "F4", "F6_", "E8M0")):
         raise UserError(
             f"{file}: tensor {shown(name)} is {shortened(dtype)}, quantised; give the checkpoint it was quantised from"
         )
@@ -47,7 +42,7 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """Return the place of every tensor in a safetensors file; refuse one made for another library than PyTorch."""
     tensors, metadata = read_whole_header(file)
-    if (made_for := metadata.get("format", "pt")) not in TORCH_FORMATS:
+    if (made_for := metadata.get("format", "pt")) not in ("pt", "mlx"):  # every transformers reads these as PyTorch's
         raise UserError(
             f"{file}: its metadata say format {shown(made_for)}, which transformers 4 refuses or reads as weights of"
             " another library; save it again with save_pretrained"
@@ -63,7 +58,7 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
         if size < 8:
             raise UserError(f"{file}: {size} bytes are too few for a safetensors file; {RESTORE}")
         beginning = read_bytes(source, 8)
-        if beginning == LFS_POINTER:
+        if beginning == b"version ":
             raise UserError(f"{file}: a pointer of Git LFS in place of the weights; run git lfs pull in its folder")
         length = int.from_bytes(beginning, "little")
         if length > size - 8:

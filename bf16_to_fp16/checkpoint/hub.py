@@ -130,15 +130,6 @@ def check_name(repo: str) -> None:
         validate_repo_id(repo)
 
 
-def token_of(token: str | None, endpoint: str | None) -> str:
-    from huggingface_hub import constants, get_token
-
-    known = token or get_token()
-    if not known:
-        raise UserError(f"not logged in to {(endpoint or constants.ENDPOINT).removeprefix('https://')}; {LOG_IN}")
-    return known
-
-
 # Patterns of a repository's files other than weights.
 SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "README.md")
 

@@ -50,7 +50,6 @@ class Naming:
 
 STOCK = Naming("stock code", ("encoder.block.0.layer.0.SelfAttention.q.weight", "encoder.final_layer_norm.weight"))
 WAN = Naming("Wan's own T5", ("blocks.0.attn.q.weight", "token_embedding.weight", "norm.weight"), WAN_NAMES)
-NAMINGS = (STOCK, WAN)
 
 WITH_IMAGES = {
     ("multi_modal_projector.", "language_model."): (

@@ -66,23 +66,20 @@ def open_pipeline(
     if not encoders:
         said = f"{source} is a pipeline without a text encoder of a known family"
         raise UserError(f"{said} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
+    named = index.get("_class_name")
+    kind = str((named[-1] if isinstance(named, list) and named else named) or "a pipeline without a class")
     there, left_out = files_below(folder) if names is None else (names, [])
     others = there if names is None else files_loaded(names, parts)
     return Pipeline(
         folder,
         str(source),
         revision,
-        class_of(index),
+        kind,
         parts,
         tuple(encoders),
         tuple(name for name in others if name.partition("/")[0] not in encoders),
         tuple(left_out),
     )
-
-
-def class_of(index: Mapping[str, Any]) -> str:
-    named = index.get("_class_name")
-    return str((named[-1] if isinstance(named, list) and named else named) or "a pipeline without a class")
 
 
 def components(folder: Path, index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:

@@ -57,11 +57,6 @@ class OutFile:
     size: int
 
 
-def reach_of(write: Write) -> int:
-    axes = [e for e in (write.row_exponents, write.column_exponents) if e is not None and e.numel()]
-    return abs(write.exponent) + sum(int(exponents.abs().max()) for exponents in axes)
-
-
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
     """Group tensors by file: as in the source, or by name into files of up to ``max_shard_size`` bytes. A larger tensor
     has its own file."""
@@ -100,18 +95,14 @@ def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str,
         header = header_of(entries)
         files.append(OutFile(folder / name, header, ordered, len(header) + end))
     if len(files) > 1:
-        index = index_of(files, names)
-        files.append(OutFile(folder / INDEX, index, (), len(index)))
+        placed = [(write, file.path.name) for file in files for write in file.writes]
+        index = {
+            "metadata": {
+                "total_parameters": sum(math.prod(write.shape) for write, _ in placed),
+                "total_size": sum(write.nbytes for write, _ in placed),
+            },
+            "weight_map": {names.get(write.name, write.name): file for write, file in placed},
+        }
+        text = (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+        files.append(OutFile(folder / INDEX, text, (), len(text)))
     return files
-
-
-def index_of(files: Sequence[OutFile], names: Mapping[str, str]) -> bytes:
-    writes = [write for file in files for write in file.writes]
-    index = {
-        "metadata": {
-            "total_parameters": sum(math.prod(write.shape) for write in writes),
-            "total_size": sum(write.nbytes for write in writes),
-        },
-        "weight_map": {names.get(write.name, write.name): file.path.name for file in files for write in file.writes},
-    }
-    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()

@@ -13,7 +13,7 @@ from ..errors import UserError, shortened
 from ..json_text import write_json
 from . import files, formats, headers
 from .files import FREE_SPACE_REMEDY, writing
-from .naming import NAMINGS, SPIECE, SPIECE_FILE, STOCK
+from .naming import SPIECE, SPIECE_FILE, STOCK, WAN
 from .recorded import undo_data_of
 from .sources import RESTORE
 
@@ -22,7 +22,6 @@ ASIDE = (  # endings of tensors' names that are not weights, as ComfyUI's files 
     SPIECE,
 )
 
-SCRATCH_REMEDY = f"{FREE_SPACE_REMEDY}, or set TMPDIR"
 SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
@@ -37,7 +36,7 @@ def open_single_file(
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
     inside = undo_data_of(file) if config is None else None
     of_ours = inside is not None and inside["layout"] == "single"
-    naming = STOCK if of_ours else next((n for n in NAMINGS if every.keys() >= {*n.anchors}), None)
+    naming = STOCK if of_ours else next((n for n in (STOCK, WAN) if every.keys() >= {*n.anchors}), None)
     if naming is None:
         raise UserError(
             f"{file}: no T5 in it by its stock names or Wan's (its first tensor is {formats.shown(min(every))});"
@@ -64,7 +63,7 @@ def open_single_file(
         headers.check_not_quantised(info.dtype, name, file)
     dtypes = [info.dtype for info in tensors.values()]
     settled.setdefault("torch_dtype", DTYPES.get(max(sorted(set(dtypes)), key=dtypes.count), "float32"))
-    with writing(folder, SCRATCH_REMEDY):
+    with writing(folder, f"{FREE_SPACE_REMEDY}, or set TMPDIR"):
         write_json(folder / "config.json", settled)
         if SPIECE in every and every[SPIECE].dtype == "U8":  # byte for byte a stock folder's file
             values = formats.read_range(every[SPIECE], every[SPIECE].shape, 0)
@@ -86,10 +85,6 @@ CLASSES = {  # stock classes by model type: an encoder alone, and a whole model
     "mt5": ("MT5EncoderModel", "MT5ForConditionalGeneration"),
     "umt5": ("UMT5EncoderModel", "UMT5ForConditionalGeneration"),
 }
-
-VOCABULARIES = {250_112: "mt5", 256_384: "umt5"}  # by size in published models; T5 has others
-
-SILU = {(4096, 16_384)}  # widths of stream and feed-forward in published models with SiLU gates (UL2)
 
 ATTENTION, FEED_FORWARD = "encoder.block.0.layer.0.SelfAttention", "encoder.block.0.layer.1.DenseReluDense"
 BIASES = ".SelfAttention.relative_attention_bias.weight"
@@ -115,8 +110,9 @@ def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> di
     hidden, _ = sizes(f"{FEED_FORWARD}.{'wi_0' if gated else 'wi'}.weight")
     layers = len({m[0] for name in tensors if (m := re.match(r"encoder\.block\.\d+\.", name))})
     tables = sum(name.endswith(BIASES) for name in tensors)
-    model_type = "umt5" if tables == layers > 1 else VOCABULARIES.get(vocabulary, "t5")
-    silu = gated and (width, hidden) in SILU
+    by_vocabulary = {250_112: "mt5", 256_384: "umt5"}  # of published models; T5 has others
+    model_type = "umt5" if tables == layers > 1 else by_vocabulary.get(vocabulary, "t5")
+    silu = gated and (width, hidden) == (4096, 16_384)  # of UL2, the published model with SiLU gates
     return {
         "architectures": [CLASSES[model_type][0]],
         "model_type": model_type,

@@ -13,8 +13,6 @@ REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 RESTORE = "fetch the file again from the original checkpoint"
 CHECKPOINT = "the folder of a checkpoint or a Hub id like org/name"
 
-SINGLE_FILES = (".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")  # endings of lone source files
-
 SHIPPED = "shipped:"  # prefix for this package's own data: ``shipped:t5-gated-bytes``
 
 CONVERTED = "a converted folder or a Hub id like org/name"
@@ -27,8 +25,7 @@ def own_name(path: str | Path) -> str:
 def local_path(name: str | Path) -> Path:
     if not str(name).startswith(SHIPPED):
         return Path(name).expanduser()
-    data = Path(__file__).parents[1] / "demo_data"
-    shipped = {path.name: path for path in sorted(data.iterdir())}
+    shipped = {path.name: path for path in sorted((Path(__file__).parents[1] / "demo_data").iterdir())}
     path = shipped.get(str(name).removeprefix(SHIPPED))
     if path is None:
         raise UserError(f"{shortened(name)} is not shipped; choose {', '.join(SHIPPED + each for each in shipped)}")
@@ -48,7 +45,7 @@ def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool 
 
 def local_source(source: str | Path) -> Path | None:
     file = local_path(source)
-    if file.name.endswith(SINGLE_FILES) and file.is_file():
+    if file.name.endswith((".safetensors", ".sft", ".pth", ".pt", ".bin", ".ckpt", ".gguf")) and file.is_file():
         check_not_gguf([file])
         return file
     return local_folder(source)

@@ -24,7 +24,7 @@ import torch
 from .files import created, read_exactly, reading, write_all, writing
 from .formats import SAFETENSORS_DTYPES, RunningHash, bytes_of
 from .reader import Checkpoint
-from .shards import FileRecord, Write, lay_out, reach_of, shards
+from .shards import FileRecord, Write, lay_out, shards
 
 ELEMENTS = 1 << 18  # elements in a chunk: 512 kB of bf16
 FLUSHED = 1 << 26  # bytes between two calls of fsync, so that the disk works at the same time
@@ -58,9 +58,6 @@ class TensorStats:
         return replace(TensorStats(*sums), amax=amax)
 
 
-NOTHING = TensorStats(0, 0, 0, 0, 0, 0.0, 0)
-
-
 @dataclass(frozen=True)
 class Written:
     stats: dict[str, TensorStats]
@@ -82,7 +79,7 @@ def write_fp16(
     Nothing is clamped: a value beyond fp16 becomes inf and is counted. advance: is called with the bytes done and the
     total. If writing fails, the new files are removed."""
     files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
-    stats = {write.name: NOTHING for write in writes}
+    stats = {write.name: TensorStats(0, 0, 0, 0, 0, 0.0, 0) for write in writes}
     records: list[FileRecord] = []
     done, total = 0, sum(file.size for file in files)
     with ExitStack() as stack:
@@ -137,7 +134,9 @@ def converted(
         info = checkpoint.tensors[str(write.source)]
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
     narrow = write.dtype == torch.float16 and dtype != torch.float64 and not write.offset
-    wide = torch.float32 if narrow and reach_of(write) <= FP32_REACH else torch.float64
+    axes = [e for e in (write.row_exponents, write.column_exponents) if e is not None and e.numel()]
+    reach = abs(write.exponent) + sum(int(exponents.abs().max()) for exponents in axes)
+    wide = torch.float32 if narrow and reach <= FP32_REACH else torch.float64
     columns = math.prod(write.shape[1:])
     feed: Callable[[], object] = int
     for rows, part in chunks(write.shape):

@@ -24,8 +24,6 @@ from .publishing import publish_command
 from .shared import SAFE, UNREAD, UNSAFE, USAGE, Ordered, json_file, write_result
 from .training import finetune_command, launch_command, recipe_command
 
-REPORTS = ("json_file", "html")  # parameters of the commands that name a file in which a report is written
-
 
 class _UnreadError(Exception):
     """The reader of our output has gone."""
@@ -67,7 +65,7 @@ def app(context: click.Context) -> None:
 def families_command(json_file: str | None) -> int:
     """List what is supported, and what cannot be."""
     from ..families.known import FAMILIES, REFUSED, names_of
-    from ..report.screen import print_families, print_refused
+    from ..report.screen import print_families
 
     rows = [
         {
@@ -80,8 +78,7 @@ def families_command(json_file: str | None) -> int:
         for f in FAMILIES
     ]
     if write_result(json_file, {"families": rows, "refused": dict(REFUSED)}):
-        print_families(rows)
-        print_refused(REFUSED)
+        print_families(rows, REFUSED)
     return SAFE
 
 
@@ -108,7 +105,7 @@ def refusing_shared_paths(command: click.Command) -> Callable[..., Any]:
     @functools.wraps(run)
     def checked(**values: Any) -> Any:
         given = {name: os.path.realpath(value) for name in paths if isinstance(value := values[name], (str, Path))}
-        for report in REPORTS:
+        for report in ("json_file", "html"):
             others = {path for name, path in given.items() if name != report}
             if values.get(report) not in (None, "-") and given[report] in others - {os.devnull}:
                 raise UserError(f"{values[report]} is given twice; choose another file for {paths[report]}")

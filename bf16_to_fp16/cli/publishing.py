@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +64,18 @@ def publish_command(
     how: dict[str, Any] = {"public": public, "dry_run": dry_run, "confirm": confirm, "progress": True}
     result = publish(folder, repo_id, **how, **options)
     if write_result(json_file, result):
-        print_published(result)
+        screen = console()
+        if result["dry_run"]:
+            screen.print("dry run: nothing was sent")
+        elif result["url"] is None:
+            screen.print("nothing was uploaded")
+        elif not result["uploaded"]:
+            screen.say(f"{result['url']} has all of it already")
+        else:
+            kind = "private" if result["private"] else "public"
+            files = counted(len(result["uploaded"]), "file")
+            screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
+        screen.rows(("these stay", ", ".join(result["kept"])))
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
@@ -81,18 +91,3 @@ def print_upload(upload: Upload, repo: str, *, public: bool, aside: bool) -> Non
     screen.table(Table((Column("file", 0), numbers("size", 1, decimal)), sizes, f"for {repo}"))
     if upload.card_edited:
         screen.say("README.md: edited since the conversion")
-
-
-def print_published(result: Mapping[str, Any]) -> None:
-    screen = console()
-    if result["dry_run"]:
-        screen.print("dry run: nothing was sent")
-    elif result["url"] is None:
-        screen.print("nothing was uploaded")
-    elif not result["uploaded"]:
-        screen.say(f"{result['url']} has all of it already")
-    else:
-        kind = "private" if result["private"] else "public"
-        files = counted(len(result["uploaded"]), "file")
-        screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
-    screen.rows(("these stay", ", ".join(result["kept"])))

@@ -27,7 +27,6 @@ from ..measuring.fidelity import (
     Reference,
     add_differences,
     compared,
-    difference,
     fidelity,
     mean_divergence,
     outputs_on,
@@ -183,7 +182,7 @@ class Trial:
         def divergence(n: int, k: int) -> float:
             if (n, k) in lanes:
                 return mean_divergence([lane.result for lane in lanes[n, k]])
-            return mean_divergence([difference(x, x * scales[n], **how) for x in sources[k]])
+            return mean_divergence([Difference().add(x, x * scales[n], **how) for x in sources[k]])
 
         divergences = [[divergence(n, k) for k in range(len(sources))] for n in range(len(plans))]
         prices = [known.price for known in self.known]

@@ -129,8 +129,7 @@ def searched(
     if has_tokenizer(source.folder):
         with suppress(UserError):  # of a tokenizer that nothing else needs
             tokenizer = load_tokenizer(source.folder)
-            lines = tokenised(config, source.folder, str(TEXT), seed=0, examples=8, length=soft.LENGTH)
-            longest = lines[-1]
+            longest = tokenised(config, source.folder, str(TEXT), seed=0, examples=8, length=soft.LENGTH)[-1]
             text = longest.input_ids[longest.attention_mask.bool().all(1)]
     with progress.step("Looking for rare input that the edits harm"):
         found = soft.soft_side(source, written, layout, plan, config, text)

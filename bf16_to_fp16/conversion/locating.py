@@ -21,20 +21,15 @@ LISTS_OTHER = "lists something that convert does not write; convert the source a
 def locate(
     source: str | Path, subfolder: str | None, endpoint: str | None, progress: Progress
 ) -> tuple[Path, str | None, list[str]]:
-    """Return a converted checkpoint's folder, its Hub commit (else None), and the repository's unlisted files."""
+    """Return a converted checkpoint's folder, its Hub commit (else None), and the repository's unlisted files. Of a
+    repository the files that its report lists are fetched; raises UserError where there is no report or no room."""
     folder = local_folder(source, CONVERTED)
-    if folder is None:
-        return fetch(str(source), subfolder, endpoint, progress)
-    return folder if subfolder is None else subfolder_of(folder, subfolder), None, []
-
-
-def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Progress) -> tuple[Path, str, list[str]]:
-    """Download the files that a repository's report lists; return the folder, the commit, and the names of the other
-    files. Raises UserError where there is no report or no room."""
+    if folder is not None:
+        return folder if subfolder is None else subfolder_of(folder, subfolder), None, []
     from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
 
-    repo, _, asked = source.partition("@")
+    repo, _, asked = str(source).partition("@")
     inside = "" if subfolder is None else subfolder.strip("/") + "/"
     api = HfApi(endpoint=endpoint)
 
@@ -45,7 +40,7 @@ def fetch(source: str, subfolder: str | None, endpoint: str | None, progress: Pr
         return commit, {entry.path.removeprefix(inside): entry.size for entry in files}
 
     def download(*names: str) -> Path:
-        return fetched(source, [glob.escape(inside + name) for name in names], endpoint, commit)[0] / inside
+        return fetched(str(source), [glob.escape(inside + name) for name in names], endpoint, commit)[0] / inside
 
     commit, sizes = reading_from(repo, asked, tree, endpoint)
     if REPORT not in sizes:

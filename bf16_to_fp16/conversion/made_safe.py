@@ -128,10 +128,20 @@ class MadeSafe:
         model: the model made safe, a copy of it, one loaded by ``from_pretrained`` from a folder that was saved before
         ``undo`` (recognised by the eps in its config), or a PEFT model with one LoRA around it, which is rescaled too.
         Raises UserError for any other model."""
-        if hasattr(model, "get_base_model"):
-            return self.undo_adapted(model)
-        check_plain(model, "give the PEFT model around it, or merge it with merge_and_unload() and undo that")
-        return self.undo_plain(model)
+        if not hasattr(model, "get_base_model"):
+            check_plain(model, "give the PEFT model around it, or merge it with merge_and_unload() and undo that")
+            return self.undo_plain(model)
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        base = self.adapted(model)
+        state = get_peft_model_state_dict(model)
+        with without_adapters(base):
+            back = scaled_adapter(state, resolve(ModelTensors(base)), inverse(self.plan), 1 / self.head_gain)
+            if lost := next((name for name, tensor in back.items() if tensor.widened), None):
+                raise UserError(f"{lost} is in 16 bits and would lose some; adapter(model, OUT) writes it in fp32")
+            self.undo_plain(base)
+        set_peft_model_state_dict(model, {name: tensor.values for name, tensor in back.items()})
+        return model
 
     def undo_plain(self, model: Any) -> Any:
         check_whole(model)
@@ -165,19 +175,6 @@ class MadeSafe:
         """Save a copy of ``model`` at the source's scale by its ``save_pretrained``, which gets ``options``. Raises
         UserError as ``undo`` does."""
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
-
-    def undo_adapted(self, model: Any) -> Any:
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-        base = self.adapted(model)
-        state = get_peft_model_state_dict(model)
-        with without_adapters(base):
-            back = scaled_adapter(state, resolve(ModelTensors(base)), inverse(self.plan), 1 / self.head_gain)
-            if lost := next((name for name, tensor in back.items() if tensor.widened), None):
-                raise UserError(f"{lost} is in 16 bits and would lose some; adapter(model, OUT) writes it in fp32")
-            self.undo_plain(base)
-        set_peft_model_state_dict(model, {name: tensor.values for name, tensor in back.items()})
-        return model
 
     def adapted(self, model: Any) -> Any:
         """Return the base model of a PEFT model. Raises UserError unless it has exactly one adapter and this plan's

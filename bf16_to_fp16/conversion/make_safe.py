@@ -4,8 +4,8 @@ give a certificate."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,6 @@ from .adapter import head_gain
 from .made_safe import EMBEDDINGS, MARK, MadeSafe, check_plain, on_the_cpu, set_eps_of_configs
 from .options import check_margin
 from .undo import with_start
-
-FULL_PRECISION = "load it with dtype=torch.float32 to rescale it"
 
 
 @quiet()
@@ -130,27 +128,9 @@ def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) ->
     """Return the fields of ``MadeSafe`` that lead back to the original; if the model was loaded from a converted
     folder, to the source of that."""
     originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
-    folder = converted_folder(model)
-    if folder is None:
-        return {"plan": moved, "originals": originals, "eps": layout.eps, "original": str(model.name_or_path)}
-    first = with_start(layout, read_plan(folder), read_start(folder), Progress(quiet=True))
-    origin = read_origin(folder)
-    return {
-        "plan": composed(first, moved),
-        "originals": originals | {n: t.float() for n, t in stored_originals(layout, first, origin).items()},
-        "eps": layout.eps * 4.0**-first.residual_exponent,
-        "converted": folder.name,
-        "original": origin.path or "",
-        "head_gain": head_gain(layout, first, read_config(folder), origin),
-    }
-
-
-def converted_folder(model: Any) -> Path | None:
-    """Return the converted folder that a model came from, or None; raise UserError where its report is missing."""
-    mark = getattr(model.config, CONVERTED_KEY, None)
+    mark, name = getattr(model.config, CONVERTED_KEY, None), str(model.name_or_path)
     if mark is None:
-        return None
-    name = str(model.name_or_path)
+        return {"plan": moved, "originals": originals, "eps": layout.eps, "original": name}
     report = Path(name) / REPORT
     if not report.is_file():
         with suppress(HFValidationError):  # raised for a path
@@ -161,7 +141,17 @@ def converted_folder(model: Any) -> Path | None:
             f"{name} is a converted model, and its {REPORT} is not beside it, so nobody knows its scale; load it from"
             " the folder that convert wrote"
         )
-    return report.parent
+    folder = report.parent
+    first = with_start(layout, read_plan(folder), read_start(folder), Progress(quiet=True))
+    origin = read_origin(folder)
+    return {
+        "plan": composed(first, moved),
+        "originals": originals | {n: t.float() for n, t in stored_originals(layout, first, origin).items()},
+        "eps": layout.eps * 4.0**-first.residual_exponent,
+        "converted": folder.name,
+        "original": origin.path or "",
+        "head_gain": head_gain(layout, first, read_config(folder), origin),
+    }
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:
@@ -252,23 +242,19 @@ def opened(model: Any) -> tuple[ModelTensors, Layout]:
     source = ModelTensors(model)
     layout = resolve(source)
     check_modules(layout, model, source.source)
-    check_tied(model, layout, source.source)
-    narrow = sorted({t.dtype for t in source.tensors.values()} & {"F16", "BF16"})
-    if narrow:
-        raise UserError(f"{source.source} holds {narrow[0]} parameters; {FULL_PRECISION}")
-    return source, layout
-
-
-def check_tied(model: Any, layout: Layout, where: str) -> None:
-    """Raise UserError for a copy of the embedding that is not tied to it in memory: the plan would not scale it."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = {id(parameters[name]) for name in layout.tensors if name in parameters}
     for name in layout.dropped:
+        # A copy of the embedding that is not tied to it in memory: the plan would not scale it.
         if name in parameters and name not in layout.family.ignorable and id(parameters[name]) not in known:
             raise UserError(
-                f"{where}: {name} has the values of {layout.family.embedding} and is not tied to it; call"
+                f"{source.source}: {name} has the values of {layout.family.embedding} and is not tied to it; call"
                 " model.tie_weights(), or set model.config.tie_word_embeddings = False for a head of its own"
             )
+    narrow = sorted({t.dtype for t in source.tensors.values()} & {"F16", "BF16"})
+    if narrow:
+        raise UserError(f"{source.source} holds {narrow[0]} parameters; load it with dtype=torch.float32 to rescale it")
+    return source, layout
 
 
 def observed(
@@ -277,8 +263,16 @@ def observed(
     if inputs is None:
         config = config_of(model)
         inputs = batches(config, None, None, chosen=chosen_ids(config, source, layout))
-    with full_precision(), evaluating(model):
-        return observe_ranges(model, inputs)
+    training = [module for module in model.modules() if module.training]
+    attention = str(config_of(model)._attn_implementation)
+    set_attention(model.eval(), "eager")
+    try:
+        with full_precision():
+            return observe_ranges(model, inputs)
+    finally:
+        set_attention(model, attention)
+        for module in training:
+            module.training = True
 
 
 def observed_plan(
@@ -297,16 +291,3 @@ def observed_plan(
     if target == "train":
         plan = with_smaller_gradients(plan, layout, weights, ranges, bounds)
     return plan.model_copy(update={"gain_correction": {}, "drift": None})
-
-
-@contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    attention = str(config_of(model)._attn_implementation)
-    set_attention(model.eval(), "eager")
-    try:
-        yield
-    finally:
-        set_attention(model, attention)
-        for module in training:
-            module.training = True

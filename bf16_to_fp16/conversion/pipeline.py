@@ -165,10 +165,18 @@ def converted(
     options: Options, pipeline: Pipeline, name: str, place: Destination, endpoint: str | None, progress: Progress
 ) -> Conversion:
     done = convert_by(options, pipeline.source, place, endpoint=endpoint, progress=progress)
-    if not place.dry_run:
-        if done.report["source"].get("revision") != pipeline.revision:
-            raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
-        check_kept(pipeline, name, schema.read(schema.Report, done.report))
+    if place.dry_run:
+        return done
+    if done.report["source"].get("revision") != pipeline.revision:
+        raise UserError(f"{pipeline.source} was changed on the Hub meanwhile; run the same command again")
+    report = schema.read(schema.Report, done.report)
+    if (factor := report.outputs[LAST].factor_log2) != 0:
+        other, itself = giving_states(report), alone(pipeline, name)
+        raise UserError(
+            f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, which become"
+            f" {f'2^{factor}' if isinstance(factor, int) else 'other'} times the source's;"
+            f" {f'name {other} for it in {MODEL_INDEX}, or ' if other else ''}{itself}"
+        )
     return done
 
 
@@ -241,15 +249,3 @@ def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
         )
     own = architectures(config)[:1] == [kind]
     return replace(options, subfolder=name, as_class=None if own else kind, stream=0 if held else options.stream)
-
-
-def check_kept(pipeline: Pipeline, name: str, report: schema.Report) -> None:
-    factor = report.outputs[LAST].factor_log2
-    if factor == 0:
-        return
-    other, itself = giving_states(report), alone(pipeline, name)
-    raise UserError(
-        f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, which become"
-        f" {f'2^{factor}' if isinstance(factor, int) else 'other'} times the source's;"
-        f" {f'name {other} for it in {MODEL_INDEX}, or ' if other else ''}{itself}"
-    )

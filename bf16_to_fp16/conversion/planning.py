@@ -103,7 +103,12 @@ def open_source(
     checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
     place.check(checkpoint.folder)
     say_where_saved_again(checkpoint, progress)
-    checkpoint = read_as_class(checkpoint, options.as_class, progress)
+    own, name = architectures(checkpoint.config)[:1], options.as_class
+    if name is None and (checkpoint.folder / MODULES).is_file():
+        name = headless(checkpoint.config)  # as a sentence encoder's own loader reads it
+    if name is not None and name not in own:
+        checkpoint = read_as(checkpoint, name)
+        progress.say(f"{checkpoint.name} is converted for {name}; its config names {listed(own) or 'no class'}")
     layout = layout_with_notes(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
     layout = replace(layout, held_eps=options.held_eps(layout))
@@ -113,19 +118,6 @@ def open_source(
         data, seed = options.data, options.seed
         inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep)
     return Opened(checkpoint, layout, inputs, device)
-
-
-def read_as_class(checkpoint: Checkpoint, name: str | None, progress: Progress) -> Checkpoint:
-    """Return a source as the class ``name`` reads it; without a name, as a sentence encoder's own loader does. Print a
-    note if its config names another class."""
-    own = architectures(checkpoint.config)[:1]
-    if name is None and (checkpoint.folder / MODULES).is_file():
-        name = headless(checkpoint.config)
-    if name is None or name in own:
-        return checkpoint
-    found = read_as(checkpoint, name)
-    progress.say(f"{checkpoint.name} is converted for {name}; its config names {listed(own) or 'no class'}")
-    return found
 
 
 def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decided:
@@ -336,8 +328,7 @@ def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) ->
         ranges = {**ranges, path: replace(ranges[path], output=logits)}
     edited = replace(opened, layout=layout, edits=edits.plan, before=opened)
     tables = search.tables.without(changed_by(layout, edits.plan))
-    reference = replace(search.observed.reference, fp32=observed.reference.fp32)
-    observed = Observed(ranges, reference)
+    observed = Observed(ranges, replace(search.observed.reference, fp32=observed.reference.fp32))
     return Search(edited, search.options, search.progress, observed, search.observed, exponents, tables)
 
 

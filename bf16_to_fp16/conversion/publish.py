@@ -12,7 +12,7 @@ from typing import Any
 
 from ..checkpoint.contents import WEIGHTS
 from ..checkpoint.folder import is_weights
-from ..checkpoint.hub import check_name, explained, status_of, token_of, with_retries
+from ..checkpoint.hub import LOG_IN, check_name, explained, status_of, with_retries
 from ..checkpoint.sources import written_folder
 from ..devices import Device
 from ..environment import SCHEMA
@@ -88,10 +88,17 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
         raise UserError(f"{folder / CARD}: not readable as UTF-8; convert the source again for a new card") from error
     changed: dict[str, bytes] = {CARD: card.encode()} if edited else {}
     if report.safe and found.problems:
-        report = now_unsafe(report, found, folder.name)
+        regimes = found.sections.get("regimes") or report.regimes
+        unsafe = [
+            UnsafeEntry(signal=each.name, kind="broke", reason=each.reason, remedy=each.remedy)
+            for each in found.problems
+        ]
+        then = next_command(folder.name, regimes, converted=True, family=report.family)
+        said: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
+        report = report.model_copy(update=said | {"regimes": regimes, "next": then})
         changed[PAGE] = render(report.model_copy(update={"output": Output()})).encode()
-    if not report.safe and (said := warned(card, report)) != card:
-        changed[CARD] = said.encode()
+    if not report.safe and (warning := warned(card, report)) != card:
+        changed[CARD] = warning.encode()
     files: dict[str, Path | bytes] = {entry.name: folder / entry.name for entry in report.output.files} | changed
     if changed:
         entries = [
@@ -101,16 +108,6 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
         output = report.output.model_copy(update={"files": entries} | ({"card_edited": True} if edited else {}))
         report = report.model_copy(update={"output": output})
     return Upload(report, files | {REPORT: as_json(dump(report)).encode() if changed else folder / REPORT}, edited)
-
-
-def now_unsafe(report: Report, found: Verified, name: str) -> Report:
-    unsafe = [
-        UnsafeEntry(signal=each.name, kind="broke", reason=each.reason, remedy=each.remedy) for each in found.problems
-    ]
-    said: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
-    regimes = found.sections.get("regimes") or report.regimes
-    then = next_command(name, regimes, converted=True, family=report.family)
-    return report.model_copy(update=said | {"regimes": regimes, "next": then})
 
 
 @quiet()
@@ -135,11 +132,13 @@ def publish(
     public: allow a public repository. Without it a new one is private, and an existing public one is refused. force:
     replace files with other content. dry_run: only check. confirm: asked before anything is sent; False stops. Raises
     UserError; no message holds the token."""
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi, constants, get_token
 
     progress = progress_of(progress)
     check_name(repo_id)
-    token = token or get_token() if dry_run else token_of(token, endpoint)
+    token = token or get_token()
+    if not token and not dry_run:
+        raise UserError(f"not logged in to {(endpoint or constants.ENDPOINT).removeprefix('https://')}; {LOG_IN}")
     upload = prepare(folder, allow_unsafe=allow_unsafe, progress=progress)
     for item in upload.items() if token else ():
         if (item.nbytes or 0) <= SMALL and str(token).encode() in contents(upload.files[item.name]):
@@ -181,7 +180,7 @@ def send(
         raise UserError(f"{repo} is not private, so nothing was uploaded; give --public, or choose another name")
     held = files_held(api, repo, there.sha)
     names = [item.name for item in upload.items()]
-    missing = missing_from(held, upload)
+    missing = [i.name for i in upload.items() if not is_held(i, held.get(i.name), upload.files[i.name])]
     kept = sorted(name for name in set(held) - set(names) - {*HUBS_OWN} if is_weights(name))
     done = {"repo": repo, "kept": kept, "private": there.private, "url": f"{api.endpoint}/{repo}"}
     if not missing:
@@ -233,17 +232,13 @@ def files_held(api: Any, repo: str, revision: str | None) -> dict[str, Any]:
     return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
 
-def missing_from(held: dict[str, Any], upload: Upload) -> list[str]:
-    def same(item: FileEntry) -> bool:
-        entry = held.get(item.name)
-        if entry is None or entry.size != item.nbytes:
-            return False
-        if entry.lfs is not None:
-            return bool(entry.lfs.sha256 == item.sha256)
-        data = contents(upload.files[item.name])
-        return bool(entry.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest())
-
-    return [item.name for item in upload.items() if not same(item)]
+def is_held(item: FileEntry, entry: Any, file: Path | bytes) -> bool:
+    if entry is None or entry.size != item.nbytes:
+        return False
+    if entry.lfs is not None:
+        return bool(entry.lfs.sha256 == item.sha256)
+    data = contents(file)
+    return bool(entry.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest())
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from ..checkpoint.contents import WEIGHTS
 from ..checkpoint.folder import carry_over, copy
 from ..checkpoint.naming import LAYOUTS
+from ..checkpoint.ownership import listed_files
 from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256, tokenizer_inside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY, recorded_sha256
@@ -28,7 +29,7 @@ from ..families.resolve import resolve
 from ..json_text import write_json
 from ..progress import Progress, progress_of
 from ..report.schema import Source
-from ..report.stored import check_written_files, originals, read_mark, read_origin, read_packed, read_plan, read_start
+from ..report.stored import originals, read_origin, read_packed, read_parts, read_plan, read_start
 from ..rescaling.apply import set_dtype, writes
 from ..rescaling.edits import edited, listed_edits, without_edits
 from ..rescaling.plan import Plan, composed, inverse, mark_of
@@ -68,7 +69,10 @@ def undo(
     with staged(out, force=force) as work:
         start = read_start(folder)
         written = write_weights(checkpoint, read_plan(folder), origin, work, progress, start=start)
-        check_written_files(folder, written.source_sha256)
+        listing = listed_files(folder)
+        for name, digest in written.source_sha256.items():
+            if (listing.get(name) or {}).get("sha256") != digest:
+                raise UserError(f"{folder / name}: is not what convert wrote (SHA-256); fetch or convert it again")
         write_beside(checkpoint, origin, work, start)
     return out
 
@@ -90,7 +94,8 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
             exact = checkpoint.tensors[each.source].dtype == "BF16" and not each.offset and each.gain == 1
             back.append(each.as_dtype("BF16" if exact else "F32"))
     config = {key: value for key, value in checkpoint.config.items() if key != CONVERTED_KEY}
-    if (mark := read_mark(report)) is not None:
+    changes = read_parts(report, "source").source.config_changes
+    if (mark := changes.get(CONVERTED_KEY, {}).get("before")) is not None:  # of an earlier conversion
         config[CONVERTED_KEY] = mark
     for key in () if plan.eps_held else layout.family.eps_keys:
         config = with_value(config, key, layout.eps * 4.0**-whole.residual_exponent)

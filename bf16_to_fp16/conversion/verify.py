@@ -294,10 +294,8 @@ def run_again(
         chosen = probe.usable(said.chosen, config)
         inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep, chosen=chosen)
         in_fp32 = [] if before is None else in_fp32_too(inputs, before, plan_of(report))
-        train = report.target == "train"
-        ran = audited(checkpoint, inputs, in_fp32, device, progress, train=train, seed=seed)
-    described = describe_batches(inputs, seed=seed, data=data)
-    return Rerun(inputs, in_fp32, ran, described["sha256"] == said.sha256)
+        ran = audited(checkpoint, inputs, in_fp32, device, progress, train=report.target == "train", seed=seed)
+    return Rerun(inputs, in_fp32, ran, describe_batches(inputs, seed=seed, data=data)["sha256"] == said.sha256)
 
 
 def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:

@@ -18,7 +18,6 @@ from .nested import INNER, family_inside
 from .olmo import EXAONE4, OLMO2, OLMO3
 from .pegasus import BIGBIRD_PEGASUS, MBART, PEGASUS
 from .phi3 import PHI3
-from .places import Roles, roles
 from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN2_VL, QWEN2_VL_TEXT, QWEN3_VL, QWEN3_VL_TEXT
 from .switch import SWITCH
 from .t5 import LONGT5, MT5, T5, UMT5
@@ -194,10 +193,6 @@ def padding_entry(config: Mapping[str, object]) -> int | None:
     """Return ``spare_padding`` as the report has it: None instead of inf if no row may be padded."""
     spare = spare_padding(config)
     return None if spare == math.inf else int(spare)
-
-
-def roles_of(family: Family | None) -> Roles:
-    return Roles() if family is None else roles(family)
 
 
 def may_be_absent(family: Family) -> frozenset[str]:

@@ -104,8 +104,7 @@ def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str,
     def size(name: str, otherwise: object) -> float:
         return positive(f"{key}.{name}", rotation.get(name) or config.get(name) or otherwise, "a positive number")
 
-    longest = config.get("max_position_embeddings")
-    original = float(size("original_max_position_embeddings", longest))
+    original = float(size("original_max_position_embeddings", config.get("max_position_embeddings")))
     factor = rotation.get("factor")
     factor = size("max_position_embeddings", None) / original if factor is None else size("factor", None)
     if kind == "longrope":
@@ -171,12 +170,8 @@ def sparse(
 ) -> Part:
     """Return the part of a layer's router and gated experts. block: their module in the layer. count: config key of the
     number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
-    inside = f"{at}.{block}"
-
-    def wired(path: str) -> FeedForward:
-        return placed(wired_feed_forward(at, config["hidden_act"]), path, names)
-
-    each = tuple(wired(f"{inside}.experts.{i}") for i in range(number(config, count)))
+    inside, plain = f"{at}.{block}", wired_feed_forward(at, config["hidden_act"])
+    each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count)))
     wiring = Experts(
         at=f"{inside}.experts",
         norm=each[0].norm,

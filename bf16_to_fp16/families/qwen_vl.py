@@ -37,7 +37,6 @@ def merger(at: str, linears: tuple[str, str], norm: str, size: str = "vision", *
     normed, (first, last), style = f"{at}.{norm}", linears, Style(biased=("0", "2", "linear_fc1", "linear_fc2"))
     if own["layer_norm_eps"] is not None:
         style = replace(style, shifts=True)
-    act = f"{at}.mlp.1" if first.startswith("mlp") else f"{at}.act_fn"
     wiring = FeedForward(
         at=at,
         norm=normed,
@@ -45,7 +44,7 @@ def merger(at: str, linears: tuple[str, str], norm: str, size: str = "vision", *
         linear=f"{at}.{first}",
         output=f"{at}.{last}",
         activation="gelu",
-        act=act,
+        act=f"{at}.mlp.1" if first.startswith("mlp") else f"{at}.act_fn",
         add=own["add"],
     )
     tensors = (
@@ -78,12 +77,11 @@ def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
 
 
 def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[str, object], eps: float) -> Family:
-    stock = StockClass((kind,), end=states("norm", PLAIN), gives=("last_hidden_state",))
     return replace(
         family,
         name=name,
         title=title,
-        classes=(stock,),
+        classes=(StockClass((kind,), end=states("norm", PLAIN), gives=("last_hidden_state",)),),
         defaults={key: value for key, value in family.defaults.items() if key not in family.tie_keys} | dict(defaults),
         eps=eps,
     )

@@ -177,13 +177,6 @@ def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
     return same_values(checkpoint, family.head, embedding)
 
 
-def unsaid(family: Family, config: Mapping[str, object]) -> str:
-    """Return words for a message on missing config keys whose defaults may imply other tensors, or ""."""
-    words = {key: word for key, word in family.defaults.items() if isinstance(word, str)}
-    parts = [f"{key!r} (stock code takes {word!r})" for key, word in words.items() if looked_up(config, key) is None]
-    return f", with the config.json that says {' and '.join(parts)}" if parts else ""
-
-
 def says_untied(family: Family, config: Mapping[str, object]) -> bool:
     return any(looked_up(config, key) is False for key in family.tie_keys)
 
@@ -224,9 +217,13 @@ def resolve_tensor(
             return ResolvedTensor(record.name, None, shape, record.axes, record.generate)
         if record.absent:
             return None
+        # Defaults of keys that the config lacks may imply other tensors.
+        words = [(key, word) for key, word in family.defaults.items() if isinstance(word, str)]
+        unsaid = [f"{k!r} (stock code takes {word!r})" for k, word in words if looked_up(checkpoint.config, k) is None]
+        says = f", with the config.json that says {' and '.join(unsaid)}" if unsaid else ""
         raise UserError(
             f"{checkpoint.source}: tensor {record.name} is missing, and stock code would fill it with random numbers;"
-            f" take the whole original checkpoint{unsaid(family, checkpoint.config)}"
+            f" take the whole original checkpoint{says}"
         )
     check_floating(checkpoint, source)
     if tuple(info.shape) != shape:

@@ -19,7 +19,6 @@ from .types import Deviation, Part, Stack
 from .wiring import Experts, FeedForward
 
 ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
-DENSE = {"feed_forward_proj": "relu"}
 LAYERS = {"encoder": "num_layers", "decoder": "num_decoder_layers"}
 
 
@@ -71,7 +70,7 @@ def block(config: Mapping[str, object], i: int, *, stack: str, dense: Stack) -> 
     capacity = config.get(CAPACITY)
     if isinstance(capacity, int) and capacity >= 2**63:
         raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits count; write the number of tokens")
-    *attending, _ = dense.block(DENSE, i)
+    *attending, _ = dense.block({"feed_forward_proj": "relu"}, i)
     at = f"{stack}.block.{i}.layer.{len(attending)}"
     sparse = is_sparse(config, stack, i)
     return (*attending, experts(at, config) if sparse else t5.neurons(at, activation(config), "mlp"))

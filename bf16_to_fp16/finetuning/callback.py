@@ -73,23 +73,19 @@ class Fp16Callback(TrainerCallback):
         trainer.compute_loss, trainer.log = self._penalised, self._with_headroom
 
     def _penalised(self, model: Any, inputs: Any, return_outputs: bool = False, **given: Any) -> Any:
-        items = given.get("num_items_in_batch")
         loss, outputs = self._compute_loss(model, inputs, return_outputs=True, **given)
         if model.training and torch.is_grad_enabled():
             passes = int(getattr(self.trainer, "current_gradient_accumulation_steps", 1))
             self.penalty.accumulation = passes  # fewer in an epoch's last step
             penalty = self.penalty()
             self._sum, self._calls = self._sum + float(penalty.detach()), self._calls + 1
+            trainer, of_step = self.trainer, getattr(self.trainer, "loss_is_scaled_for_ga", None)
+            if of_step is None:
+                of_items = trainer.model_accepts_loss_kwargs and given.get("num_items_in_batch") is not None
+                of_step = of_items or trainer.compute_loss_func is not None
             # Where the loss is taken for one of the whole step, the trainer does not divide it by the passes.
-            loss = loss + (penalty / passes if self._is_of_a_step(items) else penalty)
+            loss = loss + (penalty / passes if of_step else penalty)
         return (loss, outputs) if return_outputs else loss
-
-    def _is_of_a_step(self, items: Any) -> bool:
-        trainer, told = self.trainer, getattr(self.trainer, "loss_is_scaled_for_ga", None)
-        if told is not None:
-            return bool(told)
-        by_items = trainer.model_accepts_loss_kwargs and items is not None
-        return bool(by_items or trainer.compute_loss_func is not None)
 
     def _with_headroom(self, logs: dict[str, float], *rest: Any, **more: Any) -> None:
         if "loss" in logs and self._calls:
@@ -114,8 +110,7 @@ class Fp16Callback(TrainerCallback):
         state.stateful_callbacks[STATE] = self.penalty.state_dict()
         if self.penalty.observations():
             _, seen = self.penalty.worst()
-            bits = math.log2(FP16_MAX / seen.target) - seen.excess_bits
-            self._least = min(self._least, bits)
+            self._least = min(self._least, math.log2(FP16_MAX / seen.target) - seen.excess_bits)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         self.penalty.detach()

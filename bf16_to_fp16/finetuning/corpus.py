@@ -81,8 +81,7 @@ class _Rows:
 
     def _rows(self, part: Mapping[str, list[Any]]) -> Iterator[Row]:
         text, target = self.columns
-        targets = part[target] if target is not None else itertools.repeat(None)
-        return zip(part[text], targets, strict=False)
+        return zip(part[text], part[target] if target is not None else itertools.repeat(None), strict=False)
 
     def read(self, rows: Sequence[int]) -> list[Row]:
         return list(self._rows(self.dataset[[int(row) for row in rows]]))
@@ -236,7 +235,9 @@ class Corpus:
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         pairs = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
         if self.causal:
-            pairs = [in_one_row(source, target) for source, target in pairs]
+            # Input and target in one row, with labels from the input's last position on.
+            none = [IGNORED_LABEL]
+            pairs = [([*source, *target], [*none * (len(source) - 1), *target, *none]) for source, target in pairs]
         ids, mask = stack([torch.tensor(source) for source, _ in pairs], self.conventions.pad)
         if self.spare:
             ids = functional.pad(ids, (0, self.spare), value=self.conventions.pad)
@@ -294,12 +295,6 @@ class Corpus:
         if self.objective == "span-corruption":
             described["first_sentinel"] = self.conventions.sentinels[0]
         return described
-
-
-def in_one_row(source: Sequence[int], target: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return input and target as one row of ids, with labels from the input's last position on."""
-    nothing = [IGNORED_LABEL]
-    return [*source, *target], [*nothing * (len(source) - 1), *target, *nothing]
 
 
 def _first(length: int, most: int, rng: np.random.Generator) -> int:

@@ -66,8 +66,7 @@ def counted_positions(batch: TrainingBatch | Batch) -> Tensor:
 
 def counted_values(out: Any, batch: TrainingBatch | Batch) -> Tensor:
     values, counted = values_of(out), counted_positions(batch)
-    of_rows = values.dim() == 2
-    return values[(counted.any(1) if of_rows else counted).to(values.device)]
+    return values[(counted.any(1) if values.dim() == 2 else counted).to(values.device)]
 
 
 def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) -> dict[str, Any]:
@@ -78,8 +77,7 @@ def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) ->
         names = ("decoder_input_ids", "decoder_attention_mask") if decodes else ()
         given |= {name: getattr(batch, name).to(device) for name in names}
     elif decodes and batch.labels is not None:
-        labels = batch.labels.to(device)
-        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels)
+        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch.labels.to(device))
     elif decodes:
         given["decoder_input_ids"] = model._shift_right(given["input_ids"])
         given["decoder_attention_mask"] = given["attention_mask"]

@@ -88,22 +88,17 @@ def times_over(distance: Distance, most: float) -> float:
     return value / max(most, distance.bf16) if value is not None and value < math.inf else math.inf
 
 
-def uncertified(report: Report) -> list[UnsafeEntry]:
-    if report.proven or not report.uncertified:
-        return []
-    worst = max(report.uncertified, key=lambda site: site.excess_bits)
-    over = counted(len(report.uncertified), "bound")
-    reason = f"no certificate (penalty.certify), {over} over the limit, most by {excess(worst.excess_bits, 2)} bits at"
-    return [goal("certificate", worst.excess_bits, f"{reason} {worst.name}")]
-
-
 def with_goals(report: Report, recipe: Recipe, command: Command) -> Report:
     run = report.finetune
     assert run is not None and report.regimes  # convert audits what was finetuned
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits)
     delivered, asked = tightest.headroom_bits, recipe.penalty.headroom_bits
     penalised, missed = recipe.penalty.form != "none", lost_quality(recipe, run)
-    missed += uncertified(report) if recipe.penalty.certify else []
+    if recipe.penalty.certify and report.uncertified and not report.proven:
+        worst = max(report.uncertified, key=lambda site: site.excess_bits)
+        over = f"{counted(len(report.uncertified), 'bound')} over the limit"
+        most = f"most by {excess(worst.excess_bits, 2)} bits at {worst.name}"
+        missed.append(goal("certificate", worst.excess_bits, f"no certificate (penalty.certify), {over}, {most}"))
     more = penalised and not missed
     if penalised and not delivered >= asked - TOLERANCE_BITS:  # NaN lacks it too
         reason = f"{bits(delivered)} bits of headroom, of {asked:g} (penalty.headroom_bits), at {tightest.tightest}"

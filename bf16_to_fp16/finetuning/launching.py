@@ -72,8 +72,11 @@ class Needs:
         sizes = [sum(p.numel() for p in block.parameters()) for block in self.blocks]
         self.parameters = sum(p.numel() for p in self.model.parameters())
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        if head is not None and head.weight is embedding.weight and not _says_tied(config):
-            self.parameters += head.weight.numel()  # tied as long as no file has a head of its own
+        if head is not None and head.weight is embedding.weight:
+            known = of_model_type(config.model_type)
+            # T5's class overwrites the flag of tied weights and keeps the file's in another key.
+            if not getattr(config, known.output_scale_key if known else "", config.tie_word_embeddings):
+                self.parameters += head.weight.numel()  # tied as long as no file has a head of its own
         self.largest_block = max(sizes, default=self.parameters)
         self.outside_blocks = self.parameters - sum(sizes)
         data, probe = recipe.data.share(processes), [PROBE] if recipe.penalty.form != "none" else []
@@ -96,12 +99,6 @@ class Needs:
             inputs = sum(tokens[block] for block in self.blocks)
             of_layers = of_layers / max(1, len(self.blocks) // 2) + OF_INPUTS * inputs * config.hidden_size
         return of_layers + (0.0 if head is None else OF_LOGITS * rows * (target or length) * head.out_features)
-
-
-def _says_tied(config: Any) -> bool:
-    """Whether head and embedding are tied: T5's class overwrites the flag and keeps the file's in another key."""
-    known = of_model_type(config.model_type)
-    return bool(getattr(config, known.output_scale_key if known else "", config.tie_word_embeddings))
 
 
 def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
@@ -269,13 +266,6 @@ def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) 
     return tree | {"num_processes": processes}
 
 
-def deepspeed_config(kind: str, precision: str) -> dict[str, Any]:
-    tree: dict[str, Any] = dict(read_json(FILES / "deepspeed" / f"{kind}.json", "configuration"))
-    if precision == "fp32":
-        del tree["torch_autocast"]
-    return tree
-
-
 def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:
     """Write the configuration files beside the recipe's output; return them and the launch command's words. finetune:
     the arguments of ``finetune``. Raises UserError rather than replace a YAML file that launch did not write."""
@@ -287,7 +277,10 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tup
         tree["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = ",".join(choice.blocks)
     contents = {config: WRITTEN + yaml.safe_dump(tree, sort_keys=False)}
     if by_engine:
-        contents[deepspeed] = json.dumps(deepspeed_config(choice.kind, recipe.precision), indent=2) + "\n"
+        settings = dict(read_json(FILES / "deepspeed" / f"{choice.kind}.json", "configuration"))
+        if recipe.precision == "fp32":
+            del settings["torch_autocast"]
+        contents[deepspeed] = json.dumps(settings, indent=2) + "\n"
     try:
         if config.exists() and not config.read_text(encoding="utf-8").startswith(WRITTEN):
             raise UserError(f"{config} was not written by launch; rename it, or give another out")

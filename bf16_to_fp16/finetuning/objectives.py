@@ -189,13 +189,9 @@ def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = No
         raise UserError("the tokenizer has no end-of-sequence token, which targets need; use the original's tokenizer")
     sentinels = tuple(sentinel for sentinel in ids[:SENTINELS] if 0 <= sentinel < vocabulary)
     pad, end = int(tokenizer.pad_token_id or 0), int(tokenizer.eos_token_id)
-    before, after = around(tokenizer)
+    text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    start = next((k for k in range(len(whole)) if whole[k : k + len(text)] == text), 0)
+    before, after = tuple(whole[:start]), tuple(whole[start + len(text) :])
     span_mask = None if sentinels or mask is not None else tokenizer.mask_token_id
     span_mask = span_mask if span_mask is None or span_mask < vocabulary else None
     return Conventions(sentinels, mask, pad, end, of_bytes, span_mask, before, after)
-
-
-def around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    text, whole = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (False, True))
-    start = next((k for k in range(len(whole)) if whole[k : k + len(text)] == text), 0)
-    return tuple(whole[:start]), tuple(whole[start + len(text) :])

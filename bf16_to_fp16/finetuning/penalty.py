@@ -31,8 +31,6 @@ MOST_SLACK_BITS = 1.0  # largest slack by which one step of dual ascent lets a w
 _BOUNDED = {"softmax", "relu", "silu", "gelu", "sigmoid", "tanh", "dropout", "native_dropout"}
 _LOSSES = {"cross_entropy", "nll_loss", "_log_softmax", "mse_loss", "kl_div"}
 _STATISTICS = {"pow", "mean", "var", "add", "rsqrt", "sqrt"}
-# FSDP makes the weights that it has gathered into views, between the operations of the model.
-_VIEWS = {"as_strided"}
 _FUSED = ("sdpa", "flash", "flex", "paged")
 _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
@@ -150,7 +148,9 @@ class ActivationPenalty:
             raise UserError(
                 "the penalty saw no forward with gradients; attach() it, and call it after the same model's forward"
             )
-        self._read()
+        for entry, amax in zip(self._waiting, _read_amax(self._waiting), strict=True):
+            if self._note(entry.site, amax) and entry.term is not None:
+                self._terms.setdefault(entry.site, []).append(entry.term)
         together = self._gather()
         for site, (largest, _) in together.items():
             self._largest[site] = max(largest, self._largest.get(site, 0.0))
@@ -218,7 +218,8 @@ class ActivationPenalty:
             return GELU_CUBE_BACKWARD_LIMIT if self.train_mode else None
         attention = type(module).__name__.endswith("Attention")
         bounded = (
-            operation in _BOUNDED | _LOSSES | _VIEWS
+            operation in _BOUNDED | _LOSSES
+            or operation == "as_strided"  # by which FSDP makes views of the weights that it has gathered
             or isinstance(module, nn.Dropout)
             # Scaled down, masked, or mixed with weights that sum to 1: no larger than the scores or the values were.
             or (attention and (operation in ("mul", "context") or site.startswith(f"{path}:add#")))
@@ -266,11 +267,6 @@ class ActivationPenalty:
             self._terms.setdefault(site, []).append(term)
 
     # -- after the forward --------------------------------------------------------------------------------------------
-
-    def _read(self) -> None:
-        for entry, amax in zip(self._waiting, _read_amax(self._waiting), strict=True):
-            if self._note(entry.site, amax) and entry.term is not None:
-                self._terms.setdefault(entry.site, []).append(entry.term)
 
     def _joined(self, site: str) -> Tensor:
         """Return log2 of a site's smooth maximum over all its runs since the last call."""

@@ -117,16 +117,6 @@ class Processes:
         optimizer.torch_autocast_gradscaler = None
         optimizer.override_loss_scale(scale)
 
-    def drop_gradients(self) -> None:
-        """Clear the engine's gradients after a step that ended before its last backward, by names of DeepSpeed 0.19.
-        accelerate's ``zero_grad`` keeps them, and the next step would add to them."""
-        optimizer = self._engine.optimizer
-        optimizer.zero_grad()
-        optimizer.averaged_gradients.clear()
-        if self._config.get("zero_optimization", {}).get("stage") != 3:  # which begins to count anew by itself
-            optimizer.all_grad_tensors.clear()
-            optimizer.micro_step_id = -1
-
     def finish_step(self, finite: bool, mixed_precision: MixedPrecision, optimizer: Any) -> float:
         """Take the optimizer's step unless the gradient overflowed; return the gradient's norm, inf or NaN after an
         overflow. finite: whether all losses were; only an engine needs it."""
@@ -137,7 +127,14 @@ class Processes:
                 of_engine = self._engine.get_global_grad_norm()
                 norm = norm if self._skipped > skipped else 0.0 if of_engine is None else float(of_engine)
             else:
-                self.drop_gradients()
+                # The step ended before its last backward. accelerate's ``zero_grad`` would keep the engine's gradients,
+                # and the next step would add to them. The names are those of DeepSpeed 0.19.
+                engine = self._engine.optimizer
+                engine.zero_grad()
+                engine.averaged_gradients.clear()
+                if self._config.get("zero_optimization", {}).get("stage") != 3:  # which begins to count anew by itself
+                    engine.all_grad_tensors.clear()
+                    engine.micro_step_id = -1
             if mixed_precision.loss_scale is not None:
                 mixed_precision.loss_scale.update(overflowed=not norm < math.inf)
             return norm

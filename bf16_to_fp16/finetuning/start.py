@@ -49,10 +49,9 @@ START_BATCHES = 4  # batches that the start must hold before the first step
 def options_of(recipe: Recipe, **others: Any) -> Options:
     # A quarter of a bit more, since the audit's values are rounded otherwise than those that are observed.
     asked = 0.0 if recipe.penalty.form == "none" else recipe.penalty.headroom_bits + 0.25
-    margin = max(MARGIN_BITS, asked)
     return Options(
         target=recipe.planned_target,
-        margin_bits=min(margin, MOST_MARGIN),
+        margin_bits=min(max(MARGIN_BITS, asked), MOST_MARGIN),
         device=recipe.device,
         prove=bool(recipe.penalty.certify),
         **others,

@@ -40,7 +40,7 @@ FREE_KEYS = frozenset(
 """Attributes that any stock config may have and no bound depends on. The loader's report covers tied weights."""
 
 LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
-"""Attributes that name a classifier's outputs; ``check_weights`` compares their number with the weights."""
+"""Attributes that name a classifier's outputs; ``check_agreement`` compares their number with the weights."""
 
 MOST_POSITIONS = 2.0**31  # the most by which a rotary frequency is multiplied
 _ABSENT = object()
@@ -59,7 +59,13 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     import transformers
 
     where, config = f"{checkpoint.folder}/config.json", load_config(checkpoint.folder)
-    check_older(layout, where)
+    for key in layout.family.tie_keys if layout.tied else ():
+        if not (said := looked_up(layout.config, key, True)):
+            raise UserError(
+                f"{where}: {key!r} is {shown(said)}, and {layout.family.head} is missing or the embedding itself:"
+                " transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
+                " config.json"
+            )
     refused, asked = refusals(layout, type(config), attributes(config), where), set[str]()
     with refusing(checkpoint, refused, asked):
         if getattr(transformers, stock_class(checkpoint.config)).can_generate():
@@ -69,7 +75,15 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
                 asked.update(refused)  # it copies the whole config: any refused attribute may be the cause
                 raise
         model, info = without_values(checkpoint, noting(deepcopy(config), asked), torch.float32, any_shape=True)
-    check_weights(checkpoint, layout, info)
+    check_complete(checkpoint.folder, checkpoint.config, info["missing_keys"])
+    mend = "use the config.json that belongs to these weights"
+    for name in sorted(set(info["unexpected_keys"]) - set(layout.dropped)):
+        raise UserError(f"{checkpoint.source}: stock code drops tensor {name}; {mend}")
+    for name, *shapes in sorted(info["mismatched_keys"]):
+        stored, wanted = (list(shape) for shape in shapes)
+        raise UserError(
+            f"{checkpoint.source}: tensor {name} has shape {stored}, and stock code makes it {wanted}; {mend}"
+        )
     check_modules(layout, model, where)
     with refusing(checkpoint, refused, asked):
         scales = run_short(model, layout)
@@ -128,20 +142,6 @@ def attributes(config: Any) -> dict[str, Any]:
         own = attributes(inner) | {"model_type": type(inner).model_type}
         values |= {f"{name}.{key}": value for key, value in own.items()}
     return values
-
-
-def check_weights(checkpoint: Checkpoint, layout: Layout, info: Mapping[str, Any]) -> None:
-    check_complete(checkpoint.folder, checkpoint.config, info["missing_keys"])
-    for name in sorted(set(info["unexpected_keys"]) - set(layout.dropped)):
-        raise UserError(
-            f"{checkpoint.source}: stock code drops tensor {name}; use the config.json that belongs to these weights"
-        )
-    for name, *shapes in sorted(info["mismatched_keys"]):
-        stored, wanted = (list(shape) for shape in shapes)
-        raise UserError(
-            f"{checkpoint.source}: tensor {name} has shape {stored}, and stock code makes it {wanted};"
-            " use the config.json that belongs to these weights"
-        )
 
 
 def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
@@ -255,16 +255,6 @@ def check_dynamic(parameters: Any, where: str) -> None:
             raise UserError(
                 f"{where}: rotary positions are 'dynamic' with the factor {factor!r}, and under 1 their frequencies"
                 " may be NaN at some lengths; write 1.0 or more, or take it from the original checkpoint"
-            )
-
-
-def check_older(layout: Layout, where: str) -> None:
-    for key in layout.family.tie_keys if layout.tied else ():
-        if not (said := looked_up(layout.config, key, True)):
-            raise UserError(
-                f"{where}: {key!r} is {shown(said)}, and {layout.family.head} is missing or the embedding itself:"
-                " transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
-                " config.json"
             )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ TOKEN_SHARE = 4  # one step in four changes tokens, at several times the cost of
 
 START_WEIGHT = 0.7  # weight of its starting point in a row's first mixture
 WORDS = 512  # rows of the table that the hull is searched over; with a larger vocabulary a random choice of them
-INVERSE_SIGMA = "1/σ"  # the operation under which a norm's own goal is named
 MIXTURE_RATE = 0.3  # learning rate of mixtures
 FLIPS = 4  # best changes tried at each token step
 
@@ -76,14 +74,6 @@ class _Elite:
         return joined(parts)
 
 
-@dataclass(frozen=True)
-class _Climb:
-    goals: Sequence[str]
-    start: Inputs
-    steps: int
-    done: Callable[[], None]
-
-
 class _Adversary:
     """A model under attack. Each search improves a start and returns every row's best inputs."""
 
@@ -103,7 +93,7 @@ class _Adversary:
         scaled = first.scales_itself or first.scales or first.multiplies
         self.encoder_scale = 1.0 if scaled else layout.embedding_scale(first)
         self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
-        self.narrow = {f"{reader.norm}:{INVERSE_SIGMA}": reader.site for reader in walk(layout) if reader.norm}
+        self.narrow = {f"{reader.norm}:1/σ": reader.site for reader in walk(layout) if reader.norm}
         """Goals that are 1/σ of a norm's input, with the site of that input."""
 
     def draw(self, rows: int) -> Inputs:
@@ -181,7 +171,7 @@ class _Adversary:
             s.name: s.amax for s in observer.sites() if ":constant " not in s.name and (s.limit is not None or not half)
         }
 
-    def in_hull(self, climb: _Climb) -> Inputs:
+    def in_hull(self, goals: Sequence[str], start: Inputs, steps: int, done: Callable[[], None]) -> Inputs:
         count = min(self.vocabulary, WORDS)
         words = torch.randperm(self.vocabulary, generator=self.generator)[:count].to(self.device)
         tables = [table[words] for table in self.tables]
@@ -189,7 +179,7 @@ class _Adversary:
         lead = math.log(START_WEIGHT / (1 - START_WEIGHT))
 
         def logits() -> Tensor:
-            drawn = 2 * torch.randn(len(climb.goals), self.length, count, generator=self.generator)
+            drawn = 2 * torch.randn(len(goals), self.length, count, generator=self.generator)
             first = drawn.logsumexp(-1, keepdim=True) + lead
             return torch.cat([first, drawn], -1).to(self.device).requires_grad_()
 
@@ -197,27 +187,26 @@ class _Adversary:
             weights = torch.softmax(side, -1)
             return weights[..., :1] * origin + weights[..., 1:] @ table
 
-        sides = [logits() for _ in climb.start]
+        sides = [logits() for _ in start]
         optimizer = torch.optim.Adam(sides, lr=MIXTURE_RATE)
         with torch.no_grad():
-            best, kept = self.reached(climb.start, climb.goals), climb.start
-        for _ in range(climb.steps):
-            x = tuple(map(mixed, sides, climb.start, tables))
-            reached = self.reached(x, climb.goals)
+            best, kept = self.reached(start, goals), start
+        for _ in range(steps):
+            x = tuple(map(mixed, sides, start, tables))
+            reached = self.reached(x, goals)
             better = reached.detach() > best
             best = torch.where(better, reached.detach(), best)
             kept = choose(better, x, kept)
             optimizer.zero_grad()
             (-reached.clamp(min=1e-30).log().sum()).backward()
             optimizer.step()
-            climb.done()
+            done()
         return kept
 
-    def by_tokens(self, climb: _Climb) -> Inputs:
-        ids, goals = climb.start, climb.goals
+    def by_tokens(self, goals: Sequence[str], ids: Inputs, steps: int, done: Callable[[], None]) -> Inputs:
         with torch.no_grad():
             best = self.reached(self.embed(ids), goals)
-        for step in range(climb.steps):
+        for step in range(steps):
             x = tuple(side.requires_grad_() for side in self.embed(ids))
             self.reached(x, goals).clamp(min=1e-30).log().sum().backward()
             for trial in self.flips(ids, x, step):
@@ -226,7 +215,7 @@ class _Adversary:
                 better = reached > best
                 best = torch.where(better, reached, best)
                 ids = choose(better, trial, ids)
-            climb.done()
+            done()
         return ids
 
     def flips(self, ids: Inputs, x: Inputs, step: int) -> list[Inputs]:
@@ -266,15 +255,21 @@ def attack(
     names to attack, by default all goals; a repeated name gets more rows. A site behind an attention's scores is
     attacked through the scores. length: positions of encoder and decoder inputs. Deterministic for a seed, on every
     device."""
-    half = fixed(copy.deepcopy(model).half())
-    wide = fixed(copy.deepcopy(model).float())
+    half, wide = copy.deepcopy(model).half(), copy.deepcopy(model).float()
+    for copied in (half, wide):
+        set_attention(copied, "eager")
+        copied.eval().requires_grad_(False)
     adversary = _Adversary(wide, layout, seed, min(length, longest_sequence(model.config)))
     known = list(adversary.survey(adversary.embed(adversary.draw(1))))
-    goals = known if sites is None else [goal for goal in (goal_for(site, known) for site in sites) if goal]
+    goals = known
+    if sites is not None:
+        pairs = [(site, f"{site.partition(':')[0]}:scores") for site in sites]
+        goals = [goal for pair in pairs for goal in [goal for goal in pair if goal in known][:1]]
     search = _AttackSearch(adversary, goals or known)
     search.run(steps, advance)
     chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
-    tokens, mixed = (search.best(elite, chosen) for elite in (search.tokens, search.mixtures))
+    groups = [chosen[i : i + GROUP] for i in range(0, len(chosen), GROUP)]
+    tokens, mixed = ([elite.starts(group) for group in groups] for elite in (search.tokens, search.mixtures))
     inputs = {name: search.worst_ids(name) for name in chosen}
     # As many random inputs as the search has run forward passes.
     random = [adversary.draw(GROUP) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
@@ -293,17 +288,6 @@ def attack(
         worst_headroom_bits=min((site.headroom_bits for site in entries), default=math.inf),
         sites=sorted(entries, key=lambda site: site.headroom_bits),
     )
-
-
-def goal_for(site: str, known: Sequence[str]) -> str:
-    """Return the goal to attack for a site: the site, its attention's scores, or "" for none."""
-    scores = f"{site.partition(':')[0]}:scores"
-    return site if site in known else scores if scores in known else ""
-
-
-def fixed(model: Any) -> Any:
-    set_attention(model, "eager")
-    return model.eval().requires_grad_(False)
 
 
 class _AttackSearch:
@@ -330,10 +314,10 @@ class _AttackSearch:
             climb, change = (part * (turn + 1) // rounds - part * turn // rounds for part in (steps - changes, changes))
             with torch.enable_grad():
                 for group in groups:
-                    mixed = adversary.in_hull(_Climb(group, self.mixtures.starts(group), climb, done))
+                    mixed = adversary.in_hull(group, self.mixtures.starts(group), climb, done)
                     self.offer(mixed)
                     self.offer(adversary.nearest(mixed), tokens=True)
-                    self.offer(adversary.by_tokens(_Climb(group, self.tokens.starts(group), change, done)), tokens=True)
+                    self.offer(adversary.by_tokens(group, self.tokens.starts(group), change, done), tokens=True)
 
     def offer(self, x: Inputs, *, tokens: bool = False) -> None:
         embedded = self.adversary.embed(x) if tokens else x
@@ -345,9 +329,6 @@ class _AttackSearch:
     def worst_ids(self, site: str) -> tuple[list[int], list[int]]:
         ids = self.tokens.kept[site][0][1]
         return ids[0][0].tolist(), ids[1][0].tolist() if len(ids) > 1 else []
-
-    def best(self, elite: _Elite, sites: Sequence[str]) -> list[Inputs]:
-        return [elite.starts(sites[i : i + GROUP]) for i in range(0, len(sites), GROUP)]
 
 
 def attacked(

@@ -243,18 +243,17 @@ def padded_left(config: Any, right: Batch) -> Batch:
 def bearable(config: Any, batch: Batch) -> list[Batch]:
     """Return the batch as stock code can run it in fp16: with the padding that it needs, or as one unpadded batch per
     length. Left-padded batches that it cannot run are dropped: another batch has their rows."""
-    if _is_borne(config, batch):
+    spare = spare_padding(config.to_dict())
+    if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
     if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
         return []
-    if spare_padding(config.to_dict()) < math.inf:
+    if spare < math.inf:
         return [spared(config, batch)]
     lengths = batch.attention_mask.sum(1)
-    parts = [(n, (lengths == n).nonzero()[:, 0]) for n in lengths.unique(sorted=True).tolist()]
+    parts = [(n, batch.rows((lengths == n).nonzero()[:, 0])) for n in lengths.unique(sorted=True).tolist()]
     return [
-        replace(part, input_ids=part.input_ids[:, :n], attention_mask=part.attention_mask[:, :n])
-        for n, rows in parts
-        for part in [batch.rows(rows)]
+        replace(part, input_ids=part.input_ids[:, :n], attention_mask=part.attention_mask[:, :n]) for n, part in parts
     ]
 
 
@@ -270,17 +269,14 @@ def spared(config: Any, batch: Batch) -> Batch:
 def bearable_as_one(config: Any, batch: Batch) -> Batch:
     """Return one batch that stock code can run in fp16: with the padding that it needs or, if it can run none, with
     rows repeated to the full length."""
-    if _is_borne(config, batch):
+    spare = spare_padding(config.to_dict())
+    if spare == 0 or bool(batch.attention_mask.all()):
         return batch
-    if spare_padding(config.to_dict()) < math.inf:
+    if spare < math.inf:
         return spared(config, batch)
     places = torch.arange(batch.input_ids.shape[1]) % batch.attention_mask.sum(1, keepdim=True)
     ids = batch.input_ids.gather(1, places)
     return replace(batch, input_ids=ids, attention_mask=torch.ones_like(batch.attention_mask))
-
-
-def _is_borne(config: Any, batch: Batch) -> bool:
-    return spare_padding(config.to_dict()) == 0 or bool(batch.attention_mask.all())
 
 
 def is_blind(config: Any, batch: Batch) -> bool:

@@ -84,7 +84,7 @@ def add_differences(
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():
             output = run_batch(model, batch)
-        return difference(source, output_on(batch, output) * scale, probabilities=probabilities)
+        return Difference().add(source, output_on(batch, output) * scale, probabilities=probabilities)
 
     pairs = zip(compared(batches), expected, strict=True)
     return [walk.add(partial(run, batch, source), torch.float32, **options) for batch, source in pairs]
@@ -128,10 +128,6 @@ class Difference:
         if not self.scale:
             return 0.0 if not self.divergence else math.inf
         return self.divergence / self.scale
-
-
-def difference(expected: Tensor, found: Tensor, *, probabilities: bool) -> Difference:
-    return Difference().add(expected, found, probabilities=probabilities)
 
 
 def mean_divergence(differences: Sequence[Difference]) -> float:

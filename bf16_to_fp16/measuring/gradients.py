@@ -27,10 +27,16 @@ LAST_EXPONENT = -10  # log2 of the smallest loss scale that is tried; under it m
 SHOWN = 20  # sites that a report lists
 
 
-def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]:
+def output_and_loss(model: Any, batch: Batch) -> tuple[Any, Tensor | None]:
     """Return a model's output and loss, or None twice if it gives no output. Without labels the loss is the output's
     mean square."""
-    batch = _with_rows_of_text(model, batch)
+    rows = model.get_input_embeddings().weight.detach()
+    zeros = [token for token in batch.input_ids.unique().tolist() if not bool(rows[token].any())]
+    if zeros:
+        # Such as an untrained padding token, which training masks: a norm of zeros multiplies gradients by 1/√eps.
+        other = next((token for token in range(len(rows)) if bool(rows[token].any())), 0)
+        replaced = torch.isin(batch.input_ids, torch.tensor(zeros))
+        batch = replace(batch, input_ids=batch.input_ids.masked_fill(replaced, other))
     labelled = batch.head and predicts_tokens(config_of(model))
     # A causal model predicts nothing in rows of one token.
     labelled = labelled and bool((batch.labels() != IGNORED_LABEL).any())
@@ -38,18 +44,6 @@ def output_and_loss(model: nn.Module, batch: Batch) -> tuple[Any, Tensor | None]
     if output is None:
         return None, None
     return output, output.loss if labelled else values_of(output).float().square().mean()
-
-
-def _with_rows_of_text(model: Any, batch: Batch) -> Batch:
-    """Replace tokens whose embedding is all zeros, such as an untrained padding token's. A norm of zeros multiplies
-    gradients by 1/√eps in each layer; in training, padding is masked."""
-    weight = model.get_input_embeddings().weight.detach()
-    zeros = [token for token in batch.input_ids.unique().tolist() if not bool(weight[token].any())]
-    if not zeros:
-        return batch
-    other = next((token for token in range(len(weight)) if bool(weight[token].any())), 0)
-    found = torch.isin(batch.input_ids, torch.tensor(zeros))
-    return replace(batch, input_ids=batch.input_ids.masked_fill(found, other))
 
 
 def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> GradientsEntry:

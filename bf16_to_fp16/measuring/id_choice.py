@@ -79,10 +79,8 @@ def chosen(
 
 
 def affordable(layout: Layout) -> int:
-    run = (
-        tensor for name, tensor in layout.tensors.items() if name not in (layout.family.embedding, layout.family.head)
-    )
-    shapes = [tensor.shape for tensor in run]
+    tables = (layout.family.embedding, layout.family.head)
+    shapes = [tensor.shape for name, tensor in layout.tensors.items() if name not in tables]
     products, widest = sum(map(math.prod, shapes)), max(shape[0] for shape in shapes)
     return min(_CARRIED // max(1, products), _TOGETHER // widest)
 
@@ -138,10 +136,6 @@ class Weights:
     def rows(self, start: int, stop: int) -> Tensor:
         return self.source.read_rows(self.table, start, stop).float()
 
-    def looked_up(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
-        table = str(self.layout.tensors[self.layout.table(stack.ends)].source)
-        return torch.cat([self.source.read_rows(table, i, i + 1).float() for i in ids])
-
     def linear(self, module: str, x: Tensor) -> Tensor:
         return functional.linear(x, self.matrix(module), self.read(f"{module}.bias"))
 
@@ -153,7 +147,9 @@ class Weights:
             return functional.layer_norm(x, x.shape[-1:], gain, shift, eps)
         return functional.rms_norm(x, x.shape[-1:], gain, eps)
 
-    def embedded(self, stack: ResolvedStack, rows: Tensor) -> Tensor:
+    def embedded(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
+        table = str(self.layout.tensors[self.layout.table(stack.ends)].source)
+        rows = torch.cat([self.source.read_rows(table, i, i + 1).float() for i in ids])
         rows = rows * self.layout.embedding_scale(stack.ends)
         positions = self.layout.tensors.get(stack.ends.positions)
         return rows if positions is None else rows + unscaled(self.source, positions)[positions.ahead].float()
@@ -245,7 +241,7 @@ class Step:
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
     memory = torch.empty(0)
     for stack in weights.layout.stacks():
-        stream = weights.embedded(stack, weights.looked_up(stack, ids))
+        stream = weights.embedded(stack, ids)
         if stack.ends.first_norm:
             begun = weights.norm(stack.ends.first_norm, stream)
             yield Step(stack, stack.ends.first_norm, None, stream, [begun])
@@ -253,8 +249,7 @@ def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:
         for sublayer in stack.sublayers:
             normed = weights.norm(sublayer.norm, stream)
             if isinstance(sublayer, Attention):
-                read = memory if sublayer.memory else normed
-                outputs = weights.query_key_value(sublayer, normed, read)
+                outputs = weights.query_key_value(sublayer, normed, memory if sublayer.memory else normed)
                 outputs.append(weights.linear(sublayer.output, weights.gathered(sublayer, outputs[-1])))
             elif isinstance(sublayer, Experts):
                 outputs = weights.expert_outputs(sublayer, normed)

@@ -54,11 +54,6 @@ class _Model:
         self.placeholders = {parameter: parameter.data for parameter in self.names}
         self.shared: dict[int, Any] = {id(each): each for each in (*self.module.parameters(), *self.module.buffers())}
 
-    def copy(self, attention: str) -> Any:
-        model = copy.deepcopy(self.module, dict(self.shared))
-        set_attention(model, attention)
-        return model
-
 
 def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
     """Move a model to a device, with placeholders for meta tensors; return the stored name of each parameter."""
@@ -139,12 +134,8 @@ class Walk:
         the implementation. change: a function of name and weight, applied to each weight. casts: ``run`` uses autocast;
         such lanes run one after another."""
         weights = self._weights(dtype, half)
-        lane = Lane(run, self._hooked(weights, attention), weights, change, casts=casts)
-        self.lanes.append(lane)
-        return lane
-
-    def _hooked(self, weights: _Model, attention: str) -> Any:
-        model = weights.copy(attention)
+        model: Any = copy.deepcopy(weights.module, dict(weights.shared))
+        set_attention(model, attention)
         for path, module in model.named_modules():
             if path in weights.places:
                 # A table of positions may be an embedding too, and asked for a shape instead of ids.
@@ -155,13 +146,14 @@ class Walk:
                     continue
                 module.register_forward_pre_hook(lambda module, args, path=path: self._pause(path))
                 self._hook_own(module)
-        return model
+        lane = Lane(run, model, weights, change, casts=casts)
+        self.lanes.append(lane)
+        return lane
 
     def _weights(self, dtype: torch.dtype, half: bool) -> _Model:
-        key = (dtype, half)
-        if key not in self._models:
-            self._models[key] = _Model(self.checkpoint, self.device, *key)
-        return self._models[key]
+        if (dtype, half) not in self._models:
+            self._models[dtype, half] = _Model(self.checkpoint, self.device, dtype, half)
+        return self._models[dtype, half]
 
     def alike(self, one: tuple[torch.dtype, bool], other: tuple[torch.dtype, bool]) -> bool:
         first, second = ([p.dtype for p in self._weights(*key).module.parameters()] for key in (one, other))
@@ -183,7 +175,16 @@ class Walk:
                 if advance is not None:
                     advance(total, total)
             finally:
-                self._end()
+                self._ending = True
+                for lane in self.lanes:
+                    if lane.thread is not None:
+                        lane.go.release()
+                        with suppress(RuntimeError):  # where an interrupt came before it had started
+                            lane.thread.join()
+                torch.set_num_threads(self._threads)  # which new threads start with, and a lane has set
+                # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
+                self.lanes.clear()
+                self._models.clear()
 
     def _run_place(self, waiting: list[Lane[Any]], widened: Widened) -> None:
         order = {path: i for i, path in enumerate(waiting[0].weights.places)}
@@ -275,18 +276,6 @@ class Walk:
         if self._ending:
             raise _Ended
         _compute_on(lane.threads)
-
-    def _end(self) -> None:
-        self._ending = True
-        for lane in self.lanes:
-            if lane.thread is not None:
-                lane.go.release()
-                with suppress(RuntimeError):  # where an interrupt came before it had started
-                    lane.thread.join()
-        torch.set_num_threads(self._threads)  # which new threads start with, and a lane has set
-        # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
-        self.lanes.clear()
-        self._models.clear()
 
     def _hook_own(self, place: nn.Module) -> None:
         """Give a lane parameters of its own at a place, since Switch's routers cast theirs in place. Under autocast

@@ -86,10 +86,9 @@ class SiteObserver(TorchDispatchMode):
         return False
 
     def __enter__(self) -> SiteObserver:
-        training = self.model.training
         try:
             for path, module in self.model.named_modules():
-                if isinstance(module, nn.Dropout) and not training:
+                if isinstance(module, nn.Dropout) and not self.model.training:
                     continue
                 self._hook(path or "model", module)
             super().__enter__()

@@ -155,8 +155,7 @@ class _Watch:
             takes = chosen[..., number]
             for point in points_of(expert):
                 # Part of the graph, so that a goal that no token reaches has a gradient too, 0.
-                width = layout.tensors[f"{point.width}.weight"].shape[0]
-                room = of_graph.expand(*takes.shape, width)
+                room = of_graph.expand(*takes.shape, layout.tensors[f"{point.width}.weight"].shape[0])
                 values[point.name], self.taken[point.name] = room, takes[..., None].expand_as(room)
 
 

@@ -22,7 +22,7 @@ from ..families.known import of_model_type, spare_padding
 from ..families.layout import Layout, TensorSource
 from ..families.resolve import resolve
 from . import batch as kinds
-from . import id_choice
+from . import id_choice, stock
 from .batch import (
     GENERATED_TOKENS,
     LOGIT_BUDGET,
@@ -37,21 +37,6 @@ from .batch import (
     stack,
 )
 from .products import FastProducts
-from .stock import (
-    class_in,
-    decoder_start,
-    end_ids,
-    first_ids,
-    is_causal,
-    load_config,
-    longest_sequence,
-    pad_id,
-    predicts_tokens,
-    setting,
-    special_ids,
-    takes_decoder_ids,
-    vocabulary_of,
-)
 from .tokenizer import tokenised
 
 _PROBE_LOGITS = 2**25
@@ -78,14 +63,14 @@ def batches(
     """Return the batches of ``data``, by the tokenizer in ``source``; without data, the built-in probe. data: see
     ``texts``. examples, length: caps, in examples and tokens. sweep: run every id. chosen: the probe's ids by reason,
     by default random ones. Raises UserError for unusable data or tokenizer."""
-    length = min(length, longest_sequence(config))
+    length = min(length, stock.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, sweep, chosen)
     elif source is None:
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     else:
         inputs = tokenised(config, source, data, seed=seed, examples=examples, length=length)
-        if predicts_tokens(config):
+        if stock.predicts_tokens(config):
             inputs.append(generation(config, inputs[0]))
     borne = [batch for whole in inputs for batch in bearable(config, whole)]
     return [replace(_readable(config, batch), blind=is_blind(config, batch)) for batch in borne]
@@ -115,54 +100,50 @@ def audit_batches(
     return inputs
 
 
-def is_small(config: Any) -> bool:
-    return vocabulary_of(config) <= id_choice.WHOLE
-
-
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
     """Return the probe's ids of a large vocabulary, by reason; None for a small one, which is run whole."""
-    if is_small(config):
+    if stock.vocabulary_of(config) <= id_choice.WHOLE:
         return None
     with FastProducts():
-        return id_choice.chosen(source, layout, special_ids(config), seeded(seed))
+        return id_choice.chosen(source, layout, stock.special_ids(config), seeded(seed))
 
 
 def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, Sequence[int]] | None:
     ids = [i for chosen in by_reason.values() for i in chosen]
-    fits = 0 < len(ids) <= id_choice.CHOSEN and max(ids) < vocabulary_of(config)
+    fits = 0 < len(ids) <= id_choice.CHOSEN and max(ids) < stock.vocabulary_of(config)
     return by_reason if fits else None
 
 
 def _readable(config: Any, batch: Batch) -> Batch:
     """Give every row one end token, from which the head reads. Raises UserError if the config has none."""
-    stock = class_in(config)
-    if stock is None or not stock.reads_end_token:
+    kind = stock.class_in(config)
+    if kind is None or not kind.reads_end_token:
         return batch
-    end = end_ids(config)
+    end = stock.end_ids(config)
     if not end:
         raise UserError(
-            f"{config.name_or_path}/config.json: {stock.names[0]} reads the end token, and eos_token_id is"
-            f" {setting(config, 'eos_token_id')!r}; take it from the original checkpoint"
+            f"{config.name_or_path}/config.json: {kind.names[0]} reads the end token, and eos_token_id is"
+            f" {stock.setting(config, 'eos_token_id')!r}; take it from the original checkpoint"
         )
     return ended(batch, end[0])
 
 
 def _begun(config: Any, ids: Tensor) -> Tensor:
-    if first := first_ids(config):
+    if first := stock.first_ids(config):
         ids = ids.clone()
         ids[..., 0] = first[0]
     return ids
 
 
 def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
-    generator, vocabulary = seeded(seed), vocabulary_of(config)
+    generator, vocabulary = seeded(seed), stock.vocabulary_of(config)
 
     def ids(rows: int, columns: int) -> Tensor:
         return torch.randint(0, vocabulary, (rows, min(columns, length)), generator=generator)
 
     def batch(kind: str, description: str, encoder: Tensor, decoder: Tensor) -> Batch:
         started = decoder.clone()
-        started[:, 0] = decoder_start(config)
+        started[:, 0] = stock.decoder_start(config)
         return _unpadded(config, kind, description, encoder, started)
 
     repeated = ids(2, 1).repeat(1, min(64, length))
@@ -172,18 +153,20 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         batch(kinds.REPEATED, "one token repeated", repeated, repeated[:, :32]),
         padded(config, [_begun(config, ids(1, n)[0]) for n in (48, 20, 7, 1)], [ids(1, n)[0] for n in (5, 24, 2, 16)]),
     ]
-    if is_causal(config):
+    if stock.is_causal(config):
         inputs.append(padded_left(config, inputs[-1]))
-    if past := _past_window(config, length):
+    window = stock.setting(config, "sliding_window")
+    past = window + _BEYOND_WINDOW if isinstance(window, int) and length <= window <= _LONGEST_WINDOW else 0
+    if 0 < past <= stock.longest_sequence(config) and not stock.takes_decoder_ids(config):
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
         inputs.append(_unpadded(config, kinds.LONG, f"one sequence of {past} tokens", row, row))
     inputs += [*_short(config, min(length, _SHORT), generator), *images(config)]
-    if sweep or is_small(config):
+    if sweep or vocabulary <= id_choice.WHOLE:
         inputs += _sweep(config, vocabulary, min(length, 128))
     else:
-        ids_by_reason = id_choice.drawn(vocabulary, special_ids(config), generator) if chosen is None else chosen
+        ids_by_reason = id_choice.drawn(vocabulary, stock.special_ids(config), generator) if chosen is None else chosen
         inputs += _chosen(config, ids_by_reason, min(length, 128))
-    if not predicts_tokens(config):
+    if not stock.predicts_tokens(config):
         return inputs
     inputs = _within_budget(inputs, vocabulary)
     return [*inputs, generation(config, next(batch for batch in inputs if batch.kind == kinds.PADDED))]
@@ -191,16 +174,9 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
 
 def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder: Tensor, **options: Any) -> Batch:
     whole = Batch(description, encoder, torch.ones_like(encoder), kind=kind, **options)
-    if not takes_decoder_ids(config):
+    if not stock.takes_decoder_ids(config):
         return whole
     return replace(whole, decoder_input_ids=decoder, decoder_attention_mask=torch.ones_like(decoder))
-
-
-def _past_window(config: Any, length: int) -> int | None:
-    window = setting(config, "sliding_window")
-    if not isinstance(window, int) or not length <= window <= _LONGEST_WINDOW or takes_decoder_ids(config):
-        return None
-    return past if (past := window + _BEYOND_WINDOW) <= longest_sequence(config) else None
 
 
 def images(config: Any) -> list[Batch]:
@@ -210,7 +186,7 @@ def images(config: Any) -> list[Batch]:
     projector = None if family is None else family.projector
     if projector is None:
         return []
-    generator, vocabulary, w = torch.Generator().manual_seed(0), vocabulary_of(config), projector.image
+    generator, vocabulary, w = torch.Generator().manual_seed(0), stock.vocabulary_of(config), projector.image
 
     def value(key: str, otherwise: int = 1) -> int:
         return int(attrgetter(key)(config)) if key else otherwise
@@ -254,8 +230,8 @@ def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
     """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half have start and end tokens
     like a text, one in four has a special token. left: pad the encoder's rows on the left."""
-    generator, vocabulary = seeded(seed), vocabulary_of(config)
-    most, special = longest_sequence(config), special_ids(config)
+    generator, vocabulary = seeded(seed), stock.vocabulary_of(config)
+    most, special = stock.longest_sequence(config), stock.special_ids(config)
 
     def drawn(longest: int, *, framed: bool) -> Tensor:
         share = float(torch.rand((), generator=generator))
@@ -277,16 +253,16 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
 def few_rows(config: Any) -> Batch:
     """Return eight unpadded rows of eight random ids (decoder: four), for comparing checkpoints; 32 rows for models
     with one answer per row."""
-    generator, vocabulary = torch.Generator().manual_seed(0), vocabulary_of(config)
-    most = longest_sequence(config)
+    generator, vocabulary = torch.Generator().manual_seed(0), stock.vocabulary_of(config)
+    most = stock.longest_sequence(config)
 
     def drawn(length: int) -> list[int]:
         return torch.randint(0, vocabulary, (min(length, most),), generator=generator).tolist()
 
-    started = [decoder_start(config)] if takes_decoder_ids(config) else []
+    started = [stock.decoder_start(config)] if stock.takes_decoder_ids(config) else []
     rows = [
         (_framed(config, drawn(_SHORT), most), [*started, *drawn(_SHORT_DECODER)][:most])
-        for _ in range(8 if predicts_tokens(config) else 32)
+        for _ in range(8 if stock.predicts_tokens(config) else 32)
     ]
     return rows_of(config, rows, "a few short rows")
 
@@ -294,33 +270,33 @@ def few_rows(config: Any) -> Batch:
 def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
     """Return ids [rows, length] as one unpadded batch; a decoder gets them after its start token."""
     started = ids.roll(1, dims=1)
-    started[:, 0] = decoder_start(config)
+    started[:, 0] = stock.decoder_start(config)
     return _readable(config, _unpadded(config, kinds.RANDOM, description, ids, started))
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
     """Add the start token before ids, else the end token after them; ``most`` tokens at most."""
-    first = first_ids(config)
-    return [*first, *ids][:most] if first else [*ids, *end_ids(config)][-most:]
+    first = stock.first_ids(config)
+    return [*first, *ids][:most] if first else [*ids, *stock.end_ids(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
     """Return pairs of encoder and decoder rows as one batch, padded on the right. Decoder rows include the start
     token."""
-    ids, mask = stack([torch.tensor(row) for row, _ in rows], pad_id(config))
-    if not takes_decoder_ids(config):
+    ids, mask = stack([torch.tensor(row) for row, _ in rows], stock.pad_id(config))
+    if not stock.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
-    decoder = stack([torch.tensor(row) for _, row in rows], pad_id(config))
+    decoder = stack([torch.tensor(row) for _, row in rows], stock.pad_id(config))
     return bearable_as_one(config, Batch(description, ids, mask, *decoder))
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
     """Return rows of 1 to ``longest`` tokens and every special token alone, without and with start or end token; padded
     on the right, then on the left. Decoder rows are shorter and padded on the right."""
-    vocabulary = vocabulary_of(config)
+    vocabulary = stock.vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
-    for ids in [*drawn, *([i] for i in special_ids(config))]:
+    for ids in [*drawn, *([i] for i in stock.special_ids(config))]:
         framed = _framed(config, ids, longest)
         rows += [ids] if framed == ids else [ids, framed]
     encoder = [torch.tensor(row) for row in rows]
@@ -355,8 +331,8 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 
 def generation(config: Any, batch: Batch) -> Batch:
     """Return two rows of a batch for beam search; a causal model's are padded on the left, with room for new tokens."""
-    if is_causal(config):
-        kept = slice(-max(1, longest_sequence(config) - GENERATED_TOKENS), None)
+    if stock.is_causal(config):
+        kept = slice(-max(1, stock.longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)
         batch = replace(batch, input_ids=batch.input_ids[:, kept], attention_mask=batch.attention_mask[:, kept])
     ids, mask = batch.input_ids[:2], batch.attention_mask[:2]
@@ -366,7 +342,7 @@ def generation(config: Any, batch: Batch) -> Batch:
 def checkpoint_batches(
     checkpoint: Checkpoint, layout: Layout, data: str | None, seed: int, *, sweep: bool = False
 ) -> list[Batch]:
-    config, opened, folder = load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
+    config, opened, folder = stock.load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
     beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside

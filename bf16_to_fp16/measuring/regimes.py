@@ -23,7 +23,6 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
 from ..families.known import stock_class
 from ..progress import Advance
-from ..ranges import NormRange
 from ..results import SiteEntry
 from .batch import SHORT, Batch, run_batch, values_of, without_blind_padding
 from .fidelity import EveryOutput, Outputs, add_outputs, compared, output_on
@@ -176,7 +175,7 @@ def run_regimes(
             merge(merged, shown.sites())
         logits = sum(each.nonfinite for shown in shares for each in shown.results())
         runs = [run_of(shown.attention, shown.inputs) for shown in shares]
-        result = regime_result(merged, logits, runs, shares[0].norms())
+        result = regime_result(merged, logits, runs, norms_seen([each.norms for each in shares[0].results()]))
         results[regime] = result.model_copy(update={"vectors": pooled})
     for regime in regimes:
         if regime not in results:
@@ -237,8 +236,7 @@ class _RegimeLanes:
         dtype, half = _weights(self.regime)
         for batch in inputs:
             how: dict[str, Any] = {"attention": self.attention, "casts": self.regime == "amp"}
-            lane = walk.add(partial(self._run, batch), dtype, half=half, **how)
-            self.lanes.append(lane)
+            self.lanes.append(walk.add(partial(self._run, batch), dtype, half=half, **how))
             self.inputs.append(batch)
 
     def _run(self, batch: Batch, model: nn.Module) -> _RunResult:
@@ -249,28 +247,22 @@ class _RegimeLanes:
             _check_autocast(model, observer)
         if output is None:
             return _RunResult(0, observer.sites(), norms, None)
-        sites = [*observer.sites(), *self._run_behind(batch, output)]
-        compares = self.keeps and compared([batch])
-        return _RunResult(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
-
-    def _run_behind(self, batch: Batch, output: Any) -> Sequence[Site]:
+        sites = observer.sites()
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
-        if self.behind is None or states is None:
-            return ()
-        model = SentenceVectors(self.behind).to(states.device, states.dtype)
-        with SiteObserver(model) as behind:
-            model(states, batch.attention_mask.to(states.device))
-        return behind.sites()
+        if self.behind is not None and states is not None:
+            vectors = SentenceVectors(self.behind).to(states.device, states.dtype)
+            with SiteObserver(vectors) as behind:
+                vectors(states, batch.attention_mask.to(states.device))
+            sites += behind.sites()
+        compares = self.keeps and compared([batch])
+        return _RunResult(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
 
     def results(self) -> list[_RunResult]:
         return results_of(self.lanes)
 
     def sites(self) -> list[Site]:
         return sites_of_all(shown.sites for shown in self.results())
-
-    def norms(self) -> dict[str, NormRange]:
-        return norms_seen([shown.norms for shown in self.results()])
 
 
 def _beside_fp32(

@@ -56,14 +56,11 @@ class Site:
         return None if self.limit is None else headroom_bits(self.amax, self.limit)
 
 
-_OUTPUTS_OF_A_RUN = 1 << 40  # more than any run has
-
-
 def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
     """Return the sites of several runs of copies of one model, as if one observer had measured them in order."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
-        after = number * _OUTPUTS_OF_A_RUN
+        after = number << 40  # no run has more outputs
         for site in run:
             key = site.name, site.dtype
             if key in sites:

@@ -27,7 +27,7 @@ from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
 from ..results import ExceptionEntry, SearchEntry
 from .batch import LOGIT_BUDGET, Batch, run_batch
-from .fidelity import Outputs, add_outputs, difference, output_on
+from .fidelity import Difference, Outputs, add_outputs, output_on
 from .id_choice import Step, Weights, affordable, forward
 from .lanes import Walk, results_of
 from .probe import whole_rows
@@ -240,7 +240,7 @@ def harmed_entries(
 
 def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, found: Outputs) -> Tensor:
     rows = [
-        difference(a, b, probabilities=probabilities).mean
+        Difference().add(a, b, probabilities=probabilities).mean
         for batch, one, other in zip(batches, expected, found, strict=True)
         for a, b in zip(*(x.chunk(len(batch.input_ids)) for x in (one, other)), strict=True)
     ]

@@ -30,9 +30,6 @@ STOCK_LOCK = threading.RLock()
 """Held while stock code loads a model and during a walk: both change settings of the whole process, such as torch's
 default dtype and number of threads."""
 
-# An encoder-decoder's class of this name reads the decoder's last state at a row's end token.
-_OF_ROWS = "ForSequenceClassification"
-
 
 @cache
 def by_signature(name: str) -> StockClass | None:
@@ -44,7 +41,8 @@ def by_signature(name: str) -> StockClass | None:
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     if not is_model:
         return None
-    decodes, of_rows = "decoder_input_ids" in inspect.signature(kind.forward).parameters, name.endswith(_OF_ROWS)
+    decodes = "decoder_input_ids" in inspect.signature(kind.forward).parameters
+    of_rows = name.endswith("ForSequenceClassification")  # with a decoder they read its last state at a row's end token
     return StockClass(
         (name,),
         decodes=decodes,

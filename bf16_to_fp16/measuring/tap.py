@@ -279,14 +279,13 @@ def _describe_function(func: Any) -> _Function:
     own = getattr(func, "__name__", "")
     inplace = own.endswith("_") and not own.endswith("__")
     name = own.rstrip("_") if inplace else own
-    matmul = name in ("matmul", "einsum") or name in MATRIX_PRODUCTS
     return _Function(
         name=_BELOW.get(name, name),
         moving=own in _MOVING,
         keeping_shape=own in _KEEPING_SHAPE,
         factory=own in origins.FACTORIES,
         inplace=inplace,
-        matmul=matmul,
+        matmul=name in {"matmul", "einsum"} | MATRIX_PRODUCTS,
         softmax=name == "softmax",
         dropout=name == "dropout",
         masking=origins.MASKING.get(name),

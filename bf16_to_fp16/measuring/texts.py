@@ -17,7 +17,6 @@ from ..checkpoint.sources import local_path
 from ..errors import UserError, first_line
 from ..json_text import loads
 
-TEXT_COLUMNS = ("input", "text")  # columns that are taken for the text before any other
 TARGET_COLUMN = "target"  # the column of what the model should answer
 _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may be larger than the disk
 
@@ -43,7 +42,7 @@ def choose_columns(
             raise UserError(f"{data}: no column {wanted!r} among {listed}; mend the recipe's data")
     target = target_column or (TARGET_COLUMN if input_column != TARGET_COLUMN else None)
     others = [name for name in strings if name != target]
-    column = input_column or next((name for name in (*TEXT_COLUMNS, *others) if name in others), None)
+    column = input_column or next((name for name in ("input", "text", *others) if name in others), None)
     if column is None:
         raise UserError(f"{data}: no column of strings among {listed}; put text into one named `input` or `text`")
     return column, target

@@ -17,7 +17,6 @@ from . import coverage, facts, remedies
 from .markdown import changes_text, notice, origin, results_text, templates
 from .schema import Report
 
-TAGS = ("fp16", "bf16-to-fp16")
 NOTICES = {"unsafe": "> **Unsafe in fp16", "short": "> **Safe in fp16"}  # beginnings of the text by standing
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # a processor of images has one
 FRONT_MATTER = re.compile(r"\s*---[ \t]*\r?\n.*?\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
@@ -39,7 +38,7 @@ def render_card(report: Report, config: Mapping[str, Any]) -> str:
     data = ModelCardData(
         base_model=origin(report)[0],
         library_name="transformers",
-        tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), *TAGS],
+        tags=[*(tag for tag in inherited.pop("tags", ()) if tag.lower() not in OTHER_FORMATS), "fp16", "bf16-to-fp16"],
         **inherited,
     )
     template = templates().get_template("card.md.jinja")

@@ -183,13 +183,9 @@ def verdict_sentence(report: schema.Report) -> str:
     return " ".join(f"{said[:1].upper()}{said[1:]}." for said in parts)
 
 
-OF_LAYERS = ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
-"""Outputs with one tensor for each layer; their last is the last state."""
-
-
 def scaled_outputs(report: schema.Report) -> str:
     by_factor: dict[int, list[str]] = {}
-    others = []
+    others, of_layers = [], ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
     for name, entry in report.outputs.items():
         if on_request(name, report.outputs) and not entry.fits(drifts=True):
             error, error_bf16 = scientific(entry.error), scientific(entry.error_bf16 or 0.0)
@@ -197,7 +193,7 @@ def scaled_outputs(report: schema.Report) -> str:
         elif isinstance(entry.factor_log2, list):
             others.append(f"{name} is scaled per channel: see outputs in {schema.REPORT}")
         elif entry.factor_log2:
-            shown = f"{name} (all but the last)" if name in OF_LAYERS else name
+            shown = f"{name} (all but the last)" if name in of_layers else name
             by_factor.setdefault(entry.factor_log2, []).append(shown)
     steps = [
         f"divide {listed(names)} by {2**factor:,}" if factor > 0 else f"multiply {listed(names)} by {2**-factor:,}"
@@ -207,14 +203,6 @@ def scaled_outputs(report: schema.Report) -> str:
     if LAST in report.outputs and report.outputs[LAST].factor_log2 and (stock := giving_states(report)):
         said.append(f"or convert --as {stock}")
     return "; ".join([*said, *others])
-
-
-def other_class(report: schema.Report) -> str:
-    before, after = report.source.class_in("before"), report.source.class_in("after")
-    factor = report.outputs[LAST].factor_log2 if LAST in report.outputs else 0
-    if not before or not after or factor:
-        return ""
-    return f"made for {after} alone: as {before} it gives other values"
 
 
 def giving_states(report: schema.Report) -> str:
@@ -237,7 +225,10 @@ def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
     name."""
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
     centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
-    rows = [("outputs", scaled_outputs(report)), ("class", other_class(report)), ("centred", centred)]
+    before, after = report.source.class_in("before"), report.source.class_in("after")
+    scaled = LAST in report.outputs and report.outputs[LAST].factor_log2
+    other = f"made for {after} alone: as {before} it gives other values" if before and after and not scaled else ""
+    rows = [("outputs", scaled_outputs(report)), ("class", other), ("centred", centred)]
     for stream, room in report.for_proof.items():
         rows.append(("for the proof", f"{stream} is moved further; --stream {room} is enough for what was run"))
     return [(what, words) for what, words in rows if words] + edit_rows(report, most)

@@ -15,9 +15,9 @@ from ..measuring.soft_side import LEAST, TIMES
 from ..numerics import NOISE
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED
 from ..rescaling.exponents import on_request
-from ..rescaling.plan import Fallback, Plan
+from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
-from ..results import ExceptionEntry, Fidelity, InexactEntry, OutputEntry, RegimeEntry
+from ..results import Fidelity, InexactEntry, OutputEntry, RegimeEntry
 from ..targets import SQUARING, TIERS, WHERE
 from . import remedies, schema
 
@@ -43,7 +43,11 @@ def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> lis
         )
     if report.max_kl is None:
         over += other_outputs(report.outputs, drifts=drifts, ran=ran)
-    return over + rare_harm(report.exceptions, report.max_kl)
+    most = report.max_kl or 0.0
+    worst = next((each for each in report.exceptions if len(each.ids) == 1 and each.kl > most), None)
+    if worst is not None:  # a single id with which edits harm every text
+        over.append(remedies.rare_input(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST))))
+    return over
 
 
 def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.UnsafeEntry]:
@@ -63,14 +67,6 @@ def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool
         for name, entry in outputs.items()
         if not entry.fits(drifts=drifts) and not (drifts and on_request(name, outputs))
     ]
-
-
-def rare_harm(exceptions: Sequence[ExceptionEntry], max_kl: float | None) -> list[schema.UnsafeEntry]:
-    """Return an entry for the worst single id with which edits harm every text."""
-    worst = next((each for each in exceptions if len(each.ids) == 1 and each.kl > (max_kl or 0.0)), None)
-    return (
-        [] if worst is None else [remedies.rare_input(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST)))]
-    )
 
 
 def passed_limits(
@@ -111,8 +107,12 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
             continue
         name = of_module.get(site.name.partition(":")[0], "")
         name = streams.get(site.name, RESIDUAL) if site.kind in (SiteKind.RESIDUAL, SiteKind.SQUARES) else name
-        reason, remedy = why_unproven(site.kind, fallbacks.get(name))
-        rows.append(remedies.unproven(site, reason, remedy))
+        why = remedies.OVER_AT_EVERY_EXPONENT, remedies.PENALTY
+        if not traits(site.kind).movable:
+            why = remedies.UNMOVED, remedies.PENALTY
+        elif name in fallbacks and not fallbacks[name].impossible:
+            why = remedies.TOO_COSTLY, remedies.OBSERVED
+        rows.append(remedies.unproven(site, *why))
     return rows
 
 
@@ -151,11 +151,3 @@ def too_inexact(
 
 def bits_between(error: float, other: float) -> float:
     return math.log2(error / other) / 2 if math.isfinite(error) else FP16_RANGE_BITS
-
-
-def why_unproven(kind: str, fallback: Fallback | None) -> tuple[str, str]:
-    if not traits(kind).movable:
-        return remedies.UNMOVED, remedies.PENALTY
-    if fallback is not None and not fallback.impossible:
-        return remedies.TOO_COSTLY, remedies.OBSERVED
-    return remedies.OVER_AT_EVERY_EXPONENT, remedies.PENALTY

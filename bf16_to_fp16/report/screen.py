@@ -96,12 +96,8 @@ def bad(word: str, rest: str) -> Text:
     return Text.assemble((word, "bold red"), ": ", rest)
 
 
-def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
+def print_families(rows: Iterable[Mapping[str, Any]], refused: Mapping[str, str]) -> None:
     keys = {"family": "name", "model_type": "model_type", "architectures": "architectures", "covers": "title"}
     columns = [Column(title, itemgetter(key)) for title, key in keys.items()]
     console().table(Table(columns, [{**row, "architectures": "\n".join(row["architectures"])} for row in rows]))
-
-
-def print_refused(refused: Mapping[str, str]) -> None:
-    columns = (Column("not convertible", 0), Column("because", 1))
-    console().table(Table(columns, list(refused.items())))
+    console().table(Table((Column("not convertible", 0), Column("because", 1)), list(refused.items())))

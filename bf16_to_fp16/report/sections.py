@@ -6,18 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from .. import wording
 from ..results import Fidelity
-from ..wording import (
-    bound_magnitude,
-    excess,
-    headroom_or_excess,
-    magnitude,
-    percent,
-    power,
-    reached,
-    scientific,
-    signed,
-)
 from . import facts
 from .remedies import unsafe_sites
 from .schema import Report
@@ -25,7 +15,6 @@ from .screen import Column, Table, names, numbers
 
 MOST_UNSAFE = 12  # broken sites listed; most others only follow from these, and are in the table of all sites
 MOST_EDITS = 12  # edits that the plan lists, the dearest
-_over2 = partial(excess, decimals=2)
 
 
 def source_name(report: Report) -> str:
@@ -38,9 +27,9 @@ def source_name(report: Report) -> str:
 TIER_COLUMNS = (Column("runtimes", 0), Column("arithmetic", 1), Column("safe", 2), Column("such as", 3))
 UNPROVEN_COLUMNS = (
     names("site"),
-    numbers("bound", "bound", bound_magnitude),
-    numbers("limit", "limit", magnitude),
-    numbers("bits over", "excess_bits", excess),
+    numbers("bound", "bound", wording.bound_magnitude),
+    numbers("limit", "limit", wording.magnitude),
+    numbers("bits over", "excess_bits", wording.excess),
     Column("reason", "reason"),
 )
 
@@ -49,8 +38,8 @@ REGIME_COLUMNS = (  # of rows (name, regime)
     Column("regime", lambda row: f"{row[0]} ({facts.REGIME_MEANINGS.get(row[0], '')})"),
     numbers("non-finite", lambda row: row[1].nonfinite),
     numbers("saturated", lambda row: row[1].saturated),
-    numbers("max |x|", lambda row: reached(row[1].reached), str),
-    numbers("headroom", lambda row: headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
+    numbers("max |x|", lambda row: wording.reached(row[1].reached), str),
+    numbers("headroom", lambda row: wording.headroom_or_excess(row[1].headroom_bits, row[1].reached), str),
 )
 
 
@@ -58,8 +47,8 @@ def unsafe_tables(report: Report) -> list[Table]:
     broken = unsafe_sites(report.regimes, report.family)
     kinds = {kind: [entry for entry in report.unsafe if entry.kind == kind] for kind in ("found", "limit")}
     in_fp32 = {site.name: site.fp32 for site in (report.attack.sites if report.attack else ())}
-    signal, bits = names("signal", "signal"), numbers("bits over", "excess_bits", _over2)
-    most = numbers("reached", lambda entry: in_fp32.get(entry.signal), reached)
+    signal, bits = names("signal", "signal"), numbers("bits over", "excess_bits", partial(wording.excess, decimals=2))
+    most = numbers("reached", lambda entry: in_fp32.get(entry.signal), wording.reached)
     columns = (
         names("site", "signal"),
         Column("regimes", "regimes", ", ".join),
@@ -81,9 +70,9 @@ def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[st
     whole = Counter(entry for entry in exponents.values() if isinstance(entry, int))
     rows = []
     if whole:
-        rows.append(("whole signals", ", ".join(f"{n} by {power(e)}" for e, n in sorted(whole.items()))))
+        rows.append(("whole signals", ", ".join(f"{n} by {wording.power(e)}" for e, n in sorted(whole.items()))))
     if moved:
-        ends = " to ".join(signed(e) for e in dict.fromkeys((moved[0], moved[-1])))
+        ends = " to ".join(wording.signed(e) for e in dict.fromkeys((moved[0], moved[-1])))
         rows.append(("channels", f"{len(moved):,} of {len(channels):,} moved, by exponents {ends}"))
     return rows
 
@@ -94,15 +83,15 @@ def closeness_table(close: Fidelity | None, reference: str, bf16: str, fp16: str
         return None
     kl = close.measure == "kl"
     what = "KL(fp32 ‖ x), nats per token" if kl else f"{close.measure} of the last states"
-    rows = [(what, scientific(close.kl_bf16), scientific(close.kl_fp16))]
+    rows = [(what, wording.scientific(close.kl_bf16), wording.scientific(close.kl_fp16))]
     if close.kl_fp32 is not None:
         same = " (the same function, to the bit)" if close.exact else ""
-        rows.append((f"the converted weights in fp32{same}", "–", scientific(close.kl_fp32)))
-    largest = scientific(close.max_logit_error_bf16), scientific(close.max_logit_error_fp16)
+        rows.append((f"the converted weights in fp32{same}", "–", wording.scientific(close.kl_fp32)))
+    largest = wording.scientific(close.max_logit_error_bf16), wording.scientific(close.max_logit_error_fp16)
     rows.append((f"largest {'logit error' if kl else 'error of a state'}", *largest))
     if close.kl_bf16 is None and close.max_logit_error_bf16 is None:
         rows = [(what, "–", value) for what, _, value in rows]
     if close.top1_fp16 is not None:
-        bf16_share = "–" if close.top1_bf16 is None else percent(close.top1_bf16)
-        rows.append(("same best token", bf16_share, percent(close.top1_fp16)))
+        bf16_share = "–" if close.top1_bf16 is None else wording.percent(close.top1_bf16)
+        rows.append(("same best token", bf16_share, wording.percent(close.top1_fp16)))
     return Table((Column(f"against the {reference}", 0), numbers(bf16, 1, str), numbers(fp16, 2, str)), rows)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +12,7 @@ import torch
 from pydantic import ValidationError
 
 from ..checkpoint.formats import SAFETENSORS_DTYPES
-from ..checkpoint.ownership import listed_files
-from ..checkpoint.recorded import CONVERTED_KEY, NO_PLAN, REPORT, packed_data, recorded, recorded_plan
+from ..checkpoint.recorded import NO_PLAN, REPORT, packed_data, recorded, recorded_plan
 from ..errors import UserError
 from ..families.layout import Layout
 from ..rescaling.centred import centred_tensors
@@ -41,11 +39,6 @@ def read_start(path: Path) -> Plan | None:
     return None if run is None else run.start
 
 
-def read_mark(path: Path) -> object:
-    """Return the mark of an earlier conversion in the source's config, or None."""
-    return read_parts(path, "source").source.config_changes.get(CONVERTED_KEY, {}).get("before")
-
-
 def read_parts(path: Path, *keys: str, target: str | None = None) -> Report:
     file, data = recorded_plan(path, target)
     return typed({key: data[key] for key in keys if key in data}, file, {}, NO_PLAN)
@@ -69,13 +62,6 @@ def read_packed(file: Path) -> Packed:
     if not {source.dtype, *source.dtypes.values()} <= STORED:
         raise UserError(f"{file}: does not say what the source was; convert the source again")
     return Packed(way_back["layout"], plan, source, weights)
-
-
-def check_written_files(folder: Path, sha256: Mapping[str, str]) -> None:
-    listed = listed_files(folder)
-    for name, digest in sha256.items():
-        if (listed.get(name) or {}).get("sha256") != digest:
-            raise UserError(f"{folder / name}: is not what convert wrote (SHA-256); fetch or convert it again")
 
 
 def read_origin(path: Path) -> Source:

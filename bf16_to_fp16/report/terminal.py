@@ -124,8 +124,7 @@ def load_line(out: Path) -> str:
     if (out / MODULES).is_file():
         options = "" if half else ', model_kwargs={"dtype": torch.float16}'
         return f'load: SentenceTransformer("{out}"{options}){half}'
-    kind = loading_class(architecture)
-    return f'load: {kind}.from_pretrained("{out}", dtype=torch.float16){half}'
+    return f'load: {loading_class(architecture)}.from_pretrained("{out}", dtype=torch.float16){half}'
 
 
 def print_title(title: str) -> None:
@@ -216,7 +215,6 @@ SITE_COLUMNS = (
     numbers("saturated", "saturated"),
     Column("by design", facts.by_design),
 )
-PAIRS = (Column("what", 0), Column("value", 1))
 
 
 def print_first(screen: Screen, what: str, lines: Sequence[str]) -> None:
@@ -253,7 +251,7 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
 def print_plan(plan: Plan, planned: Planned | None) -> None:
     screen = console()
     rows = [("residual stream", wording.signed(plan.residual_exponent)), *exponent_rows(plan.exponents)]
-    screen.table(Table(PAIRS, rows, f"plan for {plan.family}"))
+    screen.table(Table((Column("what", 0), Column("value", 1)), rows, f"plan for {plan.family}"))
     for name, factor in plan.gain_correction.items():
         screen.print(f"{name} times {factor:.6f} against the drift of eps")
     violations = [] if planned is None else planned.violations

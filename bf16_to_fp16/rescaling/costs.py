@@ -257,8 +257,7 @@ class Costs(WeightLosses):
 
     def total_cost(self, r: int) -> Total:
         solved = {s.name: self.best(s, r) for s in self.of_stream()}
-        stream = self.residual_cost(r)
-        cost = stream + sum(s.cost for s in solved.values())
+        cost = self.residual_cost(r) + sum(s.cost for s in solved.values())
         unproven = sum(len(self.layout.signals[name].seen) for name, s in solved.items() if s.fallback is not None)
         if self.residual_excess(r) == 0:
             return Total(cost, True, unproven)

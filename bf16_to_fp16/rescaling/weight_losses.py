@@ -52,7 +52,13 @@ class WeightLosses:
         self.limit = FP16_MAX * 2.0**-self.margin_bits
         self.moves_least = self.target not in SQUARING
         self.gains: dict[str, torch.Tensor] = {}
-        self.branches = self.branches_of_streams()
+        self.branches: dict[tuple[str, str], tuple[ResolvedSignal, str]] = {}
+        """By place, the outputs of linears that only a norm reads, each with that norm; none where its eps stays."""
+        eps_moves = self.layout.fixed_eps is None and self.layout.held_eps is None and not self.drift_free
+        for norm in self.layout.streams_read if eps_moves and self.moves_least else ():
+            signal = self.layout.signals.get(before(norm))
+            if signal is not None and norm in self.ranges and self.ranges[norm].norm is not None:
+                self.branches |= {(point.module, point.side): (signal, norm) for point in signal.beside}
         self.branched = {signal.name: (signal, norm) for signal, norm in self.branches.values()}
 
     def planned(self, carried: Iterable[Axis]) -> list[Axis]:
@@ -92,17 +98,6 @@ class WeightLosses:
     def release(self, signal: ResolvedSignal) -> None:
         for tensor, axis, carried in self.touched[signal.name]:
             self.tables.pop((tensor.name, axis, carried), None)
-
-    def branches_of_streams(self) -> dict[tuple[str, str], tuple[ResolvedSignal, str]]:
-        """Return, by place, the outputs of linears that only a norm reads, each with that norm. Empty if the norms' eps
-        cannot be scaled."""
-        signals = {norm: self.layout.signals.get(before(norm)) for norm in self.layout.streams_read}
-        observed = (norm for norm in signals if norm in self.ranges and self.ranges[norm].norm is not None)
-        eps_stays = self.layout.fixed_eps is not None or self.layout.held_eps is not None
-        if eps_stays or self.drift_free or not self.moves_least:
-            return {}
-        found = ((norm, signal) for norm in observed if (signal := signals[norm]) is not None)
-        return {(point.module, point.side): (signal, norm) for norm, signal in found for point in signal.beside}
 
     def before_norm(self, name: str, r: int) -> int:
         """Return the exponent of a norm's input in addition to the stream's r. It is at most 0, as low as limits need,

@@ -16,7 +16,7 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring import attack as attacking
-from bf16_to_fp16.measuring.attack import _Adversary, _Climb, _Elite, attack
+from bf16_to_fp16.measuring.attack import _Adversary, _Elite, attack
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.points import watched
 from bf16_to_fp16.measuring.stock import load
@@ -105,7 +105,7 @@ def test_mixtures_stay_in_the_hull_of_the_table() -> None:
     model = tiny.build("t5", 0, factor=1.0)
     adversary = adversary_of(model)
     sites = ["encoder.block.0.layer.0:add"] * 5
-    found = adversary.in_hull(_Climb(sites, adversary.embed(adversary.draw(5)), 6, lambda: None))
+    found = adversary.in_hull(sites, adversary.embed(adversary.draw(5)), 6, lambda: None)
     table = model.shared.weight
     assert len(found) == 2
     for side in found:
