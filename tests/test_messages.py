@@ -2,10 +2,9 @@
 
 import ast
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-PACKAGE = Path(__file__).parents[1] / "bf16_to_fp16"
+from support import parsed
 
 ELSEWHERE = re.compile(r"(.*: )?(config\.json|AdamW)?[:/]? ?\{.*?\}(, or .*)?|.*, and \{why\}")
 """A text that ends in words from elsewhere, which say what to do: of this list, or of a table of families."""
@@ -29,25 +28,27 @@ def template(node: ast.expr) -> str:
     return f"{{{ast.unparse(node)}}}"
 
 
-def errors() -> Iterator[tuple[str, str]]:
-    """Yield the place and the text of every ``UserError``."""
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("UserError") and node.args:
-                yield f"{file.relative_to(PACKAGE)}:{node.lineno}", template(node.args[0])
+@cache
+def errors() -> dict[str, str]:
+    """Return the text of every ``UserError`` by its place."""
+    return {
+        f"{file.relative_to(parsed.PACKAGE)}:{node.lineno}": template(node.args[0])
+        for file in parsed.package()
+        for node in parsed.nodes(file)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("UserError") and node.args
+    }
 
 
 def test_every_error_says_what_happened_and_what_to_do() -> None:
-    found = dict(errors())
-    for place, text in found.items():
+    for place, text in errors().items():
         print(place, text)
-    assert len(found) > 300
-    mute = {place: text for place, text in found.items() if "; " not in text and not ELSEWHERE.fullmatch(text)}
+    assert len(errors()) > 300
+    mute = {place: text for place, text in errors().items() if "; " not in text and not ELSEWHERE.fullmatch(text)}
     assert not mute
 
 
 def test_errors_are_one_line_without_an_end_mark_and_call_one_thing_one_name() -> None:
-    for place, text in errors():
+    for place, text in errors().items():
         words = re.sub(r"\{.*?\}", "x", text)
         assert not re.search(r"\n|  |\.$", words), (place, text)
         assert not OTHER_NAMES.keys() & {*re.findall(r"\w+", words.lower())}, (place, text)

@@ -69,7 +69,8 @@ ANSWERED_AT_ONCE = [
     (0, ("families --json -", "advise init 512", "convert --help", "recipe mt5")),
     (2, ("convert org/name tests", "advise", "advise init nowhere/at/all", "advise updates nowhere/at/all")),
     (2, tuple(f"{command} nowhere/at/all" for command in ("audit", "certify", "verify", "finetune"))),
-    (2, ("verify tests --original nowhere/at/all",)),
+    (2, tuple(f"{command} some/name" for command in ("audit", "certify", "verify", "advise init", "advise updates"))),
+    (2, ("verify tests --original nowhere/at/all", "convert some/name out")),
     (2, ("audit tests --data none.txt", "convert tests out --data none.txt", "advise updates tests --data none.txt")),
     (2, ("convert tests out --data none.txt --no-audit", "convert tests out --plan none.json --margin 4")),
     (2, ("recipe nope", "launch none.yaml --gpus 4", "launch none.yaml --gpus 0")),
@@ -197,6 +198,7 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
         "convert source OUT --plan whole --target norm-safe": "the plan was made for --target half",
         "convert source OUT --plan whole --eps fixed": "--plan has all that --eps would choose",
         "convert source": "Missing argument 'OUT'",
+        "convert source new.safetensors --layout wan": "Wan's tools read the encoder of umt5, and this is 't5'",
         "convert source OUT --finetune text.txt": "a recipe is made of `key: value` lines",
         "convert source OUT --data text.txt": "source: no tokenizer files",
         "convert pipe OUT --subfolder text_encoder --data no.txt": "no.txt: no such file",  # a tokenizer is beside it
@@ -208,10 +210,8 @@ def test_what_convert_did_not_write_is_refused_before_torch_is_loaded(tmp_path: 
     lines = {named.sub(lambda name: str(tmp_path / name[0]), line): words for line, words in told.items()}
     said = answers(list(lines)).splitlines()
     ends = [f"{line}: 2: {line.endswith('cuda:9999')}" for line in lines]  # which only torch can tell
-    assert (
-        said[1::2] == ends
-        and [words for words, line in zip(lines.values(), said[::2], strict=True) if words not in line] == []
-    )
+    assert said[1::2] == ends
+    assert [words for words, line in zip(lines.values(), said[::2], strict=True) if words not in line] == []
 
 
 def test_no_hint_needs_a_release_before_there_is_one() -> None:

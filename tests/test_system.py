@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -28,8 +27,6 @@ from bf16_to_fp16.finetuning import run as finetuning
 from bf16_to_fp16.finetuning.recipe import Recipe
 from bf16_to_fp16.progress import Progress, VisibleConsole, progress_of
 from bf16_to_fp16.quiet import quiet
-
-# --- names -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["C:x", "C:", "/x", "C:/x", "..\\x", "a\\..\\..\\x"])
@@ -78,9 +75,6 @@ def test_files_are_opened_and_flushed_as_windows_needs_it(tmp_path: Path, monkey
     monkeypatch.undo()
     one, other = (path / "model.safetensors" for path in (tmp_path / "here", tmp_path / "there"))
     assert one.read_bytes() == other.read_bytes()
-
-
-# --- memory and processes --------------------------------------------------------------------------------------------
 
 
 def test_the_memory_at_hand_is_what_a_limit_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,29 +126,6 @@ def test_text_is_written_with_its_encoding_and_its_ends_of_lines() -> None:
     assert not wrong
 
 
-def on(terminal: bool) -> tuple[Progress, io.StringIO]:
-    screen, file = Progress(), io.StringIO()
-    screen.console = VisibleConsole(file=file, force_terminal=terminal, width=100)
-    return screen, file
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_step_shows_how_far_it_is_on_a_terminal_and_is_one_line_elsewhere(terminal: bool) -> None:
-    screen, file = on(terminal)
-    with screen.step("Observing") as advance:
-        for done in range(1, 61):
-            advance(done, 60)
-    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", file.getvalue())
-    assert ("60/60" in text and "0:00:00" in text) if terminal else text == "Observing\n"
-
-
-def test_a_step_without_a_known_total_counts_nothing() -> None:
-    screen, file = on(terminal=True)
-    with screen.step("Fetching"):
-        pass
-    assert "Fetching" in file.getvalue() and "/?" not in file.getvalue()
-
-
 def test_a_library_call_shows_its_progress_where_it_is_asked_to(capsys: pytest.CaptureFixture[str]) -> None:
     given = Progress(quiet=True)
     assert progress_of(given) is given
@@ -166,7 +137,8 @@ def test_a_library_call_shows_its_progress_where_it_is_asked_to(capsys: pytest.C
 
 
 def test_what_is_to_be_said_once_is_not_said_again() -> None:
-    screen, file = on(terminal=False)
+    screen, file = Progress(), io.StringIO()
+    screen.console = VisibleConsole(file=file, width=100)
     for text in ("Device: cpu", "Device: cpu", "Device: cuda"):
         screen.say(text, once=True)
     assert file.getvalue() == "Device: cpu\nDevice: cuda\n"

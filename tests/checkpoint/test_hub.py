@@ -2,13 +2,13 @@
 
 import io
 import json
+import re
 import shutil
-import subprocess
-import sys
 import time
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,9 +30,8 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tiny.save(
-        tiny.build("t5-encoder", num_layers=2), tmp_path_factory.mktemp("source") / "theirs", max_shard_size="12KB"
-    )
+    folder = tmp_path_factory.mktemp("source") / "theirs"
+    tiny.save(tiny.build("t5-encoder", num_layers=2), folder, max_shard_size="12KB")
     (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en]\n---\n# Theirs\n")
     return folder
 
@@ -132,35 +131,10 @@ def test_what_is_at_out_is_told_first(hub: HubServer, tmp_path: Path, capsys: py
     assert "exists" in refused(capsys, "convert", "org/theirs", tmp_path) and hub.count("^GET /") == 0
 
 
-def test_a_name_that_the_hub_has_not_is_refused_before_what_takes_long_to_import() -> None:
-    """Beside torch that is transformers, and pydantic."""
-    commands = ["convert NAME out", "audit NAME", "certify NAME", "verify NAME"]
-    program = f"""if True:
-        import sys
-        from bf16_to_fp16.cli import main
-        for command in {[*commands, "advise init NAME", "advise updates NAME"]}:
-            assert main(command.replace("NAME", "some/name").split()) == 2, command
-        print(*sorted({{"torch", "transformers", "pydantic"}} & set(sys.modules)))
-    """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "\n" and done.stderr.count("some/name is not a folder here, and the Hub cannot be") == 6
-
-
 def test_an_address_is_repeated_as_it_was_given() -> None:
     for address in ("https://huggingface.co/google/flan-t5-base", "https://example.org/a"):
-        with pytest.raises(UserError) as caught:
+        with pytest.raises(UserError, match=f"^{re.escape(address)} does not exist; give the folder of a checkpoint"):
             local_source(address)
-        assert (
-            str(caught.value) == f"{address} does not exist; give the folder of a checkpoint or a Hub id like org/name"
-        )
-
-
-def test_a_disk_that_fills_up_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(file_download, "http_get", full)
-    assert "the disk is full; free some space, or set HF_HOME" in error_at("org/theirs", hub)
 
 
 def test_what_cannot_be_read_is_one_line(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +201,12 @@ def test_a_hub_that_answers_nonsense_is_one_line(
 
 
 def test_a_local_fault_is_not_the_hubs_and_shows_no_password(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any, **__: Any) -> None:
-        raise NotADirectoryError(20, "Not a directory", "/cache/models")
-
-    monkeypatch.setattr(file_download, "http_get", missing)
-    assert (
-        error_at("org/theirs", hub)
-        == "/cache/models: cannot be read or written here; mend that, and run the same command again"
-    )
+    for fault, said in (
+        (OSError(28, "No space left on device"), "the disk is full; free some space, or set HF_HOME"),
+        (NotADirectoryError(20, "Not a directory", "/cache/models"), "/cache/models: cannot be read or written here;"),
+    ):
+        monkeypatch.setattr(file_download, "http_get", Mock(side_effect=fault))
+        assert said in error_at("org/theirs", hub)
     with pytest.raises(UserError) as caught:
         open_checkpoint("org/good", endpoint="http://me:s3cr3t@127.0.0.1:9")
     assert "s3cr3t" not in str(caught.value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import exhaustive, tiny, tools
+from support import tiny, tools
 from support.program import refused
 
 from bf16_to_fp16 import audit, certify, convert, undo
@@ -81,11 +81,8 @@ def test_stock_code_loads_a_file_as_it_loads_the_folder(umt5: Path, tmp_path: Pa
     assert torch.equal(one, other)
 
 
-WAN_NAMES = ["models_t5_umt5-xxl-enc-bf16.pth", "umt5-xxl-enc-bf16.safetensors"]
-
-
-@pytest.mark.parametrize("name", exhaustive.beyond(WAN_NAMES[:1], WAN_NAMES))
-def test_wans_own_names_are_the_same_model(name: str, tmp_path: Path) -> None:
+def test_wans_own_names_are_the_same_model(tmp_path: Path) -> None:
+    name = "models_t5_umt5-xxl-enc-bf16.pth"
     source = tools.write(tmp_path / name, tools.stored(tools.as_wan(encoder("umt5-encoder"))))
     assert convert(source, tmp_path / "out").safe
     undo(tmp_path / "out", tmp_path / "back")
@@ -113,8 +110,6 @@ def test_what_stock_code_does_not_read_is_left_out_and_said(tmp_path: Path) -> N
     file = tools.write(tmp_path / "clip.safetensors", tools.stored(encoder()) | others)
     notes = open_checkpoint(file).notes
     assert "clip.safetensors: leaves out logit_scale, spiece_model, which stock code does not read" in notes
-    convert(file, tmp_path / "out", run_model=False)
-    assert "leaves out" not in "".join(open_checkpoint(tmp_path / "out").notes)
 
 
 def test_the_config_is_told_from_names_and_shapes(t5: Path, umt5: Path) -> None:
@@ -149,10 +144,8 @@ def test_published_shapes_give_the_published_configs(name: str) -> None:
         shapes[f"{at}.1.DenseReluDense.{'wi_0' if gated else 'wi'}.weight"] = (hidden, width)
     tensors = {n: TensorInfo(n, "BF16", shape, Path("f"), 0, 0) for n, shape in shapes.items()}
     config = inferred_config(tensors, "f")
-    found = [
-        config[k] for k in ("model_type", "vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "feed_forward_proj")
-    ]
-    assert found == [kind, vocabulary, width, heads, size, hidden, activation] and config["num_layers"] == 3
+    keys = ("model_type", "vocab_size", "d_model", "num_heads", "d_kv", "d_ff", "feed_forward_proj", "num_layers")
+    assert [config[key] for key in keys] == [kind, vocabulary, width, heads, size, hidden, activation, 3]
 
 
 def test_a_given_config_goes_before_the_inferred_one(t5: Path, tmp_path: Path) -> None:
@@ -173,19 +166,14 @@ def without(*endings: str) -> Any:
     return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(endings)}
 
 
-def in_fp8(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: t.to(torch.float8_e4m3fn) if "DenseReluDense" in n else t for n, t in tensors.items()}
-
-
-def with_vocabulary(size: int) -> Any:
-    return lambda tensors: tensors | {"shared.weight": torch.zeros(size, 24, dtype=torch.bfloat16)}
-
-
 BIASES = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 BROKEN = {
     "no bias table": (without("bias.weight"), "no matrix encoder.block.0.layer.0.SelfAttention.relative"),
-    "UMT5's vocabulary": (with_vocabulary(256_384), "relative_attention_bias.weight is missing"),
+    "UMT5's vocabulary": (
+        lambda t: t | {"shared.weight": torch.zeros(256_384, 24, dtype=torch.bfloat16)},
+        "relative_attention_bias.weight is missing",
+    ),
     "no heads": (lambda t: t | {BIASES: torch.zeros(32, 0, dtype=torch.bfloat16)}, f"no matrix {BIASES}"),
     "a block missing": (lambda t: {n.replace("block.1.", "block.2."): v for n, v in t.items()}, "is missing"),
     "two encoders": (lambda t: {f"{at}.{n}": v.clone() for n, v in t.items() for at in "ab"}, "the text encoder alone"),
@@ -193,9 +181,7 @@ BROKEN = {
     "a stranger": (lambda t: t | {"vision.weight": torch.ones(2)}, "vision.weight is not part of"),
     "codes": (lambda t: t | {"encoder.x": torch.ones(2, dtype=torch.int8)}, "is I8, quantised"),
     "scaled fp8": (
-        lambda t: (
-            in_fp8(t) | {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn), "x.scale_weight": torch.ones(())}
-        ),
+        lambda t: {n: v.to(torch.float8_e4m3fn) for n, v in t.items()} | {"x.scale_weight": torch.ones(())},
         "F8_E4M3, quantised; give the checkpoint it was quantised from",
     ),
     "no T5": (lambda t: {"model.weight": torch.ones(2)}, "no T5 in it by its stock names or Wan's"),

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -57,26 +56,26 @@ def converted(request: pytest.FixtureRequest, conversion_of: Callable[[str], Con
     return conversion_of(request.param)
 
 
-@pytest.fixture
-def gated(conversion_of: Callable[[str], Converted]) -> Converted:
-    return conversion_of("gated")
-
-
 def test_half_is_broken_before_and_clean_and_close_after(converted: Converted, monkeypatch: pytest.MonkeyPatch) -> None:
     source, result = converted
     monkeypatch.setattr(probe, "audit_batches", brief.AUDITED)  # of some models random ids alone overflow
     before = audit(source, regimes=("half",), attention=("eager",))
     assert before["verdict"] == "unsafe" and before["regimes"]["half"]["nonfinite"] > 0
     assert result.safe
-    for regime in result.report["regimes"].values():
+    report = result.report
+    for regime in report["regimes"].values():
         assert regime["nonfinite"] == 0 and regime["saturated"] == 0
-    assert result.report["regimes"]["half"]["headroom_bits"] >= 1
+    assert report["regimes"]["half"]["headroom_bits"] >= 1
+    assert report["proof"] == "certified" and report["certificate"]["holds"] and report["uncertified"] == []
+    half = {site["name"]: site["amax"] for site in report["regimes"]["half"]["sites"]}
+    for site in report["certificate"]["sites"]:
+        assert site["observed"] == half.get(site["name"]) and (site["observed"] or 0) <= site["bound"]
     # Of two or three labels one row can decide the mean: from seed to seed it is 12 to 320 times.
     labels = any(name in source.parent.name for name in HEADS)
     # Of random models with outliers in the gains behind sublayers it is 11 times, and 30 to 70 with more batches.
     # Gains that are stored less 1 cannot all be carried over, and in so small a model they are many.
     gemma = any(name in source.parent.name for name in GEMMA)
-    close, weights = result.report["fidelity"], result.report["weights"]
+    close, weights = report["fidelity"], report["weights"]
     assert close["kl_fp16"] <= close["kl_bf16"] / (8 if labels or gemma else 32)
     corrected = len(result.plan.gain_correction) * 24  # of a norm that drifts
     assert weights["lossless_fraction"] >= (0.99 if gemma else 0.999) - corrected / weights["elements"]
@@ -104,10 +103,8 @@ def test_a_reward_without_a_padding_token_is_converted_verified_made_safe_and_ta
 def test_the_written_files_compute_the_sources_function(converted: Converted) -> None:
     source, result = converted
     error = compared(source, result.out)
-    if result.plan.drift is not None:
-        assert result.plan.drift.predicted_kl is not None and result.plan.drift.measured_kl is not None
-        drift = result.plan.drift
-        assert drift.predicted_max_logit_error is not None and drift.measured_max_logit_error is not None
+    if (drift := result.plan.drift) is not None:
+        assert drift.measured_kl is not None and drift.predicted_kl is not None
         assert drift.measured_max_logit_error <= 2 * drift.predicted_max_logit_error + 1e-6
     elif result.report["weights"]["lossless_fraction"] == 1:
         assert error == 0
@@ -130,14 +127,11 @@ def test_every_floating_tensor_is_fp16_and_undo_restores_the_sources_bits(conver
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_a_plan_for_something_else_is_refused(gated: Converted, tmp_path: Path, dry_run: bool) -> None:
-    source, result = gated
-    with pytest.raises(UserError, match=f"the plan was made for --target {result.report['target']}"):
-        convert(source, tmp_path / "out", plan=result.out, target="train", dry_run=dry_run)
+def test_a_plan_of_another_checkpoint_is_refused(conversion_of: Callable[[str], Converted], tmp_path: Path) -> None:
     other = tiny.save(tiny.small("pegasus"), tmp_path / "other")
-    with pytest.raises(UserError, match="use the plan of this checkpoint"):
-        convert(other, tmp_path / "out", plan=result.out, dry_run=dry_run)
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match="use the plan of this checkpoint"):
+            convert(other, tmp_path / "out", plan=conversion_of("gated")[1].out, dry_run=dry_run)
     assert not (tmp_path / "out").exists()
 
 
@@ -152,34 +146,6 @@ def test_the_config_is_edited_and_not_rewritten(converted: Converted) -> None:
     assert not older or "rope_theta" in changed  # which transformers 4 reads
     if "layer_norm_epsilon" in after:
         assert after["layer_norm_epsilon"] == 1e-6 * 4.0**result.plan.residual_exponent
-
-
-@pytest.mark.parametrize(  # a drift; eps in the config, gains that round
-    "kind", exhaustive.beyond(["mbart"], ["gated", "mbart", "gemma3"])
-)
-def test_a_replayed_plan_gives_same_bytes(kind: str, conversion_of: Callable[[str], Converted], tmp_path: Path) -> None:
-    source, result = conversion_of(kind)
-    convert(source, tmp_path / "again", plan=result.out, run_model=False)
-    for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "again" / name).read_bytes() == (result.out / name).read_bytes()
-
-
-def test_a_forced_replacement_that_fails_restores_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    out: Any = convert(source, tmp_path / "out", run_model=False).out
-    before = (out / "fp16_report.json").stat().st_ino
-    replace = os.replace
-
-    def fail(old: Any, new: Any) -> None:
-        if new == out and (old / "fp16_report.json").stat().st_ino != before:
-            raise OSError(5, "Input/output error")
-        replace(old, new)
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(UserError, match="Input/output"):
-        convert(source, out, force=True, run_model=False)
-    assert (out / "fp16_report.json").stat().st_ino == before
-    assert {p.name for p in tmp_path.iterdir()} == {"source", "out"}
 
 
 @pytest.mark.usefixtures("whole_probe_once")
@@ -253,16 +219,6 @@ def test_the_dtype_is_written_under_the_keys_that_a_config_has(keys: list[str]) 
     assert edited_config(resolve(source), Plan(family="t5")) == expected
 
 
-def test_a_conversion_is_certified_by_default(converted: Converted) -> None:
-    _, result = converted
-    report = result.report
-    assert report["proof"] == "certified" and report["certificate"]["holds"] and report["uncertified"] == []
-    seen = {s["name"]: s for s in report["certificate"]["sites"]}
-    half = {s["name"]: s["amax"] for s in report["regimes"]["half"]["sites"]}
-    assert all(s["observed"] == half.get(name) for name, s in seen.items())
-    assert all(half[name] <= s["bound"] for name, s in seen.items() if name in half)
-
-
 @pytest.mark.parametrize(
     "arguments", [["convert", "s", "o", "--json"], ["audit", "s", "--html"], ["audit", "s", "--json"]]
 )
@@ -277,24 +233,16 @@ def test_a_report_that_cannot_be_written_is_known_before_the_work(
     assert capsys.readouterr().err.startswith("error: ") and not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize("out", ["file", "file/out", "/proc/out", "link/out", "."])
 def test_a_place_without_room_for_the_output_is_known_before_the_work(
-    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for kind in ("source", "converted"):
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "fp16_report.json").write_text("{}")
+    """Of places ``test_staging`` has all. Work would begin with a Hub out of reach and a report without a plan."""
     (tmp_path / "file").write_text("mine")
-    (tmp_path / "link").symlink_to("nowhere")
-    capsys.readouterr()
-    monkeypatch.chdir(tmp_path)
-    # Work would begin with a Hub that is out of reach and a report without a plan, and say so.
-    for arguments in (["convert", "someone/model"], ["undo", "converted"]):
-        assert cli.main([*arguments, out, "--force"]) == 2
-        printed = capsys.readouterr()
-        assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and printed.out == ""
-        assert "choose another output path" in printed.err
-    assert {p.name for p in tmp_path.iterdir()} == {"source", "converted", "file", "link"}
+    (tmp_path / "converted").mkdir()
+    (tmp_path / "converted" / "fp16_report.json").write_text("{}")
+    for command in (("convert", "someone/model"), ("undo", tmp_path / "converted")):
+        assert "choose another output path" in refused(capsys, *command, tmp_path / "file", "--force")
+    assert {p.name for p in tmp_path.iterdir()} == {"converted", "file"}
 
 
 @pytest.mark.usefixtures("whole_probe_once")
@@ -324,14 +272,7 @@ def test_steps_name_target_and_source(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", "norm-safe"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert len(set(said)) == len(said) and "Planning the exponents for use with norms in fp16" in said
-    assert "Bounding every site of the source with norms in fp16" in said and "converted checkpoint" not in " ".join(
-        said
-    )
-    assert cli.main(["convert", str(tmp_path / "out"), str(tmp_path / "again"), "--dry-run"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert (
-        "out is converted already" in said[0] and "verify checks a converted checkpoint" in said[0] and len(said) == 1
-    )
+    assert "Bounding every site of the source with norms in fp16" in said
     # What was made for one target and is bounded for another is called so.
     assert cli.main(["certify", str(tmp_path / "out")]) == 0
     found = capsys.readouterr()
@@ -339,10 +280,6 @@ def test_steps_name_target_and_source(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "any input: in PyTorch " in found.out and found.out.count("in PyTorch ") == 2  # and in a title
     assert cli.main(["certify", str(tmp_path / "out"), "--target", "norm-safe"]) == 0
     assert "was converted for" not in capsys.readouterr().err
-    assert cli.main(["verify", str(tmp_path / "out"), "--no-audit"]) == 0
-    verified = capsys.readouterr().out
-    assert "proven in PyTorch for every input of up to 32,768 positions; nothing was run" in verified
-    assert "with norms in fp16: not known, no value overflows" in verified
 
 
 def test_a_disk_that_is_too_small_is_said_before_anything_is_computed(

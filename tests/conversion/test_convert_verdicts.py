@@ -7,19 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import exhaustive, tiny
+from support import tiny
 from support.folders import compared
 
 from bf16_to_fp16 import audit, certify, cli, convert
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.convert import convert_by, next_of
 from bf16_to_fp16.conversion.options import Destination, Options, Provenance
-from bf16_to_fp16.conversion.planning import Opened, Search
-from bf16_to_fp16.devices import Device
-from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.finetuning.run import attack_unproven
-from bf16_to_fp16.measuring.probe import checkpoint_batches
-from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.remedies import OUTPUT, WITHOUT_AUDIT, WITHOUT_EITHER, WITHOUT_EXACT
@@ -29,13 +24,7 @@ from bf16_to_fp16.results import dump
 
 
 @pytest.mark.usefixtures("first_batch")
-@pytest.mark.parametrize(
-    ("up", "down", "by"),
-    exhaustive.beyond(
-        [("q", "k", 1e7), ("wi_1", "wo", 1e-9)],
-        [("v", "o", 1e-9), ("q", "k", 1e-9), ("q", "k", 1e7), ("wi_1", "wo", 1e-9), ("wi_1", "wo", 1e-6)],
-    ),
-)
+@pytest.mark.parametrize(("up", "down", "by"), [("q", "k", 1e7), ("wi_1", "wo", 1e-9)])
 def test_lopsided_pairs_of_weights_are_evened_out(up: str, down: str, by: float, tmp_path: Path) -> None:
     """A weight near one end of fp16 and its partner near the other: one exponent fixes both."""
     model = tiny.small("gated")
@@ -158,10 +147,9 @@ def test_what_is_unproven_decides_only_without_an_audit(tmp_path: Path, capsys: 
     assert steps[:2] == [WITHOUT_EXACT, WITHOUT_EITHER] and all(step.startswith("stay with") for step in steps[2:])
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(["gated"], ["gated", "t5", "umt5-encoder"]))
 @pytest.mark.parametrize("target", ["norm-safe", "fp16-accumulate", "train"])
-def test_the_other_targets_are_certified_too(kind: str, target: str, tmp_path: Path) -> None:
-    source = tiny.save(tiny.small(kind), tmp_path / "source")
+def test_the_other_targets_are_certified_too(target: str, tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("gated"), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", target, "--no-audit"]) == 0
     report = certify(tmp_path / "out", target=target)
     assert report["verdict"] == "safe"
@@ -193,19 +181,6 @@ def test_for_training_the_output_is_run_as_in_training(tmp_path: Path) -> None:
         assert any(":grad" in name for name in sites) and any("dropout:" in name for name in sites)
 
 
-@pytest.mark.parametrize("margin", [0.0, 6.0])
-def test_what_was_observed_keeps_the_margin_that_was_asked_for(tmp_path: Path, margin: float) -> None:
-    source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
-    checkpoint = open_checkpoint(source)
-    progress = Progress(quiet=True)
-    layout = resolve(checkpoint)
-    observed = observe_source(checkpoint, checkpoint_batches(checkpoint, layout, None, 0), progress, Device("cpu"))
-    decided = Search(Opened(checkpoint, layout, []), Options(margin_bits=margin), progress, observed).decided("half")
-    assert decided.planned is not None and not decided.planned.violations and decided.plan.margin_bits == margin
-    reached = float(observed.ranges[layout.norms[-1]].input.amax.max()) * 2.0**decided.plan.residual_exponent
-    assert reached <= 65504 * 2.0**-margin
-
-
 @pytest.mark.usefixtures("first_batch")
 def test_an_unsafe_conversion_says_what_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("gated", factor=1.0)
@@ -216,9 +191,15 @@ def test_an_unsafe_conversion_says_what_broke(tmp_path: Path, capsys: pytest.Cap
     assert "output: unsafe: overflows in " in printed and "next: " in printed
     assert "fp16_report.html" in printed and "wi_0" in printed
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
-    assert all(v["excess_bits"] < 100 for v in report["unsafe"])
+    assert report["verdict"] == "unsafe" and "inexact" not in report and "--exact" in report["command"]
+    assert all(v["reason"] and v["remedy"] and v["excess_bits"] < 100 for v in report["unsafe"])
     remedies = [v["remedy"] for v in report["unsafe"] if "wi_0" in v["signal"]]
     assert remedies and all("rescaling was not enough" in remedy and "finetune" in remedy for remedy in remedies)
+    # A regime is offered as a way out only if nothing broke in it.
+    broken = [v for v in report["unsafe"] if "regimes" in v]
+    regimes = {regime for v in broken for regime in v["regimes"]}
+    for offered in (v["remedy"].partition(", or use ")[2] for v in broken):
+        assert all((name in offered) is (name not in regimes) for name in ("stock", "amp", "half"))
 
 
 def test_what_a_search_breaks_of_a_finetunes_result_is_unsafe_and_holds_in_no_tier(tmp_path: Path) -> None:

@@ -138,6 +138,20 @@ def test_force_never_replaces_a_folder_that_holds_the_source(
     assert contents(here) == before
 
 
+def test_a_replacement_that_fails_restores_the_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, replace = contents(here), os.replace
+
+    def fail(old: Path, new: Path) -> None:
+        if (old / "new").exists():
+            raise OSError(5, "Input/output error")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(UserError, match="Input/output"), staging.staged(here / "converted", force=True) as work:
+        (work / "new").write_text("new")
+    assert contents(here) == before
+
+
 def test_a_file_that_appears_in_the_old_folder_meanwhile_is_kept(here: Path) -> None:
     with pytest.raises(UserError, match="thesis"), staging.staged(here / "converted", force=True) as work:
         (work / "new").write_text("new")
@@ -161,9 +175,10 @@ def test_undo_replaces_what_convert_wrote_and_nothing_else(here: Path, capsys: p
 
 
 def test_a_packed_file_replaces_none_that_was_not_packed_here(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny.save(tiny.small("t5-encoder", num_layers=1), here / "other")
+    other = the_original(here) / "model.safetensors"
+    (here / "text.safetensors").write_text("kept")
     before = contents(here)
-    for out in (here / "other" / "model.safetensors", here / "source" / "model.safetensors"):
+    for out in (other, here / "source" / "model.safetensors", here / "text.safetensors"):
         ask = ["convert", here / "source", out, "--layout", "single", "--no-audit"]
         for options in ((), ("--force",)):
             assert "--force" not in refused(capsys, *ask, *options)
@@ -193,30 +208,14 @@ def test_force_replaces_a_converted_pipeline_without_others(tmp_path: Path, caps
     assert contents(tmp_path) == before
 
 
-def the_sources_config(root: Path) -> Path:
-    return root / "source" / "config.json"
-
-
-def the_reports_plan(root: Path) -> Path:
-    return root / "converted" / "fp16_report.json"
-
-
-def a_text(root: Path) -> Path:
-    (root / "thesis.txt").write_text("the bf16-to-fp16 story")
-    return root / "thesis.txt"
-
-
-def a_recipe(root: Path) -> Path:
-    (root / "recipe.json").write_text('{"source": "x"}')
-    return root / "recipe.json"
-
-
-@pytest.mark.parametrize("file", [the_sources_config, the_reports_plan, a_text, a_recipe])
+@pytest.mark.parametrize("file", ["source/config.json", "converted/fp16_report.json", "thesis.txt", "recipe.json"])
 @pytest.mark.parametrize("option", ["--json", "--html"])
 def test_a_report_overwrites_no_file_of_the_users(
-    option: str, file: Callable[[Path], Path], here: Path, capsys: pytest.CaptureFixture[str]
+    option: str, file: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, before = file(here), contents(here)
+    (here / "thesis.txt").write_text("the bf16-to-fp16 story")
+    (here / "recipe.json").write_text('{"source": "x"}')
+    target, before = here / file, contents(here)
     command = ["audit", here / "source", "--regime", "half", option, target]
     with tiny.no_models():
         assert f"choose another file for {option}" in refused(capsys, *command)
@@ -266,10 +265,7 @@ def test_undo_of_one_file_with_a_flipped_byte_is_refused(here: Path, capsys: pyt
     ("command", "words"),
     [
         ("convert source empty/deeper/.. --no-audit --force", "choose another output path"),
-        (
-            "convert source converted/deeper/out --no-audit",
-            "an output of this program; choose an output path outside it",
-        ),
+        ("convert source converted/deeper/out --no-audit", "of this program; choose an output path outside it"),
         ("convert source new --no-audit --json new", "--json"),
         ("audit source --json one --html one", "--json"),
         ("audit source --html -", "--html writes a file"),

@@ -73,12 +73,6 @@ def edit(file: Path, place: str, value: object) -> None:
         at[int(last) if isinstance(at, list) else last] = value
 
 
-def swap(folder: Path) -> None:
-    one, two = (folder / ONE).read_bytes(), (folder / TWO).read_bytes()
-    (folder / ONE).write_bytes(two)
-    (folder / TWO).write_bytes(one)
-
-
 def hide(folder: Path) -> None:
     """Move a shard into a hidden folder, where its index still finds it."""
     (folder / ".hidden").mkdir()
@@ -95,10 +89,6 @@ def of_config(key: str, value: object) -> Callable[[Path], None]:
     return lambda folder: edit(folder / "config.json", key, value)
 
 
-def added(name: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / name).write_text("{}")
-
-
 def bf16_as_listed(folder: Path) -> None:
     """Let the config say bf16, and the report say that the conversion set that."""
     edit(folder / "config.json", "dtype", "bfloat16")
@@ -111,6 +101,7 @@ def test_an_untouched_folder_passes_every_check(converted: Path, source: Path) -
     assert result["verified"] and result["verdict"] == "safe" and set(result["checks"].values()) == {"passed"}
     assert result["source"] == {"path": "out", "revision": None} and result["files"] == len(records(converted)) - 1
     assert result["certificate"]["holds"] and set(result["regimes"]) == {"stock", "amp", "half"}
+    assert result["tiers"] == report_of(converted)["tiers"]
 
 
 PLAIN = {
@@ -122,7 +113,6 @@ PLAIN = {
     "no shard": (lambda f: (f / ONE).unlink(), ONE, "is missing"),
     "another file": (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin", "not in the report"),
     "code": (lambda f: (f / "d").mkdir() or (f / "d" / "x.py").write_text(""), "d/x.py", "not in the report"),
-    "swapped shards": (swap, ONE, "was changed"),
 }
 
 
@@ -170,28 +160,12 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
         lambda f: (f / "generation_config.json").write_text('{"repetition_penalty": 50.0}'),
         *(REPLAY, "replay", "generation_config.json", "is not what the conversion carries over"),
     ),
-    **{
-        f"an added {name}": (added(name), REPLAY, "replay", name, "is not what the conversion carries over")
-        for name in (
-            *("chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"),
-            *("special_tokens_map.json", "tokenizer.model", "hf_quant_config.json"),
-        )
-    },
     "a signal of the plan": (
         of_report("plan.exponents", {"encoder.block.9.layer.0.SelfAttention.value": [1]}),
         *(BOUNDS, "plan", "plan", "which this checkpoint does not have"),
     ),
     "the plan's family": (of_report("plan.family", "pegasus"), BOUNDS, "plan", "plan", "is for pegasus"),
     "a head apart": (of_report("plan.untied_head", True), BOUNDS, "plan", "config.json", "separates the head"),
-    "a bound": (of_report("certificate.sites.0.bound", 1.0), BOUNDS, "certificate", ".bound", "the report says 1.0"),
-    "a limit": (of_report("certificate.sites.0.limit", 7.0), BOUNDS, "certificate", ".limit", "the report says 7.0"),
-    "a kind": (of_report("certificate.sites.0.kind", "x"), BOUNDS, "certificate", ".kind", "the report says 'x'"),
-    "the stack of a site": (
-        of_report("certificate.sites.0.stack", "decoder"),
-        *(BOUNDS, "certificate", ".stack", "the report says 'decoder'"),
-    ),
-    "the block of a site": (of_report("certificate.sites.9.block", 7), BOUNDS, "certificate", ".block", "says 7"),
-    "the role of a site": (of_report("certificate.sites.0.role", "x"), BOUNDS, "certificate", ".role", "says 'x'"),
     "other inputs than the seed's": (of_report("inputs.sha256", "0" * 64), RUN, "audit", "inputs", ""),
     "no bounds": (
         of_report("certificate.sites", []),
@@ -210,20 +184,8 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
         of_report("tiers.fp8", {"holds": False, "proof": None, "runtimes": [], "reason": OVER}),
         *(BOUNDS, "tiers", "fp8", "is no tier of this program"),
     ),
-    "a regime's amax": (of_report("regimes.half.sites.0.amax", 1.0), RUN, "audit", ".amax", "the report says 1.0"),
-    "a KL": (of_report("fidelity.kl_fp16", 0.5), {"original": True}, "fidelity", "fidelity.kl_fp16", "says 0.5"),
-    "the drop of bits": (
-        of_report("weights.flushed_to_zero", 9),
-        *(REPLAY, "replay", "weights.flushed_to_zero", "says 9"),
-    ),
     "the verdict": (of_report("verdict", "unsafe"), BOUNDS, "report", REPORT, "says itself"),
-    "a safe verdict beside what is unsafe": (
-        of_report("unsafe", [OVER_A_LIMIT]),
-        BOUNDS,
-        "report",
-        "a",
-        "and also over",
-    ),
+    "a safe verdict beside what is unsafe": (of_report("unsafe", [OVER_A_LIMIT]), BOUNDS, "report", "a", "also over"),
     "a safe verdict beside a divergence": (
         of_report("fidelity", {"kl_bf16": 1e-9, "kl_fp16": 1.0}),
         *(BOUNDS, "report", "the output", "and also fp16 is further"),
@@ -231,16 +193,9 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
 }
 
 
-@pytest.mark.parametrize(("damage", "asked", "check", "name", "reason"), HIDDEN.values(), ids=HIDDEN)
-def test_hidden_damage_is_found(
-    folder: Path,
-    source: Path,
-    damage: Callable[[Path], object],
-    asked: dict[str, Any],
-    check: str,
-    name: str,
-    reason: str,
-) -> None:
+@pytest.mark.parametrize("what", HIDDEN)
+def test_hidden_damage_is_found(folder: Path, source: Path, what: str) -> None:
+    damage, asked, check, name, reason = HIDDEN[what]
     damage(folder)
     forge(folder, new=True)
     options = asked | ({"original": source} if asked.get("original") else {})
@@ -250,6 +205,17 @@ def test_hidden_damage_is_found(
         return
     found = problems(folder, **options)
     assert any(each == check and name in named and reason in why for each, named, why in found), found
+
+
+def test_what_stock_code_reads_besides_is_the_originals(folder: Path, source: Path) -> None:
+    names = {"chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json"}
+    names |= {"special_tokens_map.json", "tokenizer.model", "hf_quant_config.json"}
+    for name in names:
+        (folder / name).write_text("{}")
+    forge(folder, new=True)
+    assert {(check, name) for check, name, _ in problems(folder, **REPLAY | {"original": source})} == {
+        ("replay", name) for name in names
+    }
 
 
 HARMLESS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
@@ -325,7 +291,7 @@ def test_a_tier_that_bounds_alone_cannot_show_is_found_by_a_run(source: Path, tm
     assert (check, name) == ("tiers", "norm-fp16") and "where fp16 squares vanish" in reason
 
 
-FEW = ("t5", "pegasus", "gemma2")  # an eps in the config, a drift, gains that round
+FEW = ("pegasus", "gemma2")  # a drift, gains that round
 
 
 @pytest.mark.usefixtures("first_batch")
@@ -339,17 +305,10 @@ def test_a_run_does_not_withdraw_what_the_bounds_prove(kind: str, tmp_path: Path
     assert problems(tmp_path / "out") == []
 
 
-def test_audit_and_verify_give_the_tiers_of_the_conversion(converted: Path) -> None:
-    recorded = json.loads((converted / REPORT).read_text())["tiers"]
+def test_an_audit_gives_the_tiers_of_the_conversion(converted: Path) -> None:
     found = audit(converted)
-    assert found["tiers"] == recorded == verify(converted)["tiers"]
+    assert found["tiers"] == report_of(converted)["tiers"]
     assert found["proof"] == "certified" and found["certificate"]["holds"]
-
-
-def test_the_certificate_is_made_for_the_reports_length(source: Path, tmp_path: Path) -> None:
-    convert(source, tmp_path / "out", run_model=False, max_length=64)
-    found = verify(tmp_path / "out", run_model=False)
-    assert found["verified"] and found["certificate"]["max_length"] == 64
 
 
 @pytest.mark.usefixtures("first_batch")
@@ -417,10 +376,19 @@ def test_a_number_is_the_same_up_to_another_machines_rounding(key: str, said: fl
 
 FORGED: dict[str, list[tuple[str, object, str, str]]] = {
     "changed": [
+        ("certificate.sites.0.bound", 1.0, "certificate", ".bound"),
+        ("certificate.sites.0.limit", 7.0, "certificate", ".limit"),
+        ("certificate.sites.0.kind", "x", "certificate", ".kind"),
+        ("certificate.sites.0.stack", "decoder", "certificate", ".stack"),
+        ("certificate.sites.9.block", 7, "certificate", ".block"),
+        ("certificate.sites.0.role", "x", "certificate", ".role"),
+        ("regimes.half.sites.0.amax", 1.0, "audit", ".amax"),
         ("fidelity.kl_bf16", 9.0, "fidelity", "fidelity.kl_bf16"),
+        ("fidelity.kl_fp16", 0.5, "fidelity", "fidelity.kl_fp16"),
         ("fidelity.positions", 3, "fidelity", "fidelity.positions"),
         ("signals.0.before", 1e9, "fidelity", "signals."),
         ("weights.lossless_fraction", 0.5, "replay", "weights.lossless_fraction"),
+        ("weights.flushed_to_zero", 9, "replay", "weights.flushed_to_zero"),
         ("source.dtype", "F32", "replay", "source.dtype"),
         ("source.config_changes.dtype.before", "float32", "replay", "source.config_changes"),
     ],
@@ -436,8 +404,8 @@ def test_figures_are_measured_again(folder: Path, source: Path, forged: list[tup
         edit(folder / REPORT, place, value)
     forge(folder)
     found = problems(folder, original=source)
-    for _, _, check, start in forged:
-        assert any(each == check and name.startswith(start) for each, name, _ in found), (start, found)
+    for _, _, check, part in forged:
+        assert any(each == check and part in name for each, name, _ in found), (part, found)
 
 
 def test_the_regimes_are_compared_with_what_runs_again(folder: Path) -> None:
@@ -449,21 +417,21 @@ def test_the_regimes_are_compared_with_what_runs_again(folder: Path) -> None:
         assert all(f"regimes.{regime}.{key}" in named for key in change), named
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("sub/model.safetensors", "onnx/model.onnx", "onnx/model.onnx_data", "custom_generate/generate.py"),
-        *("modeling_t5.py", "MODELING_T5.PY", "handler.py", "Config.json", "MODEL.safetensors", "readme.md"),
-        *("Modules.json", "pytorch_model.bin", "PYTORCH_MODEL.BIN", "tf_model.h5", "weights.pkl", "libx.so"),
-        *("install.sh", "1_Dense/model.safetensors", "sub/config.json", "demo.ipynb"),
-    ],
+NO_CONVERSIONS = (
+    *("sub/model.safetensors", "onnx/model.onnx", "onnx/model.onnx_data", "custom_generate/generate.py"),
+    *("modeling_t5.py", "MODELING_T5.PY", "handler.py", "Config.json", "MODEL.safetensors", "readme.md"),
+    *("Modules.json", "pytorch_model.bin", "PYTORCH_MODEL.BIN", "tf_model.h5", "weights.pkl", "libx.so"),
+    *("install.sh", "1_Dense/model.safetensors", "sub/config.json", "demo.ipynb"),
 )
-def test_weights_code_and_names_that_no_conversion_writes_are_found(folder: Path, name: str) -> None:
-    (folder / name).parent.mkdir(exist_ok=True)
-    shutil.copy(folder / ONE, folder / name)
+
+
+def test_weights_code_and_names_that_no_conversion_writes_are_found(folder: Path) -> None:
+    for name in NO_CONVERSIONS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(folder / ONE, folder / name)
     forge(folder, new=True)
     found = verify(folder, run_model=False)
-    assert {(p["check"], p["name"]) for p in found["problems"]} == {("files", name)}
+    assert {(p["check"], p["name"]) for p in found["problems"]} == {("files", name) for name in NO_CONVERSIONS}
 
 
 def test_code_of_the_source_is_not_carried_over(source: Path, tmp_path: Path) -> None:

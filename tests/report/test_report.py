@@ -77,9 +77,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     changed = Path(shutil.copytree(converted, folder / "changed"))
     (changed / "README.md").write_text("# Mine\n")
     (folder / "log.jsonl").write_text('{"step": 10, "task_loss": 2.5}\n')
-    entry = FinetuneEntry(
-        steps=10, tokens=100, skipped=[], evaluations=[], kept=None, processes=1, devices=["cpu"], data={}
-    )
+    empty: dict[str, Any] = {"skipped": [], "evaluations": [], "kept": None, "data": {}}
+    entry = FinetuneEntry(steps=10, tokens=100, processes=1, devices=["cpu"], **empty)
     lineage = lineage_of(open_checkpoint(source), recipe, recipe, Run(folder, entry, None))
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
     layout = resolve(open_checkpoint(source))
@@ -95,10 +94,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     (folder / "pipeline" / "text_encoder_2").symlink_to("text_encoder")
     (folder / "pipeline" / "model_index.json").write_text(json.dumps(index))
     both = tiny.save(tiny.small("t5"), folder / "both")
-    config = json.loads((both / "config.json").read_text()) | {"architectures": ["T5EncoderModel"]}
-    (both / "config.json").write_text(json.dumps(config))
-    edited = Path(shutil.copytree(converted, folder / "edited"))
-    (edited / "README.md").write_text("mine")
+    with rewritten(both / "config.json") as config:
+        config["architectures"] = ["T5EncoderModel"]
     theirs = open_checkpoint(tiny.save(tiny.small("pegasus"), folder / "biased"))
     plan = Plan(family="pegasus", centred_keys=["model.encoder.layers.0.self_attn"])
     whole = convert_pipeline(folder / "pipeline", folder / "pipeline-fp16", run_model=False)
@@ -119,7 +116,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "audit": Report.model_validate(attacked),
         "certify": Report.model_validate(certify(source)),
         "certify a part": Report.model_validate(certify(both)),
-        "publish": prepare(edited).report,
+        "publish": prepare(changed).report,
         "verify": Verification.model_validate(verify(converted)),
         "verify what was changed": Verification.model_validate(verify(changed)),
         "an exception": ExceptionEntry(ids=[7], tokens=["a"], kl=0.5, kl_bf16=1e-3, kl_run=1e-4),
@@ -175,9 +172,7 @@ def test_the_published_schema_is_current_describes_every_part_and_takes_keys_to_
     assert set(schema["properties"]) == set(keys_of(Report))
 
 
-def test_what_is_written_has_exactly_the_declared_keys(
-    written: dict[str, ReportObject],
-) -> None:
+def test_what_is_written_has_exactly_the_declared_keys(written: dict[str, ReportObject]) -> None:
     for name, part in written.items():
         assert not any(each.model_extra for each in parts_of(part)), name
     found: dict[type[ReportObject], set[str]] = {}

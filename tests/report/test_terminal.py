@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support import contract, fakes, pages, parsed, tiny
 
-from bf16_to_fp16 import UserError, audit, certify, cli, convert
+from bf16_to_fp16 import UserError, audit, certify, cli
 from bf16_to_fp16.families.known import FAMILIES, names_of
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
@@ -87,10 +87,9 @@ def test_a_terminal_has_frames_a_bar_with_the_time_left_and_colours_unless_it_is
 def test_elsewhere_a_step_is_a_line_and_a_row_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     work()
     printed = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in printed.out.splitlines()]
     assert printed.err == "Working\n"
-    lines = [line.split() for line in printed.out.splitlines()]
-    assert " ".join(lines[0]) == "safe: nothing was audited"
-    assert lines[1:] == [["family", "model_type", "architectures", "covers"], ["t5", "t5", "A", "T5"]]
+    assert lines == ["safe: nothing was audited", "family model_type architectures covers", "t5 t5 A T5"]
 
 
 def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,8 +136,6 @@ def test_a_conversion_ends_with_source_output_and_loading(capsys: pytest.Capture
     source, output, accuracy, finetune, harm, load, then, page = capsys.readouterr().out.splitlines()
     assert accuracy.startswith("accuracy: about ") and then.endswith(f"bf16-to-fp16 verify {tmp_path}")
     assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
-    entering = [signal | {"side": "input"} for signal in made["signals"]]
-    assert f" entering {largest['module']}, " in terminal.source_line(read(Report, made | {"signals": entering})).plain
     for recipe, name in (({}, "trained weights, from a rescaled start"), ({"rescale": False}, "trained weights")):
         run = {"finetune": FinetuneEntry.model_construct(recipe=recipe)}
         trained = read(Report, made).model_copy(update=run)
@@ -153,7 +150,6 @@ def test_a_conversion_ends_with_source_output_and_loading(capsys: pytest.Capture
     terminal.print_conversion(read(Report, made | {"signals": calm}), tmp_path)
     said = capsys.readouterr().out
     assert said.startswith("source: did not overflow on what was run; its largest value, 1, is 65,499 ×")
-    assert ("adds the proof" in said) is read(Report, made).proven
     broken = fakes.audit()["regimes"]
     unsafe = {"verdict": "unsafe", "regimes": broken, "next": "finetune it: bf16-to-fp16 finetune r.yaml"}
     terminal.print_conversion(read(Report, made | unsafe), tmp_path)
@@ -259,9 +255,8 @@ def test_the_runtimes_that_were_asked_for_and_are_not_shown_have_their_reason() 
     tiers["norm-fp16"]["reason"], least = OVER, fakes.conversion(safe=False)["regimes"]
     unproven = Report.model_validate({"target": "half", "tiers": tiers})
     assert "ONNX and TensorRT: not proven · " in terminal.runtimes_line(unproven)
-    assert "ONNX and TensorRT: no · " in terminal.runtimes_line(
-        read(Report, {"schema": 1, "tiers": tiers, "regimes": least})
-    )
+    ran = read(Report, {"schema": 1, "tiers": tiers, "regimes": least})
+    assert "ONNX and TensorRT: no · " in terminal.runtimes_line(ran)
     tiers["norm-fp16"]["reason"] = SQUARES_UNSEEN  # where nothing was run
     said = "safe in: PyTorch: yes, proven · ONNX and TensorRT: not known · sums in fp16: no"
     assert terminal.runtimes_line(Report.model_validate({"target": "half", "tiers": tiers})) == said
@@ -391,22 +386,6 @@ def test_a_site_of_a_stream_is_told_what_became_of_that_stream() -> None:
     unproven = {site.name for site in certificate.sites if site.kind == "residual"} & reasons.keys()
     told = {name for name in unproven if "holding it for every input" in reasons[name]}
     assert told == {name for name in unproven if ".decoder." in name} and told and unproven - told
-
-
-def test_a_conversion_that_stays_unsafe_names_what_broke_when_run(tmp_path: Path) -> None:
-    model = tiny.build("t5-encoder", num_layers=2)
-    for name, weight in model.named_parameters():
-        if name.endswith("wi_0.weight"):
-            weight.data.mul_(1e5)
-    report = convert(tiny.save(model, tmp_path / "theirs"), tmp_path / "out", exact=True).report
-    assert report["verdict"] == "unsafe" and all(row["reason"] and row["remedy"] for row in report["unsafe"])
-    broken = [row for row in report["unsafe"] if "regimes" in row]
-    assert any(row["signal"].endswith("wi_0") and "finetune" in row["remedy"] for row in broken)
-    # A regime is offered as a way out only if nothing broke in it.
-    regimes = {regime for row in broken for regime in row["regimes"]}
-    for row in broken:
-        offered = row["remedy"].partition(", or use ")[2]
-        assert all((name in offered) is (name not in regimes) for name in ("stock", "amp", "half"))
 
 
 def test_each_reason_and_remedy_is_worded_in_one_place() -> None:
