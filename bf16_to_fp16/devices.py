@@ -213,12 +213,12 @@ class Device:
         }
 
 
-_products: ContextVar[tuple[Device, str] | None] = ContextVar("products", default=None)
+_products: ContextVar[Device | None] = ContextVar("products", default=None)
 
 
 @contextmanager
-def products_on(device: Device, part: str) -> Iterator[None]:
-    token = _products.set((device, part))
+def products_on(device: Device) -> Iterator[None]:
+    token = _products.set(device)
     try:
         yield
     finally:
@@ -231,10 +231,9 @@ def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:
-        chosen = _products.get()
-        if chosen is None:
+        device = _products.get()
+        if device is None:
             return product(*tensors)
-        device, part = chosen
-        return device.run(part, lambda place: product(*(x.to(place) for x in tensors)).cpu(), wide=True)
+        return device.run("certificate", lambda place: product(*(x.to(place) for x in tensors)).cpu(), wide=True)
 
     return placed

@@ -9,6 +9,8 @@ SCHEMA = 1  # version of the report's keys
 
 PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy", "matplotlib")
 
+HOW_TO_TRAIN = "in a clone of the repository pip install '.[train]'"
+
 
 @cache
 def installed(package: str) -> str | None:
@@ -16,7 +18,3 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def how_to_install(extra: str) -> str:
-    return f"in a clone of the repository pip install '.[{extra}]'"

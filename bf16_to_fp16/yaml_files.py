@@ -11,17 +11,17 @@ import yaml
 from .errors import UserError
 
 
-def read_yaml(path: Path, what: str) -> Any:
-    """Return a YAML file's data, None for an empty file. what: names the file in messages. Raises UserError for a file
-    that cannot be read, is not UTF-8 or not YAML."""
+def read_yaml(path: Path) -> Any:
+    """Return a recipe's data, None for an empty file. Raises UserError for a file that cannot be read, is not UTF-8 or
+    not YAML."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the {what} as UTF-8") from error
+        raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the recipe as UTF-8") from error
     except IsADirectoryError as error:
-        raise UserError(f"{path} is a folder; give the {what}'s YAML file") from error
+        raise UserError(f"{path} is a folder; give the recipe's YAML file") from error
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the {what}'s YAML file") from error
+        raise UserError(f"{path}: {error.strerror}; give the recipe's YAML file") from error
     return parse_yaml(text, str(path))
 
 

@@ -92,7 +92,7 @@ def test_a_product_that_a_device_has_no_memory_for_is_made_on_the_cpu_and_only_t
 
     said = Said()
     device = Device(STAND_IN, said)
-    with stand_in(room=2), products_on(device, "certificate"):
+    with stand_in(room=2), products_on(device):
         made = [double(torch.tensor([float(i)])).item() for i in range(4)]
     full = f"{STAND_IN} is out of memory: the certificate continues on the CPU"
     assert made == [0.0, 2.0, 4.0, 6.0]
@@ -103,7 +103,7 @@ def test_a_product_that_a_device_has_no_memory_for_is_made_on_the_cpu_and_only_t
 
 def test_a_gram_matrix_is_multiplied_on_the_device_from_its_first_sum_to_its_last() -> None:
     rows = torch.randn(300, 20)
-    with stand_in(room=2) as copies, products_on(Device(STAND_IN, Said()), "certificate"):
+    with stand_in(room=2) as copies, products_on(Device(STAND_IN, Said())):
         made = gram(rows)
     assert len(copies) == 2 and torch.equal(made, gram(rows))
     factors = torch.empty(2, 20, 256, device=STAND_IN)

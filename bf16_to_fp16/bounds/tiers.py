@@ -50,7 +50,7 @@ def bounded(
     this function, hence its many parameters."""
     weights = fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
-    with products_on(device, "certificate"):
+    with products_on(device):
         with progress.step(f"Bounding every site{whose} {WHERE[target]}") as advance:
             certificate = bound(layout, weights, arithmetic, target=target, spectra=spectra, advance=advance)
         if tiers:

@@ -39,7 +39,8 @@ from ..report.stored import originals as stored_originals
 from ..report.stored import read_origin, read_plan, read_start
 from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, centred_tensors, tables_of
-from ..rescaling.exponents import exponents_of, input_factor, norm_exponents, output_factors
+from ..rescaling.channels import folded
+from ..rescaling.exponents import exponents_of, norm_exponents, output_factors
 from ..rescaling.plan import Plan, composed, mark_of
 from ..rescaling.planner import make_plan, with_smaller_gradients
 from ..targets import MARGIN_BITS, TARGETS
@@ -87,6 +88,7 @@ def make_fp16_safe(
                 set_eps_of_configs(model, layout, after.eps)
         tables = (name for name, at in centred_tensors(layout, plan.centred_keys).items() if tables_of(at))
         kept = {name: model.get_parameter(name).detach().clone() for name in tables}
+    table = after.tensors[after.table(after.stacks()[0].ends)]
     safe = MadeSafe(
         target=target,
         certified=proof.holds,
@@ -94,7 +96,7 @@ def make_fp16_safe(
         tightest=worst.name,
         tables=kept,
         outputs=output_factors(after, plan),
-        inputs={EMBEDDINGS: input_factor(after, plan)},
+        inputs={EMBEDDINGS: folded(exponents_of(table, plan).full(table.shape)[0])},
         passed=passed,
         layout=layout,
         **before,

@@ -195,7 +195,7 @@ class Search:
 
     def decided(self, target: str) -> Decided:
         opened, search = self.opened, replace(self, options=replace(self.options, target=target))
-        with products_on(opened.device, "certificate"):
+        with products_on(opened.device):
             layout, planned, bounds = search.best_plan()
         if self.observed is None or self.before is None or opened.edits is None:
             return Decided(layout, planned.plan, target, planned, self.observed, bounds=bounds)

@@ -11,7 +11,7 @@ from typing import Any
 from .configs import full_config
 from .layout import Layout, walk
 from .types import Family
-from .wiring import Attention, Experts, FeedForward, Sublayer, feed_forwards_of
+from .wiring import Attention, Sublayer, feed_forwards_of
 
 STACKS = ("encoder", "decoder")  # names of stacks in order; an only stack has the last
 
@@ -20,31 +20,12 @@ _BLOCK = re.compile(r"(?:^|\.)(\d+)(?=[.:])")
 _STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Last parts of module paths by role. ``attentions``: modules that compute scores."""
-
-    attentions: frozenset[str] = frozenset()
-    attention_outputs: tuple[str, ...] = ()
-    feed_forward_outputs: tuple[str, ...] = ()
-
-
-def roles(family: Family) -> Roles:
+def attention_names(family: Family) -> set[str]:
+    """Return the last parts of the paths of modules that compute scores."""
     first = {stack.layers: 1 for stack in family.stacks}
     configs = [full_config(family, {**first, **variant}) for variant in ({}, *family.variants)]
     every = [p.topology for stack in family.stacks for config in configs for p in stack.block(config, 0)]
-    sublayers = [part for part in every if isinstance(part, Attention | FeedForward | Experts)]
-    attentions = [sublayer for sublayer in sublayers if isinstance(sublayer, Attention)]
-    feed_forwards = [each for sublayer in sublayers for each in feed_forwards_of(sublayer)]
-    return Roles(
-        attentions=frozenset(last(sublayer.at) for sublayer in attentions),
-        attention_outputs=tuple(dict.fromkeys(last(sublayer.output) for sublayer in attentions)),
-        feed_forward_outputs=tuple(dict.fromkeys(last(sublayer.output) for sublayer in feed_forwards)),
-    )
-
-
-def last(path: str) -> str:
-    return path.rpartition(".")[2]
+    return {part.at.rpartition(".")[2] for part in every if isinstance(part, Attention)}
 
 
 def stack_of(path: str) -> str | None:

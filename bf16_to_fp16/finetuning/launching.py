@@ -33,7 +33,7 @@ from ..checkpoint.hub import fetched
 from ..checkpoint.sources import local_source, subfolder_of
 from ..checkpoint.staging import replacing
 from ..devices import cards
-from ..environment import how_to_install
+from ..environment import HOW_TO_TRAIN
 from ..errors import INTERRUPTED, UserError
 from ..families.known import of_model_type, stock_class
 from ..measuring.stock import config_of, is_causal, load_config, takes_decoder_ids
@@ -209,7 +209,7 @@ def excluded(kind: str, machine: Machine) -> str | None:
     if (kind == "single") != (machine.processes == 1) and not kind.endswith("offload"):
         return "is for another number of processes"
     if kind.startswith("zero") and find_spec("deepspeed") is None:
-        return f"needs deepspeed ({how_to_install('train')})"
+        return f"needs deepspeed ({HOW_TO_TRAIN})"
     if kind == "fsdp" and not machine.on_gpu:
         return "needs GPUs: on CPUs accelerate would run DDP instead"
     return None

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..devices import computes_in_bf16, find_device
-from ..environment import how_to_install
+from ..environment import HOW_TO_TRAIN
 from ..errors import UserError
 from .mixed_precision import CLIP_NORM, MixedPrecision
 from .recipe import Recipe
@@ -200,9 +200,7 @@ def make_accelerator(recipe: Recipe) -> Any:
     passes = recipe.data.share(wanted).gradient_accumulation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
     if engine and find_spec("deepspeed") is None:
-        raise UserError(
-            f"deepspeed is not installed; {how_to_install('train')}, or launch with `bf16-to-fp16 launch --kind fsdp`"
-        )
+        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or launch with `bf16-to-fp16 launch --kind fsdp`")
     if engine and on_cpu:
         import deepspeed.ops
 

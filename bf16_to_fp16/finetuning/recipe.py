@@ -228,7 +228,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     path = Path(path)
     if path.name in shipped_names() and not path.exists():
         raise UserError(f"{path} is no file here; write it first: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")
-    tree = read_yaml(path, "recipe")
+    tree = read_yaml(path)
     if tree is None:
         raise UserError(f"{path}: the recipe is empty; it needs at least source, out and data")
     if not isinstance(tree, dict):

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from ..checkpoint.files import sync, sync_tree
-from ..environment import how_to_install
+from ..environment import HOW_TO_TRAIN
 from ..errors import UserError
 from ..json_text import finite, loads
 from .recipe import Recipe
@@ -166,7 +166,7 @@ def start_tracker(accelerator: Any, recipe: Recipe, folder: Path) -> None:
     if recipe.wandb == "off":
         return
     if not accelerator.log_with:  # accelerate leaves out what is not installed
-        raise UserError(f"wandb is not installed; {how_to_install('train')}, or set wandb: off")
+        raise UserError(f"wandb is not installed; {HOW_TO_TRAIN}, or set wandb: off")
     os.environ.setdefault("WANDB_SILENT", "true")
     # As the library has it: its environment variables say whose project and which.
     project = os.environ.get("WANDB_PROJECT", "bf16-to-fp16")

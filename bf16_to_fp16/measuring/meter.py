@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..families.known import of_model_type
-from ..families.places import roles
+from ..families.places import attention_names
 from ..ranges import ChannelRange, ModuleRange, NormRange, Ranges, ScoreRange
 from .batch import Batch, run_batch
 from .observer import SiteObserver
@@ -29,7 +29,7 @@ class RangeObserver:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
-        ends = () if family is None else roles(family).attentions
+        ends = () if family is None else attention_names(family)
         self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
         self.observer = SiteObserver(model, only=self.attentions)
         self.meters: dict[str, _Meter] = {}

@@ -134,11 +134,6 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
     return factors | dict.fromkeys(brought, plan.stream_exponent(layout.streams[0]))
 
 
-def input_factor(layout: Layout, plan: Plan) -> OfChannels:
-    table = layout.tensors[layout.table(layout.stacks()[0].ends)]
-    return folded(exponents_of(table, plan).full(table.shape)[0])
-
-
 def on_request(name: str, outputs: Iterable[str]) -> bool:
     """Return whether an output comes only on request: inner states, attentions, last states beside logits."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
