@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import exhaustive, tiny
+from support import tiny
 from support.contract import outputs, random_plan
 from support.forging import copied
 
@@ -86,9 +86,8 @@ def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Conv
 
 def test_verify_makes_the_same_bits_again(converted: Converted) -> None:
     source, out, _ = converted
-    for original in (None, source):
-        found = verify(out, original=original)
-        assert found["verified"] and found["verdict"] == "safe", found["problems"]
+    found = verify(out, original=source)
+    assert found["verified"] and found["verdict"] == "safe", found["problems"]
 
 
 def test_undo_brings_back_every_bit_of_the_centred_tensors(converted: Converted, tmp_path: Path) -> None:
@@ -103,37 +102,25 @@ def test_undo_brings_back_every_bit_of_the_centred_tensors(converted: Converted,
 
 def test_a_changed_original_is_noticed_by_undo_and_verify(converted: Converted, tmp_path: Path) -> None:
     source, out, _ = converted
-    name, other = sorted(loads((out / REPORT).read_bytes())["source"]["replaced"])[:2]
-
-    def changed(report: dict[str, Any]) -> None:
-        replaced = report["source"]["replaced"]
-        replaced[name]["values"] = replaced[other]["values"]
-
-    def swapped(report: dict[str, Any]) -> None:
-        replaced = report["source"]["replaced"]
-        replaced[name] = replaced[other]
-
-    def removed(report: dict[str, Any]) -> None:
-        del report["source"]["replaced"][name]
-
-    def not_centred(report: dict[str, Any]) -> None:
-        del report["plan"]["centred_keys"][0]
-
-    def shortened(report: dict[str, Any]) -> None:
-        digest = hashlib.sha256(b"ab").hexdigest()
-        report["source"]["replaced"][name] = {"values": base64.b64encode(b"ab").decode(), "sha256": digest}
-
-    def nowhere(report: dict[str, Any]) -> None:
-        report["plan"]["centred_keys"].append("nowhere")
-
-    for number, change in enumerate((changed, removed, not_centred, shortened, nowhere)):
+    replaced = loads((out / REPORT).read_bytes())["source"]["replaced"]
+    name, other = sorted(replaced)[:2]
+    short = {"values": base64.b64encode(b"ab").decode(), "sha256": hashlib.sha256(b"ab").hexdigest()}
+    changes: tuple[Callable[[dict[str, Any]], object], ...] = (
+        lambda report: report["source"]["replaced"][name].update(values=replaced[other]["values"]),
+        lambda report: report["source"]["replaced"].pop(name),
+        lambda report: report["plan"]["centred_keys"].pop(0),
+        lambda report: report["source"]["replaced"].update({name: short}),
+        lambda report: report["plan"]["centred_keys"].append("nowhere"),
+    )
+    for number, change in enumerate(changes):
         folder = copied(out, tmp_path / str(number), change)
         with pytest.raises(UserError, match=r"take the one that convert wrote|no free key bias"):
             undo(folder, tmp_path / "back")
         found = verify(folder, run_model=False)
-        assert found["checks"]["plan"] == "failed", change
+        assert found["checks"]["plan"] == "failed", number
     # With a hash that fits only the original tells.
-    found = verify(copied(out, tmp_path / "swapped", swapped), original=source, run_model=False)
+    swapped = copied(out, tmp_path / "x", lambda report: report["source"]["replaced"].update({name: replaced[other]}))
+    found = verify(swapped, original=source, run_model=False)
     assert {p["name"] for p in found["problems"] if p["check"] == "replay"} == {
         f"source.replaced.{name}.{key}" for key in ("values", "sha256")
     }
@@ -178,16 +165,15 @@ def test_a_model_in_memory_is_centred_and_undone_to_the_bit(monkeypatch: pytest.
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in unchanged.state_dict().items())
 
 
-@pytest.mark.parametrize("dtype", exhaustive.beyond([torch.bfloat16], [torch.bfloat16, torch.float32]))
-def test_a_large_table_is_centred(tmp_path: Path, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_large_table_is_centred(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its differences, of which alone a softmax knows, are kept to rounding, and the source's bits come back."""
-    model = tiny.small("gated", factor=1.0, dtype=dtype)
+    model = tiny.small("gated", factor=1.0)
     tables = [name for name in model.state_dict() if "relative_attention_bias" in name]
     with torch.no_grad():
         for name in tables:  # what bf16 holds at this magnitude are multiples of 512
             table = model.state_dict()[name]
             table.copy_(torch.randint(-3, 4, table.shape) * 512.0 + torch.tensor([90112.0, -131072.0, 8192.0]))
-    source = tiny.save(model, tmp_path / "source", dtype)
+    source = tiny.save(model, tmp_path / "source")
     with pytest.raises(UserError, match="no exponent brings them under 65504"):
         convert(source, tmp_path / "out", exact=True)
     converted = convert(source, tmp_path / "out", stream=-2)

@@ -4,8 +4,6 @@ bound and plan of a source leave to the next."""
 import json
 import os
 import shutil
-import struct
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -57,15 +55,14 @@ def converted(source: Path, out: Path, **options: Any) -> dict[str, str]:
     return faults.content(result.out) | {"plan": result.plan.model_dump_json()}
 
 
-@pytest.mark.parametrize("run_model", exhaustive.beyond([True], [False, True]))
-def test_the_number_of_threads_changes_no_byte(run_model: bool, tmp_path: Path) -> None:
+def test_the_number_of_threads_changes_no_byte(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     found = []
     before = torch.get_num_threads()
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            found.append(converted(source, tmp_path / f"out{threads}", run_model=run_model))
+            found.append(converted(source, tmp_path / f"out{threads}", run_model=True))
     finally:
         torch.set_num_threads(before)
     assert found[0] == found[1]
@@ -79,29 +76,6 @@ def test_the_sources_shards_change_no_byte(model: Any, source: Path, reference: 
     assert converted(tmp_path / "source", tmp_path / "out") == reference
 
 
-def backwards(file: Path) -> None:
-    data = file.read_bytes()
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    body, entries, parts, at = data[8 + length :], {}, [], 0
-    for name, entry in sorted(header.items(), key=lambda item: item[0], reverse=True):
-        if name == "__metadata__":
-            continue
-        begin, end = entry["data_offsets"]
-        entries[name] = {**entry, "data_offsets": [at, at + end - begin]}
-        parts.append(body[begin:end])
-        at += end - begin
-    text = json.dumps(entries).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(parts))
-
-
-def test_the_order_of_tensors_changes_no_byte(source: Path, reference: dict[str, str], tmp_path: Path) -> None:
-    shutil.copytree(source, tmp_path / "source")
-    backwards(tmp_path / "source" / "model.safetensors")
-    assert (tmp_path / "source" / "model.safetensors").read_bytes() != (source / "model.safetensors").read_bytes()
-    assert converted(tmp_path / "source", tmp_path / "out") == reference
-
-
 def test_the_order_of_the_file_system_changes_no_byte(
     source: Path, reference: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,11 +86,8 @@ def test_the_order_of_the_file_system_changes_no_byte(
         return sorted(listed(path), reverse=True)
 
     monkeypatch.setattr(os, "listdir", reversed_order)
-    other: Callable[[Path], dict[str, str]] = lambda out: converted(source, out)  # noqa: E731
-    assert other(tmp_path / "out") == reference
+    assert converted(source, tmp_path / "out") == reference
     assert str(source) in asked
-    monkeypatch.setattr(os, "listdir", lambda path=".": sorted(listed(path)))
-    assert other(tmp_path / "again") == reference
 
 
 EDITS = {
@@ -135,7 +106,7 @@ EDITS = {
     "olmo2": Plan(family="olmo2", exponents={"model.layers.0.mlp.gate": -3}),
 }
 
-PLACES = ((-24, "half"), (-2, "half"), (-2, "train"), (-2, "fp16-accumulate"), (3, "half"))
+PLACES = ((-24, "half"), (-2, "half"), (-2, "train"), (3, "fp16-accumulate"))
 
 
 def assert_alike(again: Certificate, alone: Certificate) -> None:

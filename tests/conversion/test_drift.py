@@ -1,7 +1,7 @@
 """Where eps is fixed or gains round, the output drifts: by what was predicted, and by no more than is worth it."""
 
-import hashlib
 import json
+from copy import deepcopy
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,9 @@ from bf16_to_fp16.conversion import planning
 from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.planning import Opened, Search, decide, is_acceptable
 from bf16_to_fp16.devices import Device
-from bf16_to_fp16.families.resolve import ModelTensors, resolve
-from bf16_to_fp16.measuring import probe
+from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.measuring.batch import Batch
 from bf16_to_fp16.measuring.fidelity import compared as judged
-from bf16_to_fp16.measuring.fidelity import fidelity, reference_of
 from bf16_to_fp16.measuring.probe import batches, checkpoint_batches
 from bf16_to_fp16.measuring.source_runs import drifted_outputs, observe_source
 from bf16_to_fp16.measuring.stock import load_config
@@ -66,9 +64,7 @@ def test_a_gain_correction_takes_most_of_the_drift_out(tmp_path: Path) -> None:
     report["plan"]["gain_correction"] = {}
     (tmp_path / "plain.json").write_text(json.dumps(report))
     plain = convert(source, tmp_path / "plain", plan=tmp_path / "plain.json")
-    drifts = [c.plan.drift for c in (corrected, plain)]
-    assert drifts[0] is not None and drifts[0].measured_kl is not None
-    assert drifts[1] is not None and drifts[1].measured_kl is not None
+    drifts: list[Any] = [each.plan.drift for each in (corrected, plain)]
     assert drifts[0].measured_kl <= drifts[1].measured_kl / 5
 
 
@@ -88,77 +84,24 @@ def small_early_large_late() -> Any:
 def test_a_pegasus_that_is_small_early_and_large_late_drifts_as_predicted(tmp_path: Path) -> None:
     source = tiny.save(small_early_large_late(), tmp_path / "source")
     result = convert(source, tmp_path / "out")
-    drift, close = result.plan.drift, result.report["fidelity"]
-    assert result.safe and result.out is not None and result.plan.residual_exponent == -5
+    drift: Any = result.plan.drift
+    close = result.report["fidelity"]
+    assert result.safe and result.plan.residual_exponent == -5
     # The least shrinking that clears the limits for every input: one step less would pass them.
     assert result.report["proof"] == "certified"
     stream = [s for s in result.report["certificate"]["sites"] if s["kind"] in ("residual", "output")]
     assert 0 <= min(s["headroom_bits"] for s in stream) < 1
-    assert drift is not None and drift.predicted_kl is not None and drift.measured_kl is not None
-    assert drift.predicted_max_logit_error and drift.measured_max_logit_error
-    assert drift.measured_max_logit_error <= 2 * drift.predicted_max_logit_error
+    assert 0 < drift.measured_max_logit_error <= 2 * drift.predicted_max_logit_error
     assert drift.predicted_kl <= close["kl_bf16"] / 64
     assert close["kl_fp16"] <= close["kl_bf16"] / 32
 
 
-def test_simulated_drift_is_what_the_files_show(tmp_path: Path) -> None:
-    """Running the source with eps·4^-r is the same function as the rescaled files with the stock eps."""
-    source = tiny.save(tiny.small("pegasus", factor=40000.0), tmp_path / "source")
-    result = convert(source, tmp_path / "out")
-    assert result.out is not None and result.plan.drift is not None
-    inputs = probe.audit_batches(load_config(source), source, None)
-    reference, written = (reference_of(open_checkpoint(f), inputs).fp32 for f in (source, result.out))
-    measured = fidelity(reference, None, written, probabilities=True)
-    assert measured.kl_fp16 == result.plan.drift.measured_kl
-    assert result.plan.drift.predicted_max_logit_error == pytest.approx(measured.max_logit_error_fp16, rel=0.5)
-
-
-def of_eighths(kind: str) -> Any:
-    """Return a model whose weights are eighths from −1 to 1, which every 16-bit format holds after small exponents."""
-    model = tiny.KINDS[kind]().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(torch.randint(-8, 9, weight.shape, generator=generator) / 8)
-    return model
-
-
-def test_undo_gives_back_dtypes_tensors_and_config_as_recorded(tmp_path: Path) -> None:
-    model = of_eighths("pegasus")
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    layout = resolve(ModelTensors(model))
-    norm, other = (f"{path}.weight" for path in layout.norms[:2])
-    made = "model.encoder.embed_positions.weight"
-    plan = Plan(family="pegasus", residual_exponent=-3, exponents={layout.norms[1]: 2}, gain_correction={norm: 1.25})
-    folder = tiny.save(apply(model, layout, plan), tmp_path / "converted", torch.float16)
-    config = json.loads((folder / "config.json").read_text())
-    record = {
-        "dtype": "BF16",
-        "dtypes": {norm: "F32"},
-        "sha256": {},
-        "made": [made],
-        "config_changes": {
-            "dtype": {"before": "bfloat16", "after": "float16"},
-            "tie_word_embeddings": {"after": True},
-            "lost": {"before": 1},
-        },
-    }
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    output = {"files": [{"name": "model.safetensors", "sha256": digest}]}
-    said = {"schema": 1, "verdict": "safe", "certificate": {"sites": []}, "plan": plan.model_dump()}
-    (folder / "fp16_report.json").write_text(json.dumps(said | {"source": record, "output": output}))
-    back = undo(folder, tmp_path / "back")
-    after = load_file(back / "model.safetensors")
-    assert set(load_file(folder / "model.safetensors")) - set(after) == {made}
-    assert {name for name, tensor in after.items() if tensor.dtype != torch.bfloat16} == {norm}
-    assert after[norm].dtype == torch.float32 and other in after
-    assert all(torch.equal(tensor.float(), before[name]) for name, tensor in after.items())
-    kept = {key: value for key, value in config.items() if key != "tie_word_embeddings"}
-    assert json.loads((back / "config.json").read_text()) == kept | {"dtype": "bfloat16", "lost": 1}
-
-
 def test_simulated_drift_is_to_the_bit_the_rescaled_weights_under_the_stock_eps(tmp_path: Path) -> None:
-    stock, rescaled = of_eighths("pegasus"), of_eighths("pegasus")
+    stock = tiny.KINDS["pegasus"]().eval()
+    with torch.no_grad():  # eighths from −1 to 1, which every 16-bit format holds after small exponents
+        for weight in stock.parameters():
+            weight.copy_(torch.randint(-8, 9, weight.shape, generator=torch.Generator().manual_seed(0)) / 8)
+    rescaled = deepcopy(stock)
     checkpoint = open_checkpoint(tiny.save(stock, tmp_path, torch.float32))
     layout = resolve(checkpoint)
     gains = {f"{layout.norms[0]}.weight": 1.3, f"{layout.norms[-1]}.weight": 0.7}
@@ -213,10 +156,9 @@ def test_gains_are_corrected_only_where_outputs_come_nearer(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("first_batch")
-@pytest.mark.parametrize("stream", [0, -1])
-def test_a_stream_that_is_asked_for_is_not_moved_for_a_drift_that_may_be_taken(stream: int, tmp_path: Path) -> None:
+def test_a_stream_that_is_asked_for_is_not_moved_for_a_drift_that_may_be_taken(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("pegasus"), tmp_path / "source")
-    assert convert(source, tmp_path / "out", stream=stream).plan.residual_exponent == stream
+    assert convert(source, tmp_path / "out", stream=0).plan.residual_exponent == 0
 
 
 DEMOS = Path(str(files("bf16_to_fp16") / "demo_data"))

@@ -52,8 +52,6 @@ def as_in_modules(name: str) -> str:
 MARKS = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 """What stands in a text for an image: the token of each of its places, and those around them."""
 
-NAMES = (as_written, as_published, as_in_modules)
-
 
 def saved(folder: Path, naming: Callable[[str], str] = as_published, **changes: Any) -> Path:
     """Save a model whose stream overflows, with images larger than any token."""
@@ -79,11 +77,6 @@ def with_processor(folder: Path) -> Path:
         folder
     )
     return folder
-
-
-def edited(folder: Path, key: str, value: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(with_value(config, key, value)))
 
 
 @pytest.fixture(scope="module")
@@ -158,13 +151,7 @@ def test_what_images_bring_decides_over_the_exponent(tmp_path: Path, converted: 
     assert plans[1]["residual_exponent"] < plans[0]["residual_exponent"]
 
 
-@pytest.mark.parametrize(
-    ("tied", "naming"),
-    exhaustive.beyond(
-        [(True, as_written), (False, as_published), (True, as_in_modules)],
-        [(tied, naming) for tied in (True, False) for naming in NAMES],
-    ),
-)
+@pytest.mark.parametrize(("tied", "naming"), [(True, as_written), (False, as_published), (True, as_in_modules)])
 def test_names_stay_as_in_the_files_and_come_back(naming: Callable[[str], str], tied: bool, tmp_path: Path) -> None:
     source = saved(tmp_path / "source", naming, tie_word_embeddings=tied)
     convert(source, tmp_path / "out", run_model=False, max_shard_size=20_000)
@@ -214,31 +201,28 @@ def test_no_other_id_of_the_probes_row_is_an_images(tmp_path: Path) -> None:
     ("key", "value", "line"),
     [
         ("vision_config.layer_norm_eps", 0.0, r"the eps of .*soft_emb_norm is 0\.0, not a small positive number"),
-        ("vision_config.layer_norm_eps", 1e-50, "the eps of .*soft_emb_norm is 1e-50, not a small positive number"),
         ("image_token_index", -1, "'image_token_index' is -1, not an id"),
     ],
 )
 def test_a_value_that_breaks_images_is_one_line(key: str, value: object, line: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "source")
-    edited(source, key, value)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(with_value(config, key, value)))
     with pytest.raises(UserError, match=line):
         agreed_layout(open_checkpoint(source))
 
 
 def test_a_vocabulary_outside_the_text_model_is_of_no_account(tmp_path: Path) -> None:
     source = saved(tmp_path / "source")
-    edited(source, "vocab_size", 500)
+    with rewritten(source / "config.json") as config:
+        config["vocab_size"] = 500
     agreed_layout(open_checkpoint(source))
     assert vocabulary_of(load_config(source)) == 384
 
 
-def test_the_text_models_class_fills_its_stack_at_random_from_such_a_folder(tmp_path: Path) -> None:
-    """Why the page warns of it."""
-    _, info = transformers.Gemma3ForCausalLM.from_pretrained(saved(tmp_path / "source"), output_loading_info=True)
-    assert "model.embed_tokens.weight" in info["missing_keys"]
-
-
-@pytest.mark.parametrize("kind", ["gemma3-images", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "kind", exhaustive.beyond(["gemma3-images", "mistral3"], ["gemma3-images", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+)
 def test_the_class_without_a_head_gives_the_sources_states_on_text_and_images(kind: str, tmp_path: Path) -> None:
     """Where the embedding is the head, as in most of these, the class with a head would give other last states."""
     model = tiny.small(kind, tie_word_embeddings=True)

@@ -17,19 +17,15 @@ from support.forging import copied
 
 from bf16_to_fp16 import cli, convert, undo, verify
 from bf16_to_fp16.checkpoint.files import sha256_of
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.report.facts import inexactness
 from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Report, read
 from bf16_to_fp16.report.terminal import print_conversion
-from bf16_to_fp16.rescaling.edits import edits_of
 from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.wording import power, scientific
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
 FLOOR = 1e-9  # divergences under it are the noise of fp32
-Weights = dict[str, torch.Tensor]
 
 
 def saturated_demo(folder: Path) -> Path:
@@ -53,28 +49,20 @@ def saturated_t5(folder: Path, loud: list[int]) -> Path:
     return tiny.save(model, folder)
 
 
-def saturated_qwen(folder: Path) -> Path:
-    """Write a tiny Qwen3 whose gains of queries are 2^13 times louder in one layer."""
-    model = tiny.small("qwen3", factor=1.0)
-    model.model.layers[0].self_attn.q_norm.weight.data.mul_(2.0**13)
-    return tiny.save(model, folder)
-
-
 @dataclass(frozen=True)
 class Converted:
     source: Path
     out: Path
     report: Any
 
-    @property
-    def config(self) -> Any:
-        return json.loads((self.source / "config.json").read_text())
-
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """A tiny Qwen3 whose gains of queries are 2^13 times louder in one layer."""
     root = tmp_path_factory.mktemp("qwen")
-    source = saturated_qwen(root / "source")
+    model = tiny.small("qwen3", factor=1.0)
+    model.model.layers[0].self_attn.q_norm.weight.data.mul_(2.0**13)
+    source = tiny.save(model, root / "source")
     return Converted(source, root / "out", convert(source, root / "out").report)
 
 
@@ -107,7 +95,7 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     queries = exponents["encoder.block.1.layer.0.SelfAttention.scores"]
     # Those that were made loud, and no other.
     assert all(e < 0 for e in gates[:9]) and not any(gates[9:])
-    size = demo.config["d_kv"]
+    size = json.loads((demo.source / "config.json").read_text())["d_kv"]
     assert len(set(queries[:size])) == 1 and queries[0] < 0 and not any(queries[size:])
     said = {entry["site"]: entry["exponent"] for entry in demo.report["inexact"]}
     assert said == {gate: min(gates), scores: queries[0]}
@@ -131,21 +119,6 @@ def test_each_edit_is_shown_with_its_price_and_distance(demo: Converted, capsys:
     card, page = ((demo.out / name).read_text(encoding="utf-8") for name in (CARD, PAGE))
     assert said in " ".join(card.split()) and said in " ".join(re.sub("<[^>]*>", "", page).split())
     assert "outputs keep every bit" not in page and "Safe in fp16" in page
-
-
-def test_without_edits_it_stays_unsafe(qwen: Converted, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "exact"
-    assert cli.main(["convert", str(qwen.source), str(out), "--exact"]) == 1
-    report = loads((out / REPORT).read_bytes())
-    assert report["verdict"] == "unsafe" and "inexact" not in report
-    assert "--exact" in report["command"] and "unsafe" in capsys.readouterr().out
-    layout = resolve(open_checkpoint(qwen.source))
-    assert edits_of(layout, Plan.model_validate(report["plan"])).exponents == {}
-
-
-def test_an_edited_conversion_is_verified_against_its_original(qwen: Converted) -> None:
-    found = verify(qwen.out, original=qwen.source)
-    assert found["verified"] and found["verdict"] == "safe", found["problems"]
 
 
 @pytest.mark.parametrize(
@@ -191,11 +164,8 @@ def test_undo_takes_edits_back_to_the_bit(demo: Converted, tmp_path: Path) -> No
     # What fp16 cannot hold is lost with edits as without.
     total = sum(tensor.numel() for tensor in before.values())
     assert sum(lost.values()) <= round((1 - demo.report["weights"]["lossless_fraction"]) * total)
-    for name in (
-        "encoder.block.1.layer.1.DenseReluDense.wi_0.weight",
-        "encoder.block.1.layer.0.SelfAttention.q.weight",
-    ):
-        assert torch.equal(before[name][:16], after[name][:16]), name
+    for name in ("layer.1.DenseReluDense.wi_0.weight", "layer.0.SelfAttention.q.weight"):
+        assert torch.equal(before[f"encoder.block.1.{name}"][:16], after[f"encoder.block.1.{name}"][:16]), name
 
 
 def test_gains_of_queries_are_edited_for_all_heads_at_once(qwen: Converted) -> None:

@@ -23,16 +23,13 @@ from bf16_to_fp16.conversion.make_safe import layout_under
 from bf16_to_fp16.measuring.stock import load
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
-FAMILIES = ["t5", "gated", "umt5", "pegasus", "t5-encoder", "t5-classifier", "t5-spans", "longt5"]
-FAMILIES += ["gemma3", "glm4", "t5gemma"]
-
-
-IN_FP32 = [(kind, torch.float32) for kind in FAMILIES]
 SOME = [(kind, torch.float32) for kind in ("t5", "gated", "pegasus", "gemma2", "llama", "glm4")]
+SOME += [("t5", torch.float64)]
+OTHERS = ("umt5", "t5-encoder", "t5-classifier", "t5-spans", "longt5", "gemma3", "t5gemma")
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), exhaustive.beyond([*SOME, ("t5", torch.float64)], [*IN_FP32, ("t5", torch.float64)])
+    ("kind", "dtype"), exhaustive.beyond(SOME, [*SOME, *((kind, torch.float32) for kind in OTHERS)])
 )
 def test_outputs_keep_every_bit_and_undo_gives_every_weight_back(kind: str, dtype: torch.dtype) -> None:
     model = tiny.small(kind).train().to(dtype)
@@ -42,6 +39,8 @@ def test_outputs_keep_every_bit_and_undo_gives_every_weight_back(kind: str, dtyp
     assert after.training and safe.changed and safe.plan.residual_exponent < 0 and not same(before, weights(after))
     assert safe.certified is (kind != "pegasus")  # by plans that hold bounds, not only what was observed
     assert all(torch.equal(a, b) for a, b in zip(outputs(model.eval()), outputs(after.eval()), strict=True))
+    if kind in ("t5", "gated"):  # a tied head stays tied, and one of its own apart
+        assert (after.lm_head.weight is after.shared.weight is after.encoder.embed_tokens.weight) == (kind == "t5")
     assert safe.undo(after) is after
     assert same(before, weights(after)) and after.config.to_dict() == config
     assert all(torch.equal(a, b) for a, b in zip(outputs(model), outputs(after), strict=True))
@@ -75,7 +74,7 @@ def test_in_memory_the_norm_of_an_embedding_keeps_its_eps() -> None:
         assert after.at(f"{norm}:layer_norm.2") == pytest.approx(model.get_submodule(norm).eps ** -0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(["gated", "pegasus"], ["gated", "t5", "pegasus", "mbart"]))
+@pytest.mark.parametrize("kind", ["gated", "pegasus"])
 def test_what_was_trained_is_undone_to_exactly_the_trained_function(kind: str) -> None:
     model = tiny.small(kind)
     safe = make_fp16_safe(model)
@@ -121,24 +120,6 @@ def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
     assert "is over 65504, and no exact exponent moves that: convert its checkpoint" in str(safe)
 
 
-def test_a_save_writes_weights_with_the_eps_that_goes_with_them(tmp_path: Path) -> None:
-    model = tiny.small("gated")
-    reference = outputs(model)
-    model.config.tie_word_embeddings = False
-    safe = make_fp16_safe(model)
-    model.save_pretrained(tmp_path / "safe")
-    safe.undo(model)
-    model.save_pretrained(tmp_path / "undone")
-    eps = [json.loads((tmp_path / n / "config.json").read_text())["layer_norm_epsilon"] for n in ("safe", "undone")]
-    assert eps == [1e-6 * 4.0**safe.plan.residual_exponent, 1e-6] and eps[0] != eps[1]
-    for name in ("safe", "undone"):
-        loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
-        assert all(torch.equal(a, b) for a, b in zip(reference, outputs(loaded), strict=True))
-    # A folder saved before the undo is recognised by its eps, and comes back too.
-    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "safe", dtype=torch.float32)
-    assert same(weights(safe.undo(loaded)), weights(model)) and loaded.config.layer_norm_epsilon == 1e-6
-
-
 def test_a_model_that_was_made_safe_is_left_alone_and_so_is_one_that_needs_nothing() -> None:
     model = tiny.small("gated")
     first, now = make_fp16_safe(model), weights(model)
@@ -148,14 +129,6 @@ def test_a_model_that_was_made_safe_is_left_alone_and_so_is_one_that_needs_nothi
     again.undo(model)
     with pytest.raises(UserError, match="undone already"):
         first.undo(model)
-
-
-def test_tied_heads_stay_tied_and_heads_of_their_own_apart() -> None:
-    tied, apart = tiny.small("t5"), tiny.small("gated")
-    for model in (tied, apart):
-        make_fp16_safe(model)
-    assert tied.lm_head.weight is tied.shared.weight is tied.encoder.embed_tokens.weight
-    assert apart.lm_head.weight is not apart.shared.weight
 
 
 def apart(model: Any) -> None:
@@ -225,8 +198,7 @@ def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
     assert all(torch.equal(a, b) for a, b in zip(moved, outputs(safe.undo(merged)), strict=True))
 
 
-@pytest.mark.parametrize("converted", [False, True])
-@pytest.mark.parametrize("kind", ["t5", "llama"])
+@pytest.mark.parametrize(("kind", "converted"), [("t5", False), ("llama", True)])
 def test_an_adapter_trained_on_it_is_written_for_the_original(kind: str, converted: bool, tmp_path: Path) -> None:
     source, names = tiny.save(tiny.build(kind), tmp_path / "source"), {"t5": ["q", "o", "wo"], "llama": ["v_proj"]}
     if converted:
@@ -279,7 +251,6 @@ def test_a_plain_save_warns_of_its_scale_and_save_writes_the_originals(tmp_path:
     [
         ("t5", {"target_modules": ["q", "o", "wo", "shared"]}),
         ("gated", {"target_modules": ["wi_0", "v"], "use_rslora": True, "modules_to_save": ["lm_head"]}),
-        ("llama", {"target_modules": ["v_proj", "down_proj"], "bias": "none", "r": 3}),
     ],
 )
 def test_a_peft_model_around_it_is_undone_with_its_adapter(kind: str, config: dict[str, Any], tmp_path: Path) -> None:
@@ -351,7 +322,7 @@ def test_the_plan_is_the_same_in_train_mode_and_draws_no_random_number() -> None
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize("kind", ["t5", "pegasus", "llama"])
+@pytest.mark.parametrize("kind", ["pegasus", "llama"])
 def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> None:
     """A larger model that looks up or makes embeddings itself would be wrong in silence."""
     model = tiny.small(kind, factor=900.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support import exhaustive, fakes, tiny
+from support import fakes, tiny
 from support.contract import layout_of
 from support.forging import copied
 
@@ -84,7 +84,7 @@ def test_a_head_of_its_own_leaves_the_last_state_as_it_was(tmp_path: Path) -> No
     assert off(last_states(tmp_path / "out"), last_states(source)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(["llama", "gemma3"], ["gemma2", "qwen2", "llama", "gemma3"]))
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_converted_for_the_class_without_a_head_the_last_states_are_the_sources(kind: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.small(kind), tmp_path / "source")
     name = type(transformers.AutoModel.from_pretrained(source)).__name__
@@ -125,12 +125,11 @@ def test_a_class_of_another_family_is_refused_with_those_that_there_are(tmp_path
 def test_an_output_of_another_factor_is_unsafe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plan does something else to it than is told, or it is forged afterwards."""
     source = tiny.save(tiny.small("llama"), tmp_path / "source")
-    right = convert(source, tmp_path / "right")
     true = exponents.output_factors
     wrong = lambda layout, plan: true(layout, plan) | {"hidden_states": plan.residual_exponent + 1}  # noqa: E731
     monkeypatch.setattr("bf16_to_fp16.conversion.evidence.output_factors", wrong)
     result = convert(source, tmp_path / "wrong")
-    assert right.safe and not result.safe and [e["signal"] for e in result.report["unsafe"]] == ["hidden_states"]
+    assert not result.safe and [e["signal"] for e in result.report["unsafe"]] == ["hidden_states"]
     monkeypatch.undo()
 
 
@@ -151,19 +150,16 @@ def test_inner_states_that_an_edit_changes_are_told(name: str, drifts: bool, uns
     said = scaled_outputs(read(Report, fakes.conversion()).model_copy(update={"outputs": entries}))
     told = f"{name}: off by 0.02 in relative squared error, bf16 1.00×10⁻⁵; do not read them"
     assert (told in said) == (name != "logits")
-
-
-def test_last_states_that_are_all_that_a_class_gives_are_no_inner_ones() -> None:
-    off = OutputEntry(factor_log2=0, error=0.02, error_bf16=1e-5)
-    assert [each.signal for each in other_outputs({"last_hidden_state": off}, drifts=True, ran=True)]
+    # Where a class gives nothing else, these are no inner ones.
+    alone = {"last_hidden_state": off.model_copy(update={"error_bf16": 1e-5})}
+    assert other_outputs(alone, drifts=True, ran=True)
 
 
 def test_a_layer_that_is_off_is_not_hidden_by_one_that_bf16_rounds_more() -> None:
     one, two = torch.ones(4), torch.ones(4)
     source, bf16 = {"hidden_states": (one, two)}, {"hidden_states": (one * 1.001, two * 1.2)}
-    [(name, error)] = output_errors(
-        {"hidden_states": 0}, [source], [bf16], [{"hidden_states": (one * 1.1, two)}]
-    ).items()
+    found = {"hidden_states": (one * 1.1, two)}
+    [(name, error)] = output_errors({"hidden_states": 0}, [source], [bf16], [found]).items()
     assert name == "hidden_states" and error.error == pytest.approx(0.01) and not error.fits(drifts=True)
 
 
@@ -191,7 +187,6 @@ def test_a_batch_with_an_image_is_looked_at_besides_the_smallest() -> None:
 
 
 def test_a_forged_factor_is_found(tied: tuple[Path, Path], tmp_path: Path) -> None:
-
     def change(report: dict[str, Any]) -> None:
         report["outputs"]["hidden_states"].update(factor_log2=0)
 
@@ -211,16 +206,7 @@ def test_a_model_made_safe_in_memory_tells_its_factors() -> None:
     assert torch.equal(before[-1] * 2.0**last, after[-1])
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    exhaustive.beyond(
-        [("gated", "T5EncoderModel"), ("t5-token-classifier", "T5EncoderModel")],
-        [
-            *(("gated", "T5EncoderModel"), ("t5-classifier", "T5Model")),
-            *(("t5-token-classifier", "T5EncoderModel"), ("t5-spans", "T5ForConditionalGeneration")),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("kind", "name"), [("gated", "T5EncoderModel"), ("t5-classifier", "T5Model")])
 def test_another_head_and_a_decoder_are_left_out_for_a_class_without_them(kind: str, name: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.small(kind), tmp_path / "source")
     convert(source, tmp_path / "out", as_class=name, run_model=False)
@@ -234,6 +220,6 @@ def test_another_head_and_a_decoder_are_left_out_for_a_class_without_them(kind: 
 @pytest.mark.parametrize("options", [{"as_class": "LlamaForCausalLM"}, {"target": "train"}], ids=str)
 def test_a_command_with_the_configs_class_or_the_target_train_is_fine(options: dict[str, Any], tmp_path: Path) -> None:
     source = tiny.save(tiny.small("llama"), tmp_path / "source")
-    convert(source, tmp_path / "out", **options)
+    convert(source, tmp_path / "out", run_model=False, **options)
     problems = verify(tmp_path / "out", original=source, run_model=False)["problems"]
     assert not [problem for problem in problems if problem["check"] == "claims"]

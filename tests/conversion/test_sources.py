@@ -12,17 +12,13 @@ from support.folders import compared, rewritten
 
 from bf16_to_fp16 import UserError, cli, convert, rescale, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.checkpoint.writer import TensorStats, Written
 from bf16_to_fp16.devices import Device
-from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.build import weight_counts
 from bf16_to_fp16.rescaling.plan import Plan
-from bf16_to_fp16.results import dump
 
 
 @pytest.mark.usefixtures("first_batch")
@@ -45,13 +41,9 @@ def test_mixed_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
     assert all(torch.equal(back[n].float(), tensors[n].float()) for n in back)
 
 
-@pytest.mark.parametrize("kind", ["gated", "pegasus"])
-def test_the_probe_runs_a_decoder_deeper_than_the_encoder(kind: str) -> None:
+def test_the_probe_runs_a_decoder_deeper_than_the_encoder() -> None:
     """Stock code cannot generate with a cache then: it makes one layer of cache per encoder layer."""
-    deeper: dict[str, Any] = (
-        {"num_layers": 1, "num_decoder_layers": 3} if kind == "gated" else {"encoder_layers": 1, "decoder_layers": 3}
-    )
-    model = tiny.small(kind, **deeper)
+    model = tiny.small("gated", num_layers=1, num_decoder_layers=3)
     probe = batches(model.config, None, None)
     assert any(batch.generate for batch in probe)
     for batch in probe:
@@ -72,25 +64,23 @@ def test_shards_stay_shards_and_can_be_made(tmp_path: Path) -> None:
     assert compared(kept, made) == 0
 
 
-@pytest.mark.usefixtures("first_batch")
 def test_a_pickled_checkpoint_is_read_safely_and_left_behind(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5"), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     torch.save(tensors | {"lm_head.weight": tensors["shared.weight"]}, source / "pytorch_model.bin")
     (source / "model.safetensors").unlink()
-    result = convert(source, tmp_path / "out")
+    result = convert(source, tmp_path / "out", run_model=False)
     assert result.safe and result.out is not None
     assert not (result.out / "pytorch_model.bin").exists()
     assert "lm_head.weight" in result.report["source"]["dropped"]
 
 
-@pytest.mark.usefixtures("first_batch")
 def test_positions_that_a_file_lacks_are_made_scaled_and_written(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("pegasus", factor=60000.0), tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
     kept = {n: t for n, t in tensors.items() if "embed_positions" not in n and n != "final_logits_bias"}
     save_file(kept, source / "model.safetensors", metadata={"format": "pt"})
-    result = convert(source, tmp_path / "out")
+    result = convert(source, tmp_path / "out", run_model=False)
     assert result.plan.residual_exponent < 0 and result.out is not None
     written = load_file(result.out / "model.safetensors")
     name = "model.encoder.embed_positions.weight"
@@ -98,18 +88,18 @@ def test_positions_that_a_file_lacks_are_made_scaled_and_written(tmp_path: Path)
     scaled = (exact.double() * 2.0**result.plan.residual_exponent).half()
     assert torch.equal(written[name], scaled)
     assert set(result.report["source"]["made"]) == {name, name.replace("encoder", "decoder")}
-    assert result.report["weights"]["elements"] == sum(t.numel() for t in kept.values())
+    weights = result.report["weights"]  # of what the file has
+    assert weights["elements"] == sum(t.numel() for t in kept.values()) and 0.9 < weights["lossless_fraction"] <= 1
     back = load_file(undo(result.out, tmp_path / "back") / "model.safetensors")
     assert set(back) == set(kept)
 
 
-@pytest.mark.usefixtures("first_batch")
 def test_a_tied_head_that_cannot_hold_the_factor_is_separated(tmp_path: Path) -> None:
     """With d_model a power of 4, T5's d^-1/2 folds into the new head exactly, so the fp32 logits keep every bit."""
     model = tiny.small("t5", factor=3000.0, d_model=16)
     model.decoder.final_layer_norm.weight.data.mul_(2.0**18)
     source = tiny.save(model, tmp_path / "source")
-    result = convert(source, tmp_path / "out", target="half", exact=True)
+    result = convert(source, tmp_path / "out", target="half", exact=True, run_model=False)
     assert result.plan.untied_head and result.out is not None
     assert json.loads((result.out / "config.json").read_text())["tie_word_embeddings"] is False
     assert compared(source, result.out) == 0
@@ -119,49 +109,13 @@ def test_a_tied_head_that_cannot_hold_the_factor_is_separated(tmp_path: Path) ->
     assert all(torch.equal(before[n], back[n]) for n in before)
 
 
-@pytest.mark.usefixtures("first_batch")
 def test_a_diffusers_folder_is_read_by_its_subfolder(tmp_path: Path) -> None:
     tiny.save(tiny.small("t5-encoder"), tmp_path / "pipeline" / "text_encoder_2")
     (tmp_path / "pipeline" / "tokenizer_2").mkdir()
     (tmp_path / "pipeline" / "tokenizer_2" / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    result = convert(tmp_path / "pipeline", tmp_path / "out", subfolder="text_encoder_2")
+    result = convert(tmp_path / "pipeline", tmp_path / "out", subfolder="text_encoder_2", run_model=False)
     assert result.safe and result.out is not None
     assert (result.out / "tokenizer_config.json").is_file()
-
-
-def test_the_modules_of_a_sentence_encoder_are_carried_over_or_missed_by_name(tmp_path: Path) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Dropout": "Dropout"}
-    listing = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules.items()]
-    (source / "modules.json").write_text(json.dumps(listing))
-    (source / "1_Pooling").mkdir()
-    (source / "1_Pooling" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="2_Dropout"):
-        convert(source, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-    (source / "2_Dropout").mkdir()
-    (source / "2_Dropout" / "config.json").write_text("{}")
-    out = convert(source, tmp_path / "out", run_model=False).out
-    assert out is not None and (out / "2_Dropout" / "config.json").read_bytes() == b"{}"
-
-
-def test_generated_tensors_do_not_count_as_carried_over() -> None:
-    """Positions that a file lacks have no source to be equal to; only the largest written weight is theirs too."""
-    source = ModelTensors(tiny.small("pegasus"))
-    source.tensors = {name: info for name, info in source.tensors.items() if "embed_positions" not in name}
-    layout = resolve(source)
-    made = [name for name, tensor in layout.tensors.items() if tensor.source is None]
-    stats = dict.fromkeys(layout.tensors, TensorStats(10, 9, 6, 1, 0, 3.0, 8))
-    stats |= dict.fromkeys(made, TensorStats(1000, 300, 200, 500, 7, 5.0, 900))
-    stored = len(layout.tensors) - 2
-    assert len(made) == 2 and dump(weight_counts(layout, Plan(family="t5"), Written(stats, (), {}))) == {
-        "elements": 10 * stored,
-        "lossless_fraction": 0.9,
-        "normal_fraction": 0.75,
-        "flushed_to_zero": stored,
-        "nonfinite": 0,
-        "amax": 5.0,
-    }
 
 
 @pytest.mark.parametrize(("up", "value"), [(1.0, float("nan")), (1e30, 1e30)], ids=["NaN weight", "finite weights"])
@@ -197,33 +151,22 @@ def test_a_replayed_plan_that_takes_a_weight_past_65504_is_what_the_error_names(
 
 
 def test_undo_brings_the_sources_card_back_and_not_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    for card, back in ((None, tmp_path / "one"), ("the publisher's words", tmp_path / "two")):
-        if card:
-            (source / "README.md").write_text(card)
-        convert(source, tmp_path / "out", force=True, run_model=False)
-        assert cli.main(["undo", str(tmp_path / "out"), str(back)]) == 0
-        assert ((back / "README.md").read_text() if (back / "README.md").exists() else None) == card
-        assert not (back / "SOURCE_README.md").exists()
+    source, back = tiny.save(tiny.small("t5-encoder"), tmp_path / "source"), tmp_path / "back"
+    (source / "README.md").write_text("the publisher's words")
+    convert(source, tmp_path / "out", run_model=False)
+    assert cli.main(["undo", str(tmp_path / "out"), str(back)]) == 0
+    assert (back / "README.md").read_text() == "the publisher's words" and not (back / "SOURCE_README.md").exists()
     assert "bit for bit" in capsys.readouterr().out
     assert cli.main(["undo", str(source), str(tmp_path / "again")]) == 2
     assert "converted folder" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("first_batch")
 def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Path) -> None:
+    """Two folders of one name would be one, seen from another place."""
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
-    report = convert(source, tmp_path / "out", target="norm-safe", margin_bits=2).report
-    assert report["command"] == "bf16-to-fp16 convert source out --target norm-safe --margin 2"
-    report = convert(source, tmp_path / "other", seed=3, max_length=64, max_shard_size=10**6, run_model=False).report
-    assert (
-        report["command"]
-        == "bf16-to-fp16 convert source other --no-audit --max-length 64 --max-shard-size 1000000B --seed 3"
-    )
+    report = convert(source, tmp_path / "beside" / "source", seed=3, max_length=64, run_model=False).report
+    assert report["command"] == "bf16-to-fp16 convert source source-fp16 --no-audit --max-length 64 --seed 3"
     assert report["certificate"]["max_length"] == 64
-    # Two folders of one name would be one, seen from another place.
-    report = convert(source, tmp_path / "beside" / "source", run_model=False).report
-    assert report["command"] == "bf16-to-fp16 convert source source-fp16 --no-audit"
 
 
 def test_rescaling_a_model_in_16_bits_is_refused() -> None:
@@ -231,7 +174,7 @@ def test_rescaling_a_model_in_16_bits_is_refused() -> None:
         rescale(tiny.small("t5-encoder").bfloat16())
 
 
-@pytest.mark.parametrize(("kind", "exponent"), [("t5", 40), ("gated", 57), ("pegasus", 61)])
+@pytest.mark.parametrize(("kind", "exponent"), [("t5", 40), ("pegasus", 61)])
 def test_weights_that_no_exponent_holds_are_one_line(kind: str, exponent: int, tmp_path: Path) -> None:
     model = tiny.small(kind)
     with torch.no_grad():
@@ -267,9 +210,7 @@ def test_further_chat_templates_are_carried_over(tmp_path: Path) -> None:
     (source / "onnx").mkdir()
     done = convert(source, tmp_path / "out", run_model=False)
     assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
-    assert (
-        done.report["source"]["left_out"] == ["model.safetensors", "onnx/"]
-        and verify(tmp_path / "out", run_model=False)["verified"]
-    )
+    assert done.report["source"]["left_out"] == ["model.safetensors", "onnx/"]
+    assert verify(tmp_path / "out", run_model=False)["verified"]
     undo(tmp_path / "out", tmp_path / "back")
     assert (tmp_path / "back" / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
