@@ -40,7 +40,6 @@ def fix(monkeypatch: pytest.MonkeyPatch) -> Fix:
 
 @pytest.fixture
 def make(folder: Path, tmp_path: Path) -> Make:
-    """A trainer by a recipe with some changes, of the tiny model or another, in a folder of a run."""
 
     def made(run: str = "run", *, model: Any = None, damage: Damage = kept, **changes: Any) -> Trainer:
         recipe = recipe_for(folder, tmp_path / "out", **changes)
@@ -51,7 +50,6 @@ def make(folder: Path, tmp_path: Path) -> Make:
 
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Have datasets keep what they read in a folder of the file's own."""
     import datasets
 
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +59,6 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """Folder and configuration by kind of tokenizer."""
     made = {}
     for kind, make in TOKENIZERS.items():
         folder = tmp_path_factory.mktemp(kind)
@@ -76,7 +73,6 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
 
 @pytest.fixture(scope="module")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty rows of very different lengths."""
     path = tmp_path_factory.mktemp("data") / "texts.txt"
     path.write_text("\n".join(text[: 20 + 7 * k] for k, text in enumerate(TEXTS[:40])) + "\n", encoding="utf-8")
     return path
@@ -84,7 +80,6 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> Open:
-    """Open the text file, or ``path``, with the tokenizer of a kind."""
 
     def open_it(kind: str = "byt5", seed: int = 0, path: Path = text_file, **data: Any) -> Corpus:
         folder, config = checkpoints[kind]

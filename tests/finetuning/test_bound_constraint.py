@@ -229,7 +229,6 @@ def test_what_products_cancel_in_the_stream_still_cancels_when_its_bounds_come_d
 
 
 def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = None, **penalty: Any) -> Recipe:
-    """Six steps on the tiny model's text."""
     changes = {
         "device": "cpu",
         "data": data or {},
@@ -243,7 +242,6 @@ def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = 
 
 
 def trainer(recipe: Recipe, folder: Path, run: Path, model: Any = None, damage: Damage = kept) -> Trainer:
-    """A trainer of the hard model, or another one, distilled from the hard model."""
     return trainer_of(recipe, folder, run, model or hard_model(), hard_model(), damage)
 
 
@@ -297,7 +295,6 @@ def held_for_a_while(model: Any, layout: Layout, whole: Callable[[Any], torch.Te
 
 
 def on_a_rank(rank: int) -> dict[str, Any]:
-    """A process's part of the hard model under FSDP2."""
     model = hard_model()
     layout = layout_of(model)
     mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
@@ -341,11 +338,6 @@ def written(folder: Path, *lines: str) -> Path:
     return path
 
 
-def report_of(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((folder / "out" / "fp16_report.json").read_text())
-    return report
-
-
 def test_a_proof_that_a_tied_head_stands_in_the_way_of_takes_a_head_apart(tmp_path: Path) -> None:
     """The last norm takes back what the stream is scaled by; two neurons that undo each other only bounds see."""
     model = tiny.pegasus().eval()
@@ -366,14 +358,13 @@ def test_a_proof_that_a_tied_head_stands_in_the_way_of_takes_a_head_apart(tmp_pa
 def test_a_recipe_that_asks_for_a_certificate_ends_with_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_edits(monkeypatch)  # which mend the start
     assert main(["finetune", str(written(tmp_path))]) == 0
-    report = report_of(tmp_path)
+    report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert report["verdict"] == "safe" and report["proof"] == "certified" and report["certificate"]["holds"]
     assert report["uncertified"] == []
     first, last = report["finetune"]["evaluations"]
     assert first["bounds_over"] > 3 and last["bounds_over"] == 0
-    log = (tmp_path / "out.run" / "log.jsonl").read_text().splitlines()
-    bits = [row["bound_bits"] for row in map(json.loads, log) if "bound_bits" in row]
-    assert bits[-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
+    (*_, row) = rows_of(tmp_path / "out.run", "bound_bits")
+    assert row["bound_bits"] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "trained the bounds of what no rescaling moves" in card
     # The start moved weights, and the last conversion none.

@@ -10,7 +10,7 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import load_file, save_file
-from support import exhaustive, tiny
+from support import tiny
 from support.learner import changed, recipe_tree, rows_of, saved, tiny_model, without_edits
 from support.program import refused
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,13 +23,10 @@ from bf16_to_fp16.conversion.make_safe import make_fp16_safe
 from bf16_to_fp16.conversion.undo import undo
 from bf16_to_fp16.conversion.verify import verify
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.corpus import Corpus
-from bf16_to_fp16.finetuning.processes import make_accelerator
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import Run, converted_alone, finetune, train
 from bf16_to_fp16.finetuning.states import RunFolder
-from bf16_to_fp16.finetuning.trainer import Trainer
-from bf16_to_fp16.measuring.stock import load, load_config
+from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
 
 pytestmark = pytest.mark.usefixtures("first_batch")
@@ -41,7 +38,6 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(origin: Path, folder: Path, **changes: Any) -> Path:
-    """A recipe's file in ``folder``, whose output is ``folder/out``."""
     tree = changed(recipe_tree(origin, folder / "out") | {"device": "cpu", "evaluation": {"every": 100}}, changes)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -224,58 +220,6 @@ def test_a_full_device_is_one_line_and_the_run_goes_on_after(source: Path, tmp_p
     rows = rows_of(tmp_path / "out.run", "precision")
     assert isinstance(run, Run) and run.entry.devices == ["cpu"] and run.entry.steps == 4 and 0 < len(before) < 4
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-
-
-DEMO_DATA = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
-
-
-def in_fp16(folder: Path, run: Path) -> Trainer:
-    """A trainer for an ordinary finetune under fp16 AMP: no penalty, no rescaling, no teacher, no look at the start."""
-    recipe = parse_recipe(
-        {
-            "source": str(folder),
-            "out": str(run / "out"),
-            "device": "cpu",
-            "rescale": False,
-            "precision": "fp16",
-            "data": {"path": str(DEMO_DATA / "held_out.txt"), "input_length": 66, "target_length": 34, "batch_size": 4},
-            "schedule": {"steps": 8},
-            "penalty": {"form": "none"},
-            "distillation": {"weight": 0.0},
-            "evaluation": {"every": 1000},
-        }
-    )
-    corpus = Corpus(recipe.data, folder, load_config(folder))
-    student = load(folder, torch.float32, attention="eager")
-    return Trainer(recipe, student, None, corpus, run, make_accelerator(recipe))
-
-
-@pytest.mark.parametrize("demo", exhaustive.beyond(["t5-gated-bytes"], ["t5-gated-bytes", "pegasus-bytes"]))
-def test_only_converted_demos_train_in_fp16(demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 steps here; `python benchmarks/finetune.py` is the long version."""
-    monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.OVERFLOW_STOP", 4)
-    convert(DEMO_DATA / demo, tmp_path / "converted", run_model=False)
-    trainer = in_fp16(tmp_path / "converted", tmp_path)
-    linears = [module for module in trainer.stock.modules() if isinstance(module, torch.nn.Linear)]
-    computed: set[torch.dtype] = set()
-    handles = [module.register_forward_hook(lambda m, i, out: computed.add(out.dtype)) for module in linears]
-    outcome = trainer.train()
-    for handle in handles:
-        handle.remove()
-    rows = rows_of(tmp_path, "loss")
-    assert outcome.steps == len(rows) == 8 and len(outcome.skipped) < 4
-    assert computed == {torch.float16} and {row["precision"] for row in rows} == {"fp16"}
-    # Really a scale, which the first steps find, and really training.
-    assert len({row["loss_scale"] for row in rows[4:]}) == 1 and rows[-1]["loss_scale"] >= 64
-    assert outcome.evaluations[-1]["held_out_loss"] < outcome.evaluations[0]["held_out_loss"]
-
-    (tmp_path / "as-trained").mkdir()
-    trainer = in_fp16(DEMO_DATA / demo, tmp_path / "as-trained")
-    with pytest.raises(UserError, match="4 steps in a row overflow, down to a loss scale of 4096"):
-        trainer.train()
-    assert len(trainer.position.skipped) == trainer.position.step == 4
-    with pytest.raises(UserError, match="is not finite in fp16 before the first step"):
-        train(trainer.recipe, open_checkpoint(DEMO_DATA / demo))
 
 
 def test_only_a_fitting_start_begins_in_fp16(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,6 @@ SETTINGS = {
 
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
-    """The package as its wheel installs it, without what it needs."""
     tree = tmp_path / "tree"
     shutil.copytree(ROOT / "bf16_to_fp16", tree / "bf16_to_fp16", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):

@@ -26,7 +26,7 @@ import torch
 import yaml
 from support.exhaustive import beyond
 from support.launching import ON_CPU, ROOT, command, kill, run
-from support.learner import recipe_tree, saved, tiny_model
+from support.learner import recipe_tree, saved, steps_of, tiny_model
 from support.program import refused
 
 from bf16_to_fp16 import verify
@@ -41,7 +41,6 @@ from bf16_to_fp16.measuring.texts import texts
 ACCELERATE = ROOT / "bf16_to_fp16" / "launch" / "accelerate"
 DEEPSPEED = ROOT / "bf16_to_fp16" / "launch" / "deepspeed"
 STEPS = 6
-PLAINLY_CLIPPED = "optimizer.relative=false"  # as DeepSpeed clips, whatever a step's units are
 IN_TWO_PASSES = ("data.batch_size=2", "data.gradient_accumulation=4")
 """Which two processes divide; together they take the steps of ``alone``."""
 ALONE = ("data.batch_size=4", "data.gradient_accumulation=2", "device=cpu")
@@ -65,6 +64,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = saved(folder / "source", 60, dropout=0.0, dtype=torch.bfloat16)
     tree = recipe_tree(source, folder / "out") | {
         "precision": "fp32",
+        "optimizer": {"relative": False},  # as DeepSpeed clips, whatever a step's units are
         "schedule": {"steps": STEPS, "learning_rate": 0.003},
         # Past its targets from the first step, so that the penalty pulls.
         "penalty": {"headroom_bits": 14.0, "certify": False},
@@ -79,23 +79,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(recipe: Path) -> Path:
-    """What one process makes of the whole batch in fp32."""
     out = recipe.parent / "alone"
     finetune(recipe, overrides=(f"out={out}", *ALONE))
     return out
 
 
-@pytest.fixture(scope="module")
-def alone_clipped(recipe: Path) -> Path:
-    """The same with steps and clipping that are not relative."""
-    out = recipe.parent / "alone-clipped"
-    finetune(recipe, overrides=(f"out={out}", *ALONE, PLAINLY_CLIPPED))
-    return out
-
-
 def logged(out: Path) -> list[dict[str, Any]]:
-    rows = map(json.loads, out.with_name(f"{out.name}.run").joinpath("log.jsonl").read_text().splitlines())
-    return [row for row in rows if "loss" in row]
+    return steps_of(out.with_name(f"{out.name}.run"))
 
 
 def finetuned(out: Path) -> dict[str, Any]:
@@ -140,7 +130,6 @@ def run_by(
 
 
 def without_autocast(name: str, folder: Path) -> Path:
-    """A copy of a shipped DeepSpeed configuration that computes in fp32."""
     tree = json.loads((DEEPSPEED / f"{name}.json").read_text())
     assert tree.pop("torch_autocast") == {"enabled": True, "dtype": "float16"}
     path = folder / f"{name}.json"
@@ -153,7 +142,6 @@ def without_autocast(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def in_two(recipe: Path, warm_python: Path) -> Path:
-    """What two processes make of it under DDP."""
     out = recipe.parent / "in-two"
     run(command(warm_python, "ddp", 2, recipe, out, settings=IN_TWO_PASSES), status=MISSED)
     return out
@@ -178,13 +166,13 @@ def test_ddp_takes_the_steps_of_one_process(in_two: Path, alone: Path) -> None:
 
 @pytest.mark.parametrize("stage", beyond(["zero3"], ["zero3", "zero3-offload"]))
 def test_zero_takes_the_steps_of_one_process(
-    stage: str, recipe: Path, alone_clipped: Path, warm_python: Path, tmp_path: Path
+    stage: str, recipe: Path, alone: Path, warm_python: Path, tmp_path: Path
 ) -> None:
     """In two passes; plain ZeRO-2 is the one of a test below."""
-    config, settings = ("--deepspeed_config_file", without_autocast(stage, tmp_path)), (PLAINLY_CLIPPED, *IN_TWO_PASSES)
-    words = command(warm_python, stage, 2, recipe, tmp_path / "out", *map(str, config), settings=settings)
+    config = ("--deepspeed_config_file", str(without_autocast(stage, tmp_path)))
+    words = command(warm_python, stage, 2, recipe, tmp_path / "out", *config, settings=IN_TWO_PASSES)
     run_by(AS_IT_IS, words, tmp_path, status=MISSED)
-    assert_same_run(tmp_path / "out", alone_clipped, tolerance=1e-5)
+    assert_same_run(tmp_path / "out", alone, tolerance=1e-5)
     assert_in_shares(tmp_path / "out")
     # What DeepSpeed did to torch is undone before the last audit.
     assert [problem["check"] for problem in verify(tmp_path / "out")["problems"]] == ["report"]
@@ -216,13 +204,13 @@ def uncertified(recipe: Path) -> Path:
 @pytest.mark.parametrize("kind", beyond(["zero3"], ["zero2", "zero3", "zero3-offload", "fsdp"]))
 def test_parts_are_held_to_the_bounds_of_all(kind: str, uncertified: Path, warm_python: Path, tmp_path: Path) -> None:
     """Each process changes its part, and that of the optimizer's copies."""
-    alone, relative = tmp_path / "alone", () if kind == "fsdp" else (PLAINLY_CLIPPED,)
+    alone, relative = tmp_path / "alone", ("optimizer.relative=true",) if kind == "fsdp" else ()
     finetune(uncertified, overrides=(f"out={alone}", "device=cpu", *relative))
     if kind == "fsdp":
-        under_fsdp(warm_python, uncertified, tmp_path, 0)
+        under_fsdp(warm_python, uncertified, tmp_path, 0, *relative)
     else:
         config = ["--deepspeed_config_file", str(without_autocast(kind, tmp_path))]
-        run(command(warm_python, kind, 2, uncertified, tmp_path / "out", *config, settings=relative))
+        run(command(warm_python, kind, 2, uncertified, tmp_path / "out", *config))
     rows, wanted = logged(tmp_path / "out"), logged(alone)
     assert wanted[0]["bound_bits"] < -2 and wanted[-1]["bound_bits"] > 0
     for row, want in zip(rows, wanted, strict=True):
@@ -261,7 +249,7 @@ def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradie
     """The shipped JSON as it is: autocast, loss scale, clipping. The text's backward of the third step has been when
     the probe turns out infinite."""
     # Where rounding decides which value is the largest, the penalty would pull at another.
-    settings = (PLAINLY_CLIPPED, "penalty.headroom_bits=1", "precision=fp16")
+    settings = ("penalty.headroom_bits=1", "precision=fp16")
     words = command(warm_python, kind, 2, recipe, tmp_path / "zero", settings=settings)
     run_by(AS_ON_CARDS + INFINITE + AS_IT_IS, words, tmp_path, status=MISSED)
     monkeypatch.setattr(StepLosses, "beyond_the_data", StepLosses.beyond_the_data)  # and back at the end
@@ -283,7 +271,6 @@ def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradie
 
 
 def launched(python: Path, recipe: Path, folder: Path, *settings: str, count: int = 2) -> "subprocess.Popen[str]":
-    """Begin ``launch --run`` in two processes, or another count, which work in a folder."""
     words = ["launch", recipe, "--gpus", count, "--run", *(word for each in settings for word in ("--set", each))]
     return subprocess.Popen(
         [str(part) for part in (python, "-m", "bf16_to_fp16", *words, "--set", "device=cpu")],
@@ -338,7 +325,6 @@ def test_a_run_that_loses_a_process_goes_on(recipe: Path, in_two: Path, warm_pyt
 
 
 def is_in(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process works in a folder, whoever began it."""
     with suppress(psutil.Error):
         return process.cwd() == str(folder)
     return False
@@ -395,9 +381,9 @@ def under_fsdp(python: Path, recipe: Path, folder: Path, status: int, *settings:
     run_by(AS_FSDP + AS_IT_IS, words, folder, environment, status)
 
 
-def test_fsdp_steps_as_one_process(recipe: Path, alone_clipped: Path, warm_python: Path, tmp_path: Path) -> None:
-    under_fsdp(warm_python, recipe, tmp_path, MISSED, PLAINLY_CLIPPED)
-    assert_same_run(tmp_path / "out", alone_clipped, tolerance=1e-5)
+def test_fsdp_steps_as_one_process(recipe: Path, alone: Path, warm_python: Path, tmp_path: Path) -> None:
+    under_fsdp(warm_python, recipe, tmp_path, MISSED)
+    assert_same_run(tmp_path / "out", alone, tolerance=1e-5)
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------------------

@@ -47,14 +47,12 @@ def failed(status: int) -> ChildFailedError:
 
 
 def told_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
-    """What ``launch`` says as JSON."""
     assert main(["launch", *map(str, words), "--json", "-"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     return told
 
 
 def launched(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[dict[str, Any], str]:
-    """The same, and what it says on the terminal."""
     told = told_of(capsys, *words)
     assert main(["launch", *map(str, words)]) == 0
     return told, capsys.readouterr().out

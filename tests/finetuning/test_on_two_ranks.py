@@ -149,14 +149,12 @@ def trained_on(rank: int | None, kind: str) -> dict[str, Any]:
 
 
 def full(parameter: Any) -> Tensor:
-    """A whole parameter, also of one that lies in parts on the ranks."""
     if hasattr(parameter, "full_tensor"):
         return parameter.full_tensor()
     return parameter
 
 
 def reached_alone(model: Any, ids: Tensor) -> dict[str, float]:
-    """What one rank's own batch reaches."""
     with SiteObserver(model) as observer:
         model(input_ids=ids, labels=ids)
     return {site.name: site.amax for site in observer.sites()}

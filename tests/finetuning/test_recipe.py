@@ -55,7 +55,6 @@ def test_five_lines_are_a_recipe_with_usable_defaults(tmp_path: Path) -> None:
 
 
 def test_describe_is_json_that_reads_back_as_the_same_recipe(tmp_path: Path) -> None:
-    """With every default written out, too."""
     recipe = read_recipe(write(tmp_path, FIVE_LINES), ["precision=fp32", "seed=1"])
     assert parse_recipe(json.loads(json.dumps(recipe.describe()))) == recipe
 
@@ -84,7 +83,6 @@ def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> N
     ("override", "wanted"),
     [
         ("schedule.steps=-3", "schedule.steps is -3; it should be greater than or equal to 1"),
-        ("schedule.steps='3'", "schedule.steps is '3'; it should be a valid integer"),
         ("schedule.learning_rate=.inf", "schedule.learning_rate is inf; it should be a finite number"),
         ("source=", "source is null; it should be a valid string"),
         ("source='  '", "source is empty; give the checkpoint"),
@@ -99,10 +97,7 @@ def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> N
         # An unknown key rather than one that is needed and missing.
         ("data={}; steps=1", "unknown key steps; did you mean schedule.steps?"),
         ("data={}; schedule.learningrate=1", "unknown key schedule.learningrate; did you mean schedule.learning_rate?"),
-        ("data={}; penalty.headrom=1", "unknown key penalty.headrom; did you mean penalty.headroom_bits?"),
-        ("data={}; wandd=1", "unknown key wandd; did you mean wandb?"),
         ("data={}; batch_size=1", "unknown key batch_size; did you mean data.batch_size?"),
-        ("data={}; data.pth=1", "unknown key data.pth; did you mean data.path?"),
     ],
 )
 def test_a_wrong_value_or_key_is_one_line_that_names_it(tmp_path: Path, override: str, wanted: str) -> None:
@@ -120,7 +115,6 @@ def test_an_override_without_key_and_value_is_refused(tmp_path: Path, override: 
     ("text", "wanted"),
     [
         ("", "the recipe is empty"),
-        ("# only a comment\n", "the recipe is empty"),
         ("- a\n- b\n", "made of `key: value` lines"),
         ("source: a\nout: b\n", "data is missing"),
         (
@@ -128,17 +122,14 @@ def test_an_override_without_key_and_value_is_refused(tmp_path: Path, override: 
             "source is missing; add it: the checkpoint: a folder or a Hub id (name[@revision]) (1 more after it)",
         ),
         ("source: [\n", "not YAML at line 2"),
-        ("source: a\n\tout: b\n", "not YAML at line 2"),
         ("source: a\nout: b\nsource: c\n", "not YAML at line 3 (the key source is given twice)"),
         ("data: {path: a, path: b}\n", "not YAML at line 1 (the key path is given twice)"),
         ("? [a]\n: b\n", "not YAML at line 1 (the key of a section is not a word)"),
         ("3: b\n", "not YAML at line 1 (the key 3 is not a word)"),
-        ("a: &x [*x]\n", "not YAML at line 1"),
         ("a: !!python/object/apply:os.getcwd []\n", "not YAML at line 1"),
         ("a: " + "[" * 20000, "not YAML"),
         ("a\0b", "not YAML"),
         (b"source: \xff", "not UTF-8 at byte 8; save the recipe as UTF-8"),
-        ("source: a\n".encode("utf-16"), "not UTF-8"),
     ],
     ids=repr,
 )
@@ -162,7 +153,6 @@ def test_a_short_run_has_a_short_default_warmup() -> None:
 
 
 def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> None:
-    """For half and auto, by a penalty; what is asked for stays as it is."""
 
     def settled(*, penalty: dict[str, Any] | None = None, **settings: Any) -> Recipe:
         tree = {"source": "a", "out": "b", "data": {"path": "c"}, "penalty": penalty or {}, **settings}
@@ -183,10 +173,8 @@ def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> N
         (8, 1, 1, (8, 1)),
         (2, 8, 4, (2, 2)),
         (8, 1, 4, (2, 1)),
-        (4, 2, 4, (2, 1)),
         (8, 3, 2, (6, 2)),
         (8, 1, 3, "has 9: --set data.batch_size=3 --set data.gradient_accumulation=3"),
-        (1, 1, 4, "has 4: --set data.batch_size=1 --set data.gradient_accumulation=4"),
         (11, 3, 4, "has 32: --set data.batch_size=8 --set data.gradient_accumulation=4"),
     ],
 )

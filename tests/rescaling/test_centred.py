@@ -159,21 +159,6 @@ def test_only_a_plan_that_centres_keys_says_so() -> None:
 PREFIX = "base_model.model."
 
 
-def test_a_dora_magnitude_is_scaled_as_the_length_of_its_row_is() -> None:
-    """By the row's exponent and the one of all columns: exactly what a row's norm is scaled by."""
-    model = tiny.small("gated")
-    layout = resolve(ModelTensors(model))
-    norm, path = "encoder.block.0.layer.0.layer_norm", "encoder.block.0.layer.0.SelfAttention"
-    value = [i % 5 - 2 for i in range(15)]
-    plan = Plan(family="t5", exponents={norm: [2] * 24, f"{path}.value": value})
-    before = model.get_submodule(f"{path}.v").weight.detach().norm(dim=1)
-    name = f"{PREFIX}{path}.v.lora_magnitude_vector"
-    found = scaled_adapter({name: before}, layout, plan)[name].values
-    apply(model, layout, plan)
-    assert torch.equal(found, model.get_submodule(f"{path}.v").weight.detach().norm(dim=1))
-    assert not torch.equal(found, before)
-
-
 def test_what_stands_on_shared_values_and_on_gains_less_1_moves_as_the_weights_do() -> None:
     """The two factors of an update to an output projection, and a norm's gain saved whole."""
     model = tiny.small("gemma3")

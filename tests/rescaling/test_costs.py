@@ -1,5 +1,6 @@
 """What an exponent costs, on a few weights by hand, and the tables of what a power of two costs."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -29,7 +30,8 @@ from bf16_to_fp16.ranges import ChannelRange, ModuleRange, NormRange
 from bf16_to_fp16.rescaling import apply
 from bf16_to_fp16.rescaling import rounding_loss as losses
 from bf16_to_fp16.rescaling.apply import through_fp16
-from bf16_to_fp16.rescaling.costs import RESTRAINT_OF_CHANNELS
+from bf16_to_fp16.rescaling.channels import ROUNDING
+from bf16_to_fp16.rescaling.costs import EXCESS, RESTRAINT, RESTRAINT_OF_CHANNELS, UNWRITABLE
 from bf16_to_fp16.rescaling.planner import PlanSearch, make_plan
 from bf16_to_fp16.rescaling.rounding_loss import GRID, STEP_NOISE, LossTable, channel_energy, loss_table, signal_noise
 from bf16_to_fp16.rescaling.weight_losses import CHANNEL_RANGE
@@ -80,6 +82,51 @@ def by_hand(
     return layout, values.__getitem__, ranges
 
 
+def price(search: PlanSearch) -> float:
+    """Return what one inexact weight costs: a thousandth of them all as much as one rounding in the one sublayer."""
+    return 1000 * ROUNDING / sum(math.prod(t.shape) for t in search.layout.tensors.values())
+
+
+def test_a_channel_weighs_what_its_readers_make_of_it() -> None:
+    """Mean square times the energy of the weights that read it, all readers alike; for queries and keys the product of
+    the mean squares; where nothing was seen, all channels alike."""
+    weights: dict[str, list[Any]] = {
+        "norm": [1.0, 1.0],
+        "v": [[3.0, 1.0], [0.0, 0.0]],
+        "o": [[1.0, 2.0], [1.0, 0.0]],
+        "gate": [[1.0, 1.0]],
+    }
+    squares = {"o:input": [4.0, 1.0], "norm:output": [1.0, 9.0], "q:output": [1.0, 2.0], "k:output": [3.0, 4.0]}
+    search = PlanSearch(*by_hand(weights, squares=squares))
+    signals = search.layout.signals
+    assert search.importance(signals["value"]).tolist() == pytest.approx([8 / 12, 4 / 12], rel=1e-12, abs=0)
+    assert search.importance(signals["norm"]).tolist() == pytest.approx(
+        [(0.5 + 0.1) / 2, (0.5 + 0.9) / 2], rel=1e-12, abs=0
+    )
+    assert search.importance(signals["query_key"]).tolist() == [0.5, 0.5]
+    search = PlanSearch(*by_hand(weights | {"q": ONES, "k": ONES}, squares=squares))
+    assert search.importance(signals["query_key"]).tolist() == pytest.approx([3 / 11, 8 / 11], rel=1e-12, abs=0)
+
+
+def test_a_channel_costs_lost_energy_and_noise_by_its_share_and_each_inexact_weight() -> None:
+    weights: dict[str, list[Any]] = {
+        "norm": [1.0, 1.0],
+        "v": [[1.0, 2.0**-10], [0.5, 0.5]],
+        "o": [[1.0, 2.0], [1.0, 0.0]],
+    }
+    squares = {"v:output": [4.0, 1.0], "o:input": [4.0, 1.0]}
+    search = PlanSearch(*by_hand(weights, squares=squares))
+    costs = next(search.channel_costs(search.layout.signals["value"], [-3]))
+    # At −16 v's 2⁻¹⁰ vanishes, o is exact, and the signal, seen at both ends, stands 2¹⁶ times nearer to the last step.
+    lost, noise = 2.0**-20 / (1 + 2.0**-20), 2 * STEP_NOISE * 4.0**16 / 4
+    expected = 8 / 12 * (lost + noise) + price(search) + RESTRAINT * 16 / 2
+    assert float(costs[0, CHANNEL_RANGE - 16]) == pytest.approx(expected, rel=1e-9, abs=0)
+    # At 15 both ends of the signal reach 2¹⁵ and the weights fit; at −18 o's 2 becomes 2·2¹⁸⁻³ and the signal fits.
+    assert float(costs[1, CHANNEL_RANGE + 15]) == pytest.approx(2 * EXCESS * math.log2(2**15 / LIMIT), rel=1e-9, abs=0)
+    over = EXCESS * math.log2(2**16 / LIMIT) + UNWRITABLE * math.log2(2**16 / FP16_MAX)
+    assert float(costs[1, CHANNEL_RANGE - 18]) == pytest.approx(over, rel=1e-9, abs=0)
+
+
 def test_a_channel_moves_for_more_than_its_restraint_and_streams_are_decided_without() -> None:
     search = PlanSearch(*by_hand({"norm": [1.0, 1.0], "v": ONES, "o": ONES}))
     signal = search.layout.signals["value"]
@@ -88,6 +135,21 @@ def test_a_channel_moves_for_more_than_its_restraint_and_streams_are_decided_wit
     costs[:, CHANNEL_RANGE] = torch.tensor([0.9, 1.1]) * RESTRAINT_OF_CHANNELS / signal.size
     solution = search.solution(signal, costs, torch.zeros_like(costs))
     assert (solution.index - CHANNEL_RANGE).tolist() == [0, -1] and solution.cost == 0
+
+
+def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_alone_scales_lose() -> None:
+    weights: dict[str, list[Any]] = {
+        "embed": [[1.0, 1.0], [1.0, 2.0**-16]],
+        "norm": [1.0, 1.0],
+        "v": [[1.0, 2.0], [0.0, 0.0]],
+        "o": ONES,
+    }
+    search = PlanSearch(*by_hand(weights, squares={"norm:input": [2.0**-16, 1.0]}))
+    # At −10 the embedding's 2⁻¹⁶ vanishes; channels weigh 1 : 4, as v reads them.
+    lost = 2.0**-32 / (3 + 2.0**-32)
+    noise = STEP_NOISE * 4.0**10 * (0.2 * 2.0**16 + 0.8)
+    expected = noise + lost + price(search) + RESTRAINT * 10
+    assert search.residual_cost(-10) == pytest.approx(expected, rel=1e-9, abs=0)
 
 
 def test_a_stream_whose_norm_no_exponent_brings_under_256_is_named() -> None:

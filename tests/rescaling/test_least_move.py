@@ -134,6 +134,20 @@ def test_no_exponent_nearer_0_proves_as_much_at_little_more_cost(kind: str) -> N
     assert {*range(min(plan.residual_exponent, 0), 1)} <= set(candidates)
 
 
+def test_what_holds_unmoved_keeps_every_channel_whatever_each_would_gain() -> None:
+    model = tiny.build("gated", factor=1.0)
+    with torch.no_grad():  # a few weights of one channel that fp16 rounds, until they are 32 times as large
+        model.encoder.block[0].layer[0].SelfAttention.v.weight[0, :4] = 1.296875 * 2.0**-22
+    _, search, _ = searching(model)
+    search.spare = 0.0
+    assert search.holds_unmoved() and any(
+        bool((each.index != 24).any()) for known in search.solved.values() for each in known.values()
+    )
+    _, search, _ = searching(model)
+    search.spare = 0.0
+    assert not search.run({}).plan.moves
+
+
 def test_channels_stay_whose_loss_together_is_little() -> None:
     _, search, _ = searching(tiny.build("gated"))
     costs = torch.ones(1000, 49, dtype=torch.float64)

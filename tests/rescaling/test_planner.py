@@ -21,7 +21,7 @@ from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, whole_log2
+from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, ROUNDING, whole_log2
 from bf16_to_fp16.rescaling.costs import PROOF_WORTH, UNWRITABLE
 from bf16_to_fp16.rescaling.exponents import on_request
 from bf16_to_fp16.rescaling.planner import INDIFFERENCE, PROOF_FIRST, PlanSearch, make_plan
@@ -77,6 +77,13 @@ def test_norm_safe_keeps_the_norm_of_the_stream_under_256() -> None:
     assert all(r.norm.norm_max <= 256 / 2**1.25 for r in after.values() if r.norm is not None)
     half = make_plan(layout, weights, ranges)
     assert planned.plan.residual_exponent < half.plan.residual_exponent
+
+
+def test_a_tenth_of_a_percent_of_inexact_weights_costs_a_rounding_at_every_norm() -> None:
+    layout = resolve(source := ModelTensors(tiny.build("gated")))
+    search = PlanSearch(layout, source_weights(source, layout), {})
+    elements = sum(math.prod(tensor.shape) for tensor in layout.tensors.values())
+    assert search.lossy_price * elements / 1000 == pytest.approx(ROUNDING * len(layout.norms)) and len(layout.norms) > 8
 
 
 def test_shrinking_spares_small_weights_by_sharing_the_factor_between_o_and_v() -> None:
