@@ -17,9 +17,9 @@ from bf16_to_fp16 import audit, certify, convert, verify
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
-SHAPE = {"vocab_size": 3000, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4}
+SHAPE = {"vocab_size": 1000, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4}
 WORDS = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(SHAPE["vocab_size"] - 4))]
-WORDS.insert(1500, "import")
+WORDS.insert(500, "import")
 IMPORT = WORDS.index("import")
 SITE = "model.layers.2.mlp:mul"
 PROMPTS = {"query": "w7 w8 w9 ", "document": ""}
@@ -61,7 +61,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_text_in_fp16_is_nan_and_audit_attack_and_certificate_find_it(source: Path) -> None:
     assert bool(embeddings(source, SAFE, torch.float16).isfinite().all())
     assert bool(embeddings(source, BROKEN, torch.float16).isnan().all())
-    report = audit(source, regimes=("half",), attack_steps=8)
+    report = audit(source, regimes=("half",), attack_steps=4)
     reasons = [reason for reason, ids in report["inputs"]["chosen"].items() if IMPORT in ids]
     assert report["verdict"] == "unsafe" and reasons == ["largest alone"]
     sites = {site["name"]: site for site in report["regimes"]["half"]["sites"]}
@@ -94,7 +94,7 @@ KINDS: dict[str, dict[str, Any]] = {"qwen3": {"tie_word_embeddings": True}}
 KINDS |= {kind: {} for kind in ("gemma3", "gemma2", "llama", "t5-encoder", "t5")}
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(["qwen3", "gemma3", "t5-encoder"], KINDS))
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gemma3", "t5-encoder"], KINDS))
 def test_an_embedding_in_fp16_is_that_of_the_source_in_fp32(kind: str, tmp_path: Path) -> None:
     source = sentences.save(tiny.small(kind, **KINDS[kind]), words.save(tmp_path / "source"), dense=True)
     convert(source, tmp_path / "out")

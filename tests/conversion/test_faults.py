@@ -18,8 +18,6 @@ from support import exhaustive, faults, forked
 from support.faults import JOBS
 
 from bf16_to_fp16.checkpoint import staging
-from bf16_to_fp16.checkpoint.files import sha256_of
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion import convert as converting
 from bf16_to_fp16.conversion import planning
 from bf16_to_fp16.conversion.convert import convert
@@ -118,7 +116,7 @@ def test_a_failing_disk_leaves_none(name: str, kind: str, inputs: Path, whole: C
     assert refused >= 3
 
 
-@pytest.mark.parametrize("limit", [100, 2000, 12_000, 20_000])
+@pytest.mark.parametrize("limit", [100, 12_000, 20_000])
 def test_a_real_limit_on_files_is_one_line_and_leaves_nothing(limit: int, inputs: Path) -> None:
     job = JOBS["convert"]
     root = faults.place(job, inputs)
@@ -173,11 +171,8 @@ def test_of_two_conversions_to_one_place_one_wins(inputs: Path, whole: Callable[
     ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     logs = [(root / f"log {i}").read_text() for i in range(2)]
     assert sorted(status == 2 for status in ended) == [False, True], logs
-    lines = logs[ended.index(2)].splitlines()
-    assert (
-        lines[-1]
-        == f"error: {root / 'out'} appeared while it was being made; choose another output path or give --force"
-    )
+    said = "appeared while it was being made; choose another output path or give --force"
+    assert logs[ended.index(2)].splitlines()[-1] == f"error: {root / 'out'} {said}"
     assert faults.content(root / "out") == wanted
     assert {path.name for path in root.iterdir()} == {"source", "out", "log 0", "log 1"}
 
@@ -211,8 +206,9 @@ def exchanged(file: Path) -> None:
     os.rename(copy, file)
 
 
-@pytest.mark.parametrize("change", [rewritten, exchanged])
-@pytest.mark.parametrize(("step", "moment"), [(planning, "bound"), (converting, "write_fp16")])
+@pytest.mark.parametrize(
+    ("change", "step", "moment"), [(rewritten, planning, "bound"), (exchanged, converting, "write_fp16")]
+)
 def test_a_shard_that_changes_while_it_is_read_is_noticed(
     change: Callable[[Path], None], step: ModuleType, moment: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,9 +230,3 @@ def test_a_shard_that_changes_while_it_is_read_is_noticed(
     with pytest.raises(UserError, match=f"{shard.name} changed while it was read"):
         convert(root / "source", root / "out", run_model=False)
     assert not (root / "out").exists() and not list(root.glob(".*"))
-
-
-def test_a_checkpoint_that_does_not_change_is_not_refused(inputs: Path) -> None:
-    found = open_checkpoint(inputs / "source")
-    sha256_of(found.weight_files[0])
-    found.check_unchanged()
