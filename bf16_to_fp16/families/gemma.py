@@ -69,7 +69,7 @@ GEMMA3 = replace(
         "tie_word_embeddings": True,
     },
     encoder=llama.layers(block),
-    encoder_ends=ends(StackEnds("", "embed_tokens", "norm", scales_itself=True), table("embed_tokens.weight")),
+    encoder_ends=ends(StackEnds("", "embed_tokens", "norm", scaled_by="module"), table("embed_tokens.weight")),
     encoder_output=states("norm", STYLE),
     **llama.heads(STYLE, cap=CAP),
     norm_site="to#2",

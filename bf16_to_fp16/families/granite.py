@@ -23,6 +23,8 @@ GRANITE = replace(
     title="Granite",
     classes=llama.classes("Granite", labels=()),
     defaults={**llama.LLAMA.defaults, **dict.fromkeys(MULTIPLIERS.values(), 1.0)},
-    encoder_ends=ends(StackEnds("", llama.EMBEDDING, "norm", multiplies=True), table(f"{llama.EMBEDDING}.weight")),
+    encoder_ends=ends(
+        StackEnds("", llama.EMBEDDING, "norm", scaled_by="stack", multiplier=True), table(f"{llama.EMBEDDING}.weight")
+    ),
     multipliers=MULTIPLIERS,
 )

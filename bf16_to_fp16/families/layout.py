@@ -216,9 +216,10 @@ class Layout:
 
     def embedding_scale(self, ends: StackEnds) -> float:
         """Return stock code's factor on a stack's embedding; 1 for none."""
-        switch = config_value(self.family, self.config, ends.scale) if ends.scale else ends.scales_itself or ends.scales
-        own = self.multiplier("embedding") if ends.multiplies else 1.0
-        return math.sqrt(self.tensors[self.table(ends)].shape[1]) if switch else own
+        if ends.multiplier:
+            return self.multiplier("embedding")
+        scaled = config_value(self.family, self.config, ends.switch) if ends.switch else ends.scaled_by
+        return math.sqrt(self.tensors[self.table(ends)].shape[1]) if scaled else 1.0
 
     def multiplier(self, what: MultiplierKind) -> float:
         key = self.family.multipliers.get(what)

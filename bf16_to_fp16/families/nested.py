@@ -11,10 +11,12 @@ from .wiring import FeedForward, Rotary, Topology
 
 INNER = "text_config"  # key of a text model's nested config
 
-_KEYS = frozenset({"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling"})
+_KEYS = frozenset(
+    {"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling", "switch"}
+)
 """Fields of a topology that are config keys."""
 
-_OF_CONFIG = _KEYS | {"activation", "gives"}  # fields of a topology that are not paths
+_OF_CONFIG = _KEYS | {"activation", "gives", "scaled_by"}  # fields of a topology that are not paths
 
 
 def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:

@@ -90,7 +90,8 @@ def decoder_block(config: Mapping[str, object], i: int, style: Style = STYLE) ->
 
 def stack_ends(at: str, *, norm: str = "layer_norm", **own: Any) -> StackEnds:
     positions = f"{at}.embed_positions.weight"
-    return StackEnds(at, f"{at}.embed_tokens", f"{at}.{norm}", positions=positions, scale="scale_embedding", **own)
+    how: dict[str, Any] = {"scaled_by": "stack", "switch": "scale_embedding", "positions": positions} | own
+    return StackEnds(at, f"{at}.embed_tokens", f"{at}.{norm}", **how)
 
 
 def stack_records(stack: StackEnds, *tensors: Tensor, **own: Any) -> Part:
@@ -182,7 +183,7 @@ def mbart_ends(at: str, *tensors: Tensor) -> Part:
             Tensor(f"{positions}.weight", ("positions", "model"), (None, None), ahead=2),
             *STYLE.norm(norm, multiplied_by(RESIDUAL)),
         ),
-        topology=stack_ends(at, scales_itself=True, first_norm=norm),
+        topology=stack_ends(at, scaled_by="module", first_norm=norm),
     )
 
 
@@ -274,9 +275,9 @@ BIGBIRD_PEGASUS = replace(
     alone={"attention_type": ("original_full", BLOCKS)},
     encoder=Stack("encoder_layers", bigbird_encoder),
     decoder=Stack("decoder_layers", bigbird_decoder),
-    encoder_ends=stack_records(stack_ends("encoder", norm=FINAL, scales_itself=True), SHARED),
+    encoder_ends=stack_records(stack_ends("encoder", norm=FINAL, scaled_by="module"), SHARED),
     encoder_output=states(f"encoder.{FINAL}", STYLE),
-    decoder_ends=stack_records(stack_ends("decoder", norm=FINAL, scales_itself=True)),
+    decoder_ends=stack_records(stack_ends("decoder", norm=FINAL, scaled_by="module")),
     tied_head=tied_head(BIGBIRD_NORM, HEAD, STYLE, LOGITS_BIAS),
     untied_head=untied_head(BIGBIRD_NORM, head("lm_head.weight"), STYLE, LOGITS_BIAS),
     free_keys=(*PEGASUS.free_keys, "block_size", "num_random_blocks"),

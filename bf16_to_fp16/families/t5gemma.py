@@ -68,7 +68,9 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
 
 def stack_ends(stack: str) -> Part:
     path, dropout = f"{stack}.embed_tokens", f"{stack}.dropout"
-    wiring = StackEnds(stack, path, f"{stack}.norm", dropouts=(dropout, dropout), scales=True, table=f"{path}.weight")
+    wiring = StackEnds(
+        stack, path, f"{stack}.norm", dropouts=(dropout, dropout), scaled_by="stack", table=f"{path}.weight"
+    )
     return ends(wiring, table(wiring.table, f"{stack}_model"), model=f"{stack}_model")
 
 

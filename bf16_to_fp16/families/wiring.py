@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -183,40 +184,41 @@ class StackEnds:
     for none. Its input is not rescaled, so its eps stays: the family must have no ``eps_key``. ``norm``: the final one.
     ``dropouts``: after the embedding, after the final norm.
 
-    The embedding may have a factor. ``scale``: config key that switches √d on, "" for none. ``scales_itself``: the
-    embedding's own module multiplies by √d; without a switch always, and √d is rounded to its weight's dtype.
-    ``scales``: the stack multiplies by √d, rounded likewise, ``inputs_embeds`` too. ``multiplies``: the stack
-    multiplies by the family's embedding multiplier."""
+    ``scaled_by``: what multiplies the embedding, its own module or the stack, "" for neither. The factor is the
+    family's embedding multiplier (``multiplier``), else √d: where the config key ``switch`` is true, or always and
+    rounded to the weight's dtype. A stack without ``switch`` multiplies ``inputs_embeds`` too."""
 
     at: str
     embedding: str
     norm: str
     positions: str = ""
-    scale: str = ""
     dropouts: tuple[str, ...] = ()
-    scales_itself: bool = False
     first_norm: str = ""
-    scales: bool = False
-    multiplies: bool = False
+    scaled_by: Literal["", "module", "stack"] = ""
+    switch: str = ""
+    multiplier: bool = False
     table: str = ""
 
     @property
     def rounds_scale(self) -> bool:
         """Whether √d is rounded to the embedding's dtype before it multiplies."""
-        return self.scales or (self.scales_itself and not self.scale)
+        return bool(self.scaled_by) and not self.switch and not self.multiplier
+
+    @property
+    def scaling_module(self) -> str:
+        return self.embedding if self.scaled_by == "module" else self.at
 
     @property
     def scaling(self) -> str:
         """The site where stock code multiplies the embedding by √d or another number."""
-        return f"{self.embedding if self.scales_itself else self.at}:mul"
+        return f"{self.scaling_module}:mul"
 
     @property
     def embedded(self) -> str:
         """The site of the embedding with everything added to it."""
         if self.positions:
             return f"{self.at}:add"
-        scaled = self.scales_itself or self.scales or self.multiplies
-        return self.scaling if scaled else f"{self.embedding}:embedding"
+        return self.scaling if self.scaled_by else f"{self.embedding}:embedding"
 
 
 @dataclass(frozen=True)

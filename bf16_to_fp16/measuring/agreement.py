@@ -172,7 +172,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
                     if not 0 <= getattr(module, attribute) <= part.rotary.factor:
                         same(part.rotary.at, attribute, part.rotary.factor)
         elif isinstance(part, StackEnds) and names.embedding_scale:
-            same(part.embedding if part.scales_itself else part.at, names.embedding_scale, layout.embedding_scale(part))
+            same(part.scaling_module, names.embedding_scale, layout.embedding_scale(part))
     for feed_forward in layout.feed_forwards:
         activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
         if type(activation) is not type(expected) or functions(activation) != functions(expected):

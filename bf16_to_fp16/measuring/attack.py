@@ -86,12 +86,12 @@ class _Adversary:
         # Pegasus's decoder, Granite and T5Gemma's stacks scale ``inputs_embeds`` too; others do not.
         for stack in layout.stacks()[: 1 if layout.shares_table else None]:
             table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
-            tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scales_itself else table)
+            tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scaled_by == "module" else table)
         self.tables = tables * 2 if layout.stock.decodes and len(tables) == 1 else tables
         """Each side's embedding rows, of which inputs are mixed."""
         first = layout.stacks()[0].ends
-        scaled = first.scales_itself or first.scales or first.multiplies
-        self.encoder_scale = 1.0 if scaled else layout.embedding_scale(first)
+        by_lookup_alone = first.scaled_by == "stack" and first.switch
+        self.encoder_scale = layout.embedding_scale(first) if by_lookup_alone else 1.0
         self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
         self.narrow = {f"{reader.norm}:1/σ": reader.site for reader in walk(layout) if reader.norm}
         """Goals that are 1/σ of a norm's input, with the site of that input."""
