@@ -22,7 +22,7 @@ from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, ROUNDING, whole_log2
-from bf16_to_fp16.rescaling.costs import PROOF_WORTH, UNWRITABLE
+from bf16_to_fp16.rescaling.costs import PROOF_WORTH, UNWRITABLE, Total
 from bf16_to_fp16.rescaling.exponents import on_request
 from bf16_to_fp16.rescaling.planner import INDIFFERENCE, PROOF_FIRST, PlanSearch, make_plan
 
@@ -373,3 +373,16 @@ def test_the_exponent_of_no_number_is_the_end_on_its_side() -> None:
 )
 def test_what_a_class_gives_on_request_alone(name: str, others: tuple[str, ...], asked: bool) -> None:
     assert on_request(name, (name, *others)) is asked
+
+
+@pytest.mark.parametrize("unproven, chosen", [(0, -1), (1, -4)])
+def test_the_exponent_nearest_0_gives_up_no_proof_of_the_cheapest(
+    unproven: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, weights, ranges = observed(tiny.build("t5"))
+    totals = {-4: Total(1.0, True, 0), -1: Total(1.0, True, unproven)}
+    monkeypatch.setattr(PlanSearch, "total_cost", lambda search, r: totals[r])
+    search = PlanSearch(layout, weights, ranges)
+    search.stream = layout.streams[0]
+    assert search.decide_stream(sorted(totals)) == totals
+    assert search.decided == {search.stream: chosen}
