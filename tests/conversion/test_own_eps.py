@@ -54,7 +54,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).double().square().sum() / wanted.double().square().sum())
 
 
-@pytest.mark.parametrize("shape", exhaustive.beyond(["deep"], ["wide", "deep"]))
+@pytest.mark.parametrize("shape", exhaustive.beyond(["wide"], ["wide", "deep"]))
 def test_wan_with_an_eps_of_its_own_is_at_most_a_sixteenth_as_far_off_as_bf16(shape: str, tmp_path: Path) -> None:
     model = quiet_at_first("umt5", shape)
     out = tmp_path / "out.safetensors"

@@ -20,8 +20,6 @@ from bf16_to_fp16.report.coverage import every_input
 from bf16_to_fp16.report.schema import Report, read
 from bf16_to_fp16.report.terminal import load_line
 
-pytestmark = pytest.mark.usefixtures("whole_probe")
-
 WIDTH = tiny.T5_SHAPE["d_model"]
 IDENTITY = "torch.nn.modules.linear.Identity"
 RELU = "torch.nn.modules.activation.ReLU"
@@ -119,6 +117,7 @@ def test_an_audit_runs_what_stands_behind_the_encoder(tmp_path: Path) -> None:
     assert verify(tmp_path / "out")["problems"] == []
 
 
+@pytest.mark.usefixtures("whole_probe_once")
 def test_a_linear_that_overflows_and_a_vector_of_zeros_are_seen(tmp_path: Path) -> None:
     """Where both outputs behind a ReLU are 0, fp16 divides 0 by an eps that is 0 too."""
     zeros: dict[str, Any] = {"activation_function": RELU}

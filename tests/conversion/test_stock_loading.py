@@ -32,7 +32,17 @@ EXPERTS: dict[str, dict[str, int]] = {
 PEGASUS = ("pegasus", "mbart", "bigbird_pegasus")
 KINDS = ("t5", "gated", "silu", "mt5", "umt5", *PEGASUS, *ENCODERS, *HEADS, *LONG, *SPARSE, *CAUSAL, *EXPERTS)
 MORE = (
-    *("silu", "mt5", "bigbird_pegasus", "t5-encoder", "umt5-encoder", "t5-states", "t5-token-classifier"),
+    *(
+        "silu",
+        "mt5",
+        "longt5",
+        "llama",
+        "bigbird_pegasus",
+        "t5-encoder",
+        "umt5-encoder",
+        "t5-states",
+        "t5-token-classifier",
+    ),
     *("umt5-spans", "longt5-encoder", "switch", "switch-untied", "gemma3-untied", "embeddinggemma", "gemma"),
     *("mistral", "qwen2", "mixtral", "olmoe"),
 )
@@ -101,7 +111,6 @@ TURNED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", FLAT | {"rope_type": "linear", "factor": 4.0}),
     "dynamic": ("llama", FLAT | {"rope_type": "dynamic", "factor": 4.0}),
     "qwen2": ("qwen2", FLAT | {"rope_type": "default"}),
-    "gemma": ("gemma", FLAT | {"rope_type": "default"}),
     "glm4": ("glm4", FLAT | {"rope_type": "default", "partial_rotary_factor": 1.0}),
     "gemma3": (
         "gemma3",
