@@ -35,7 +35,7 @@ class NormRange:
         return ((variance + eps) / (variance + met)).sqrt(), shares
 
     def drift(self, eps: float, exponent: int) -> float:
-        """Return the relative change of the norm's output: the root mean square of ``kept``'s factor − 1."""
+        """Return the relative RMS change of the norm's output if its input is scaled by 2^exponent but eps is not."""
         kept, shares = self.kept(eps, exponent)
         power = shares * self.variances[:, 0] / (self.variances[:, 0] + eps)  # far under eps no output is left
         return float((power * (kept - 1).square()).sum() / power.sum()) ** 0.5 if power.any() else 0.0

@@ -261,8 +261,8 @@ class InexactEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """The search for ``exceptions``. ``ids``: the number of ids tried. ``further``: the share of random pairs of ids
-    for which edits diverge more than bf16 does."""
+    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``further``: the share of random
+    pairs of ids on which the edited checkpoint is further from the source than bf16."""
 
     ids: Count
     further: float

@@ -339,7 +339,7 @@ class Context:
 
 
 def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Context:
-    """Return the context of ``values``. keep: a lower bound of the inverse of dropout's factor on the weights."""
+    """Return the bounds of values summed with attention weights. keep: 1 − p of the weights' dropout, rounded down."""
     a = arithmetic
     total = a.attention_sum
     if keep != 1.0:

@@ -156,7 +156,7 @@ class _Walk(LiveWeights):
         return self.found
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
-        """Record the sites of the head, and of a final norm whose output no exponent moves."""
+        """Record the sites of the head, and of a final norm that is among ``fixed``."""
         norm = stack.ends.norm
         if stack.is_encoder:
             self.memory = source

@@ -206,8 +206,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return upper bounds of every row of out·neurons and −out·neurons, fp64 [2, 2, d]: the part from the maps w,
-        at a scale of 1, and the part from the centres c, which has no scale."""
+        """Return the two parts of ``rows``, fp64 [part, sign, d]: from the weights w, still to be multiplied by
+        ``scale``, and from the centres c."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.made.matrix.columns_first(dtype)

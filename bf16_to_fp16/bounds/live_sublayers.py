@@ -201,8 +201,8 @@ def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, sourc
 
 
 def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bounds of capped scores with position bias, and of how far a mask must lower scores to take their weight.
-    scores, span: before the cap."""
+    """Return bounds of scores after cap and position bias, and how far a mask must lower a score to make its weight 0.
+    scores, span: bounds of a score and of the difference between two, before the cap."""
     cap = live.layout.cap(sublayer)
     if cap is not None:
         capped = soft_capped(scores, cap, live.a)

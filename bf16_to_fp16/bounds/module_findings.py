@@ -126,7 +126,7 @@ class ModuleFindings:
             self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
 
     def kept(self, what: DropoutKind) -> float:
-        """Return a lower bound of the inverse of dropout's factor; 1 outside training."""
+        """Return 1 − p of a dropout, lowered by one fp16 rounding; 1 outside training."""
         if not self.arithmetic.train:
             return 1.0
         key = self.layout.family.dropout.get(what)

@@ -117,10 +117,10 @@ class Spectra:
 
     @full_precision()
     def carried(self, matrix: Tall) -> float | None:
-        """Return the bound derived from the stored matrix of this label; None if it is over ``CARRIED`` looser.
+        """Return a bound for ``matrix`` from the one in ``found`` under its label; None if too loose (``CARRIED``).
 
-        Elements of both matrices are off by at most five units of the working dtype, those multiplied by s by two
-        more."""
+        Elements of both matrices are off by at most five units of the working dtype, and by two more where they are
+        multiplied by s."""
         kept, value = self.found[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:

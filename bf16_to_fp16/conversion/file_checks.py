@@ -35,8 +35,8 @@ def present_files(folder: Path) -> list[str]:
 def check_hashes(
     folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None
 ) -> Iterator[tuple[str, ...]]:
-    """Yield (name, reason) of listed files that are missing or changed, and of unlisted ones. extra: further unlisted
-    files."""
+    """Yield (name, reason) of listed files that are missing or changed, and (name, reason, remedy) of unlisted ones.
+    extra: unlisted files of a Hub repository, which are not in ``folder``."""
     listed = {entry.name: entry for entry in report.output.files}
     if not any(name.endswith(".safetensors") for name in listed) or "config.json" not in listed:
         yield REPORT, "lists no weights or no config.json"

@@ -112,7 +112,7 @@ class MadeSafe:
         return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
 
     def mark(self, model: Any) -> None:
-        """Attach this to the model, which then warns when its changed scale becomes visible."""
+        """Attach this to the model, which then warns of its changed scale when it is saved or given embeddings."""
         model.__dict__[MARK] = self
         if self.plan.moves:
             model.__dict__[SAVES] = partial(save_as_it_is, model)

@@ -181,9 +181,9 @@ def bounds_of(decided: Decided) -> SourceBounds:
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, edits included. ``observed``: None if nothing runs. ``before``: observations
-    without the edits, if there are any. ``start``: the stream exponents under which the unedited source was bounded.
-    ``tables``: reused between plans."""
+    """Chooses plans for one source, edited or not. ``observed``: None if nothing runs. ``before``: observations of the
+    unedited source, None if this is it. ``start``: the stream exponents for which the unedited source's bounds hold.
+    ``tables``: loss tables that later plans reuse."""
 
     opened: Opened
     options: Options
@@ -350,5 +350,5 @@ def uncorrected(planned: Planned) -> Planned:
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
-    """Return whether a drift's divergence is at most ``share`` of bf16's; the default is half of fp16's own."""
+    """Return whether a drift's divergence is at most ``share`` of bf16's; the default is half of fp16's divergence."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share

@@ -83,8 +83,8 @@ def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress
     layout = resolve(checkpoint)
     if checkpoint.config.get(CONVERTED_KEY) != mark_of(plan) or layout.eps != (plan.eps or layout.eps):
         raise UserError(
-            f"{folder}: is not at the scale of the plan in {report}; give the converted folder that it was trained"
-            " from, and a checkpoint that nothing has undone or rescaled since"
+            f"{folder}: its weights are not at the scale of the plan in {report}; give the converted folder that it"
+            " was trained from, and a checkpoint that was not undone or converted since"
         )
     say_what_stays(layout, plan, progress)
     whole, back = with_start(layout, without_edits(layout, plan), read_start(report), progress), []

@@ -1,8 +1,8 @@
-"""Axes whose elements share the channels of a signal, or partly carry none: values that several query heads read,
-channels that a rotation mixes, neurons behind their gates in one matrix.
+"""Axes of tensors where several elements belong to one channel of a signal, or some to none: values that several query
+heads read, channels that a rotation mixes, neurons behind their gates in one matrix.
 
-A ``Spread`` lists factors of the axis length, outermost first; every second factor counts repetitions of a channel. A
-negative number at either end counts elements that carry no channel."""
+A ``Spread`` lists factors of the axis length, outermost first; every second factor counts repetitions of a channel. If
+its first or last number is −n, the first or last n elements belong to no channel."""
 
 from __future__ import annotations
 

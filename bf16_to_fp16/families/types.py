@@ -144,7 +144,7 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Sum:
-    """A size: the sum of products of config keys and numbers."""
+    """A factor of a size: a sum, each term of which is a product of config keys and numbers."""
 
     products: tuple[tuple[str | int, ...], ...]
 

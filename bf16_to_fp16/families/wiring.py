@@ -283,16 +283,17 @@ class Projector:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """The arguments through which a stock class takes an image. Unless stated otherwise, fields are config keys.
+    """How a stock class takes an image: seven config keys, then three arguments ("" for none).
 
-    ``token``: of the id that the outputs replace. ``channels``: of an image, "" for 3. ``size``: of its height and
-    width in pixels; "" where the model takes any size, and the audit's image has two merged patches each way.
-    ``tokens``: of the number of such ids for one image, "" for four. ``patch``: of a patch's height and width in
-    pixels. ``merged``: of the number of patches that make a token, in height and in width. ``frames``: of the number of
-    times that each pixel is given; "" for whole images. ``marks``: the argument that is 1 at these ids, "" for none.
-    ``sizes``: the argument with an image's size: for whole images in pixels, else as the numbers of frames and of
-    patches in height and width. ``places``: the argument with the column and row of each patch, for images that are
-    given as rows of patches."""
+    ``token``: key of the id that the image's vectors replace. ``channels``: of the number of channels, "" for 3.
+    ``size``: of the image's height and width in pixels; "" where the model takes any size, and the audit's image has
+    two merged patches each way. ``tokens``: of the number of such ids for one image, "" for four. ``patch``: of a
+    patch's height and width in pixels. ``merged``: of the number of patches that make a token, in height and in width.
+    ``frames``: of the number of times that each pixel is given; "" for whole images.
+
+    ``marks``: the argument that is 1 at these ids. ``sizes``: that with an image's size: for whole images in pixels,
+    else as the numbers of frames and of patches in height and width. ``places``: that with the column and row of each
+    patch, for images that are given as rows of patches."""
 
     token: str
     channels: str

@@ -136,7 +136,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the excess with all but the largest bound of each group set to 0."""
+        """Return ``over`` with all but the largest excess of each group of sites set to 0, index by index."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)

@@ -283,13 +283,13 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tup
         contents[deepspeed] = json.dumps(settings, indent=2) + "\n"
     try:
         if config.exists() and not config.read_text(encoding="utf-8").startswith(WRITTEN):
-            raise UserError(f"{config} was not written by launch; rename it, or give another out")
+            raise UserError(f"{config} was not written by launch; rename it, or set another `out`")
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         for path, text in contents.items():
             with replacing(path) as new:
                 new.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; give another out") from error
+        raise UserError(f"{error.filename}: {error.strerror}; set another `out`") from error
     words = ["accelerate", "launch", "--config_file", str(config)]
     if processes > 1:
         words += ["--main_process_port", "0"]

@@ -189,8 +189,7 @@ class ActivationPenalty:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the weights and an unfinished step from ``state_dict``'s result; it must be the same on every
-        rank."""
+        """Restore the sites' weights and an unfinished step from ``state_dict``'s result, the same on every rank."""
         self._order = list(state["order"])
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])

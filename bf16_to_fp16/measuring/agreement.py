@@ -177,8 +177,8 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
         if type(activation) is not type(expected) or functions(activation) != functions(expected):
             raise UserError(
-                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, where the keys that the"
-                f" bounds are made from say {feed_forward.activation!r}; take it from the original checkpoint"
+                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, but by the keys that"
+                f" the bounds use it is {feed_forward.activation!r}; take it from the original checkpoint"
             )
     first = tuple(part.first_norm for part in layout.topology if isinstance(part, StackEnds) and part.first_norm)
     for path in (*layout.norms, *first):

@@ -160,7 +160,7 @@ class Walk:
         return first == second
 
     def run(self, advance: Advance | None = None) -> None:
-        """Run all lanes to their ends; raise the error of the first that fails. advance: called after every place."""
+        """Run all lanes to their ends; raise the first error. advance: called after each block, final norm or head."""
         with STOCK_LOCK:
             self._threads = torch.get_num_threads()
             done, total = 0, max((len(lane.weights.places) for lane in self.lanes), default=0)

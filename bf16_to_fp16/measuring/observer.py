@@ -391,7 +391,7 @@ def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
 
 
 def _settle(frame: _Frame, output: Any) -> None:
-    """Count the NaN of fully masked rows at the end of their module: they are benign if its output has none."""
+    """Count the NaN of fully masked rows when their module returns: they are benign if its output has no NaN."""
     if not frame.pending:
         return
     first = output[0] if isinstance(output, (tuple, list)) and output else output

@@ -71,7 +71,7 @@ def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Adapter
     )
     if not fits or not values.is_floating_point():
         raise UserError(
-            f"{name} has shape {list(values.shape)} ({values.dtype}), which does not go on {tensor.name} of"
+            f"{name} has shape {list(values.shape)} ({values.dtype}), which does not fit {tensor.name} of"
             f" {list(tensor.shape)}; give an adapter of this very checkpoint"
         )
 

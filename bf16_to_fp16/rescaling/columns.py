@@ -1,5 +1,5 @@
-"""Cuts of columns: powers of two on the contributions of few input channels to gates or queries. Inputs without those
-channels keep their function; a cut of whole rows would change every input."""
+"""Cuts of columns: powers of two that scale down a few input channels of a gate or of queries. The outputs for inputs
+without those channels stay; scaling down whole rows would change every output."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ class Plan(BaseModel):
         return bool(self.residual_exponent or self.gain_correction) or any(moved)
 
     @property
-    def moves_streams_alone(self) -> bool:
-        """Whether each tensor has a single power of two, which a learning rate per tensor can make up for."""
+    def scales_whole_tensors(self) -> bool:
+        """Whether one power of two multiplies all of a tensor, so that a learning rate per tensor makes up for it."""
         return not self.gain_correction and not any(isinstance(e, list) and any(e) for e in self.exponents.values())
 
     def exponent(self, signal: str) -> int | list[int]:

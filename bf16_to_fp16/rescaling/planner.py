@@ -275,7 +275,7 @@ def with_smaller_gradients(
     ranges: Mapping[str, ModuleRange],
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return a plan with exponents before norms that undo the stream's, within limits.
+    """Return a plan that undoes the stream's exponent for linears whose output a norm alone reads, within limits.
 
     A signal times 2^r has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. No eps may change a
     norm's output by more than one fp16 rounding. weights: before rescaling. ranges: observed on the source, which show

@@ -167,7 +167,7 @@ def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFi
     ask = ("launch", recipe, "--gpus", 4)
     assert f"{theirs} was not written by launch; rename it" in refused(capsys, *ask)
     said = refused(capsys, *ask, "--set", f"out={theirs}/out")
-    assert f"{theirs}: File exists; give another out" in said
+    assert f"{theirs}: File exists; set another `out`" in said
     assert theirs.read_text() == "a: b\n"
 
 
