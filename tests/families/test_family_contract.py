@@ -113,17 +113,13 @@ def test_a_tensor_that_is_missing_not_declared_or_of_another_shape_is_named(kind
         without.tensors = {k: v for k, v in source.tensors.items() if k != name and k not in others}
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
             resolve(without)
-    query = f"{first_attention(model).query}.weight"
+    query = next(f"{w.query}.weight" for w in layout.topology if isinstance(w, Attention))
     misshapen = replace(source.tensors[query], shape=(7, 7))
     for name, tensor in {query: misshapen, "encoder.block.7.surprise.weight": misshapen}.items():
         other = ModelTensors(model)
         other.tensors[name] = tensor
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
             resolve(other)
-
-
-def first_attention(model: Any) -> Attention:
-    return next(w for w in layout_of(model).topology if isinstance(w, Attention))
 
 
 Examples = Callable[..., None]

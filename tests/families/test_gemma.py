@@ -28,18 +28,6 @@ from bf16_to_fp16.measuring.agreement import agreed_layout
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.report.uses import gains_round
 from bf16_to_fp16.rescaling.apply import edited_config
-from bf16_to_fp16.rescaling.rounding_loss import offset_loss_table
-
-
-def test_the_cost_of_an_exponent_is_the_rounding_of_the_gain_less_1() -> None:
-    gains = 1 + torch.tensor([0.0, 0.5, -0.75, 0.00390625, 59.5, -0.998046875, 20000.0]).double()
-    table = offset_loss_table(gains, 1.0)
-    for e in (-12, -5, -4, 0, 3):
-        stored = (gains * 2.0**e - 1).half().double()
-        off = ((stored + 1) * 2.0**-e - gains).square()
-        lossy, error = (x[:, 0] for x in table.at(torch.tensor([e])))
-        assert torch.equal(lossy.bool(), off > 0)
-        assert torch.allclose(error.double(), torch.minimum(off, gains.square()), rtol=1e-6)
 
 
 def test_what_is_written_of_a_gain_is_rounded_once_and_its_dead_channels_are_seen(tmp_path: Path) -> None:

@@ -35,12 +35,10 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path / "site"
 
 
-def files_in(package: Path) -> set[str]:
-    return {str(path.relative_to(package)) for path in package.rglob("*") if path.is_file()}
-
-
 def test_a_wheel_has_every_file_and_trains_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    assert files_in(installed / "bf16_to_fp16") == files_in(tmp_path / "tree" / "bf16_to_fp16")
+    packages = (root / "bf16_to_fp16" for root in (installed, tmp_path / "tree"))
+    there, wanted = ({path.relative_to(root) for path in root.rglob("*") if path.is_file()} for root in packages)
+    assert there == wanted
     source, empty = saved(tmp_path / "source", 1, dtype=torch.bfloat16), tmp_path / "empty"
     empty.mkdir()
 

@@ -10,7 +10,7 @@ import torch
 from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.finetuning.corpus import Corpus, TrainingBatch
 from bf16_to_fp16.finetuning.distillation import arguments, counted_positions, task_loss
-from bf16_to_fp16.finetuning.recipe import Optimizer, Penalty, Recipe, read_recipe
+from bf16_to_fp16.finetuning.recipe import Optimizer, Penalty, read_recipe
 from bf16_to_fp16.finetuning.run import finetune
 from bf16_to_fp16.measuring.stock import load, load_config
 from bf16_to_fp16.numerics import FP16_MAX
@@ -20,26 +20,6 @@ HARD = ROOT / "recipes" / "demo" / "t5-hard-bytes"
 SCORES = "encoder.block.1.layer.0.SelfAttention:scores"
 GATE = "decoder.block.1.layer.2.DenseReluDense.wi_0"
 HEAD = "lm_head"
-
-
-def shipped(folder: Path, *changes: str) -> Recipe:
-    """The shipped recipe, which begins at the repository's root, with its output in ``folder``."""
-    there = {
-        "source": HARD,
-        "out": folder / "out",
-        "data.path": ROOT / "bf16_to_fp16" / "demo_data" / "python-topics.txt.gz",
-        "data.held_out_path": ROOT / "bf16_to_fp16" / "demo_data" / "held_out.txt",
-    }
-    paths = [f"{key}={json.dumps(str(value))}" for key, value in there.items()]
-    return read_recipe(ROOT / "recipes" / "demo" / "hard.yaml", [*paths, *changes])
-
-
-@pytest.fixture(scope="module")
-def held_out() -> list[TrainingBatch]:
-    """Text that neither training nor finetuning saw, with the gaps that the checkpoint was trained to fill."""
-    recipe = shipped(Path("unused"), "data.first_sentinel=383")
-    corpus = Corpus(recipe.data, HARD, load_config(HARD), seed=recipe.seed)
-    return corpus.held_out(158, 0, 1)
 
 
 @torch.no_grad()
@@ -72,14 +52,18 @@ def test_exact_exponents_alone_leave_scores_gate_and_logits_unsafe(tmp_path: Pat
 
 
 @pytest.mark.exhaustive
-def test_a_short_finetune_makes_it_safe_and_keeps_its_loss(tmp_path: Path, held_out: list[TrainingBatch]) -> None:
+def test_a_short_finetune_makes_it_safe_and_keeps_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shipped recipe, whose settings of the training are the defaults, in half its steps."""
-    shorter = ("schedule.steps=90", "evaluation.every=1000", "quality.max_kl=null")
-    recipe = shipped(tmp_path, *shorter)
+    monkeypatch.chdir(ROOT)  # where its paths begin
+    shorter = ("schedule.steps=90", "evaluation.every=1000", "quality.max_kl=null", f"out={tmp_path / 'out'}")
+    recipe = read_recipe(ROOT / "recipes" / "demo" / "hard.yaml", shorter)
     assert recipe.optimizer == Optimizer() and recipe.penalty == Penalty()
     result = finetune(recipe)
     assert result is not None and result.safe
     assert result.report["proof"] == "certified" and not result.report["uncertified"]
+    # Text that nothing was trained on, with the gaps that the checkpoint was trained to fill.
+    data = recipe.data.model_copy(update={"first_sentinel": 383})
+    held_out = Corpus(data, HARD, load_config(HARD), seed=recipe.seed).held_out(158, 0, 1)
     original = loss_of(HARD, torch.float32, held_out)
     # Byte frequencies alone cost 3.3 nats: the original has learnt something that could be lost.
     assert original < 2.3

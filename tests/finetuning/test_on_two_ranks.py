@@ -63,7 +63,7 @@ def on_a_rank(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {"world": torch.distributed.get_world_size()}
     for kind in ("ddp", "fsdp"):
         found[kind] = trained_on(rank, kind)
-    found["watched"], found["teachers"] = watched_under_fsdp(), teachers_in_parts()
+    found["teachers"] = teachers_in_parts()
     model = Both()
     penalty = ActivationPenalty(model, dual_step=1.0, headroom_bits=15.0)
     steps: list[tuple[str, float]] = [("ab", 4.0), ("a", 1.0), ("ab", 2.0)]
@@ -90,18 +90,6 @@ def after_a_dropped_step(rank: int) -> list[float]:
             model(torch.full((1, 2), scale if rank else 0.1), "a")
             totals.append(float(penalty()))
     return totals
-
-
-def watched_under_fsdp() -> list[str]:
-    """The sites of one step with FSDP2's own operations in between."""
-    from torch.distributed.fsdp import fully_shard
-
-    model = built(train=False)
-    fully_shard(model)
-    with ActivationPenalty(model, weight=0.0) as penalty:
-        model(input_ids=ids_of(2), labels=ids_of(2))
-        penalty()
-    return list(penalty.observations())
 
 
 def trained_on(rank: int | None, kind: str) -> dict[str, Any]:
@@ -187,13 +175,6 @@ def test_two_ranks_pull_as_one_process_with_all_their_rows(ranks: list[dict[str,
     assert together[0]["weights"] == [pytest.approx(step, rel=1e-3) for step in alone["weights"]]
     for step, wanted in zip(together[0]["gradients"], alone["gradients"], strict=True):
         assert step == pytest.approx(wanted, rel=1e-2, abs=1e-3 * max(wanted))
-
-
-def test_under_fsdp_the_sites_are_those_of_the_model(ranks: list[dict[str, Any]]) -> None:
-    with ActivationPenalty(model := built(train=False), weight=0.0) as penalty:
-        model(input_ids=ids_of(2), labels=ids_of(2))
-        penalty()
-    assert ranks[0]["watched"] == list(penalty.observations())
 
 
 def test_sharded_training_is_ddp_s(ranks: list[dict[str, Any]]) -> None:

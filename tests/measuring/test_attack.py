@@ -23,18 +23,8 @@ from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import FP16_MAX
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data"
-HARD = {
-    "t5-gated-bytes": (
-        "encoder.block.3.layer.0.SelfAttention:scores",
-        "encoder.final_layer_norm:mul#2",
-        "decoder.block.1.layer.1.EncDecAttention.k",
-    ),
-    "pegasus-bytes": ("model.decoder.layers.1.encoder_attn:scores", "model.decoder.layers.0.encoder_attn.k_proj"),
-}
-"""Sites of the trained demos that random inputs hardly stir."""
-
-LEAST_GAIN = {"t5-gated-bytes": (16, 1.5), "pegasus-bytes": (8, 1.1)}
-"""How many steps reach how much on 6 positions, over as many random inputs; more steps reach more."""
+HARD = ("model.decoder.layers.1.encoder_attn:scores", "model.decoder.layers.0.encoder_attn.k_proj")
+"""Sites of the trained Pegasus that random inputs hardly stir."""
 
 
 @pytest.fixture
@@ -45,19 +35,16 @@ def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attacking, name, number)
 
 
-@pytest.mark.parametrize("name", exhaustive.beyond(["pegasus-bytes"], HARD))
-def test_it_beats_random_inputs_on_trained_weights_within_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps, least = LEAST_GAIN[name]
+def test_it_beats_random_inputs_on_trained_weights_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attacking, "FLIPS", 2)
-    checkpoint = open_checkpoint(DEMO / name)
+    checkpoint = open_checkpoint(DEMO / "pegasus-bytes")
     layout = resolve(checkpoint)
     # As trained it overflows fp16; what is searched here is fp32 arithmetic on the rounded weights.
     model = load(checkpoint.folder, torch.float16, half=True)
-    result = attack(model, layout, steps=steps, length=6, sites=HARD[name])
+    result = attack(model, layout, steps=8, length=6, sites=HARD)
     certificate = bound(layout, fp16_weights(checkpoint, layout))
-    gains = {f.name: max(f.tokens, f.embeddings) / f.random for f in result.sites if f.name in HARD[name]}
-    assert len(gains) == len(HARD[name])
-    assert max(gains.values()) > least, gains
+    gains = {f.name: max(f.tokens, f.embeddings) / f.random for f in result.sites if f.name in HARD}
+    assert len(gains) == len(HARD) and max(gains.values()) > 1.1, gains  # more steps reach more
     for found in result.sites:
         top = certificate.at(found.name)
         assert top is not None and max(found.random, found.tokens, found.embeddings) <= top, found.name

@@ -253,12 +253,6 @@ def test_the_head_is_left_out_where_logits_pass_the_budget_and_only_the_head() -
     assert ran == ["model.layers.1"]
 
 
-def test_given_rows_have_one_side() -> None:
-    config = causal.make("gemma3").config
-    given = rows_of(config, [([5, 6, 7], [0, 9]), ([8], [])], "given")
-    assert rows(given) == [[5, 6, 7], [8]] and given.decoder_input_ids is None and given.head
-
-
 def test_a_text_and_its_target_are_one_row(tmp_path: Path) -> None:
     transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)  # which ends every text with 1
     lines = [{"text": "ab", "target": "cde"}, {"text": "ab"}]

@@ -137,12 +137,6 @@ def test_what_a_model_runs_without_gradients_is_no_site_and_numbers_no_other() -
     assert {site: float(x.max()) for site, x in values.items()} == {"model:mul": 3.0}
 
 
-def test_forwards_without_gradients_are_not_tapped() -> None:
-    model = built("t5")
-    with torch.no_grad():
-        assert tapped(model, padded(model)) == {}
-
-
 def test_a_compiled_model_is_refused_before_and_after_the_tap_was_entered() -> None:
     model = built("t5")
     compiled: Any = torch.compile(model, backend="eager")

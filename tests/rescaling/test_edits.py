@@ -106,11 +106,6 @@ def least_of(found: int | list[int]) -> int:
     return min(found) if isinstance(found, list) else found
 
 
-def in_a_head(layout: Layout, name: str, found: int | list[int]) -> int | list[int]:
-    """Return exponents as a plan can have them: of a tied head one for all."""
-    return least_of(found) if name == LOGITS and layout.tied else found
-
-
 @each_case
 def test_exponents_by_bounds_bring_every_site_of_a_signal_under_its_limit(kind: str, own: dict[str, Any]) -> None:
     """For every input, scores with their bias and under a mask included; one bit less at the channel that needs most
@@ -120,7 +115,7 @@ def test_exponents_by_bounds_bring_every_site_of_a_signal_under_its_limit(kind: 
     needed = {n: exponents_for(bits) for n, bits in excess(layout, before).items() if bool((bits > 0).any())}
     of_rows = {n for n in priced(layout) if layout.signals[n].kind is not Kind.COLUMNS}
     assert needed.keys() == {n for n in of_rows if n != LOGITS or layout.gives_probabilities}
-    plan = {name: in_a_head(layout, name, found) for name, found in needed.items()}
+    plan = {n: least_of(found) if n == LOGITS and layout.tied else found for n, found in needed.items()}
     _, after = certified(apply(deepcopy(model), layout, Plan(family=layout.family.name, exponents=plan)))
     under = sites_under(layout, after)
     held = {site.name for site in after.sites if site.holds}

@@ -78,13 +78,10 @@ class One:
         self.penalty = ActivationPenalty(self.model, **given).attach()
 
     def call(self, *sizes: float) -> list[float]:
-        return [total.item() for total in self.called(*sizes)]
-
-    def called(self, *sizes: float) -> list[Tensor]:
         totals = []
         for size in sizes:
             self.model(torch.tensor(size))
-            totals.append(self.penalty())
+            totals.append(self.penalty().item())
         return totals
 
     @property
