@@ -159,6 +159,7 @@ PEFT_CASES: dict[str, dict[str, Any]] = {
     "lora bias": {"target_modules": ["q", "wo"], "lora_bias": True},
     "dora of embeddings": {"target_modules": ["embed_tokens"], "use_dora": True},
 }
+OF_A_TIED_HEAD = ("embeddings", "head", "whole head", "tokens", "dora of embeddings")
 
 
 def with_peft(source: Path, folder: Path, case: dict[str, Any]) -> tuple[torch.Tensor, ...]:
@@ -177,9 +178,13 @@ def adapted(base: Path, adapter: Path) -> Any:
     return peft.PeftModel.from_pretrained(load(base, torch.float32), str(adapter)).eval()
 
 
-@pytest.mark.parametrize("case", PEFT_CASES)
-def test_peft_computes_the_same_function_with_the_converted_adapter(pair: Pair, case: str, tmp_path: Path) -> None:
-    source, out = pair
+@pytest.mark.parametrize(
+    ("kind", "case"), [*(("gated", case) for case in PEFT_CASES), *(("t5", case) for case in OF_A_TIED_HEAD)]
+)
+def test_peft_computes_the_same_function_with_the_converted_adapter(
+    kind: str, case: str, pairs: Callable[[str], Pair], tmp_path: Path
+) -> None:
+    source, out = pairs(kind)
     reference = with_peft(source, tmp_path / "adapter", PEFT_CASES[case])
     convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
     assert all(map(torch.equal, reference, outputs(adapted(out, tmp_path / "taken"))))

@@ -106,7 +106,7 @@ EDITS = {
     "olmo2": Plan(family="olmo2", exponents={"model.layers.0.mlp.gate": -3}),
 }
 
-PLACES = ((-24, "half"), (-2, "half"), (-2, "train"), (3, "fp16-accumulate"))
+PLACES = ((-24, "half"), (-2, "train"), (3, "fp16-accumulate"))
 
 
 def assert_alike(again: Certificate, alone: Certificate) -> None:

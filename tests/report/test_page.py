@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fakes, pages, tiny
+from support import brief, fakes, pages, tiny
 from support.contract import layout_of
 from support.pages import Page, certified, finetuned, hostile, render, table, text_of
 
@@ -26,12 +26,26 @@ from bf16_to_fp16.report.schema import Report, SignalEntry, read
 from bf16_to_fp16.results import BoundEntry, CertificateEntry
 
 pytestmark = pytest.mark.usefixtures("pictures")
+DRAWN = pytest.mark.usefixtures("drawn")
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Let pages have pictures."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw none for tests of text and tables: that takes most of a page's time."""
+    for name in brief.PICTURES if "drawn" not in request.fixturenames else ():
+        monkeypatch.setattr(pictures, name, lambda _: [])
 
 
 def bounds(sites: list[dict[str, Any]], stack: str) -> list[pictures.Point]:
     return pictures.bound_points([read(BoundEntry, site) for site in sites], stack)
 
 
+@DRAWN
 def test_a_whole_report_gives_every_section_with_its_exponents_counted_by_kind() -> None:
     page = Page(render(fakes.conversion()))
     assert page.open == []
@@ -43,6 +57,7 @@ def test_a_whole_report_gives_every_section_with_its_exponents_counted_by_kind()
     assert "whole signals: 1 by 2⁻²" in page.text
 
 
+@DRAWN
 def test_the_page_loads_nothing_and_forbids_loading() -> None:
     html = render(fakes.conversion(safe=False))
     assert pages.requests(html) == []
@@ -56,6 +71,7 @@ def test_the_page_loads_nothing_and_forbids_loading() -> None:
     assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink", source}
 
 
+@DRAWN
 def test_hostile_names_and_markdown_in_names_stay_text() -> None:
     for report in (fakes.conversion(), certified(top=1e6)):
         html = render(hostile(report))
@@ -97,6 +113,7 @@ def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
     assert "bf16-to-fp16 convert SOURCE OUT" in page.text
 
 
+@DRAWN
 @pytest.mark.parametrize("missing", ["signals", "fidelity", "weights", "plan", "environment source output", "regimes"])
 def test_a_missing_part_leaves_the_rest(missing: str) -> None:
     page = Page(render({key: value for key, value in fakes.conversion().items() if key not in missing.split()}))
@@ -114,6 +131,7 @@ def test_drift_and_corrections_are_shown_where_there_are_some() -> None:
     assert "separated from the embedding" in text and "changes in fp32 is measured below" in text
 
 
+@DRAWN
 def test_infinite_numbers_look_the_same_in_memory_and_from_json() -> None:
     report = certified(top=1e6) | {"signals": fakes.conversion()["signals"]}
     report["signals"][0] |= {"before": math.inf, "after": math.nan}
@@ -149,6 +167,7 @@ def test_every_site_is_in_the_table_in_the_regime_where_it_has_least_headroom() 
     assert len(rows) == 2 * 9 * 16 + 1 and rows[0][:3] == [least, "amp", "60,000"]
 
 
+@DRAWN
 def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
     report = certified()
     found = bounds(report["certificate"]["sites"], "encoder")
@@ -172,6 +191,7 @@ def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
     assert drawn == {"stream": (1, 4.0, 8.0), "attention": (1, 4.0, 5.0), "scores": (2, 4.0, 9.0)}
 
 
+@DRAWN
 def test_bound_and_worst_found_stand_on_a_log2_axis_and_an_overflow_at_its_end() -> None:
     def heights(found: float, top: float) -> list[float]:
         sites = [pages.bound(f"encoder.block.{i}.layer.0:add", "residual", top, found) for i in range(2)]
@@ -277,6 +297,7 @@ def test_what_the_proof_covers_follows_its_arithmetic() -> None:
     assert leaves.count("--target") == 1
 
 
+@DRAWN
 def test_an_attack_has_its_figure_and_what_it_found() -> None:
     report = pages.attacked()
     page = Page(render(report))
@@ -313,6 +334,7 @@ def test_a_site_is_counted_once() -> None:
     assert said in terminal.source_line(read(Report, report)).plain
 
 
+@DRAWN
 def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     report = certified(found=False) | {"regimes": {}, "fidelity": None, "signals": []}
     html = render(report)
