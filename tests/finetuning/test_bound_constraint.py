@@ -202,7 +202,7 @@ def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
     again = BoundConstraint(layout_of(model), model)
     again.load_state_dict(constraint.state_dict())
     assert again.excess().keys() == constraint.excess().keys()
-    constraint = held_to_the_end(model, 40)
+    constraint = held_to_the_end(model, 16)
     kinds = {site.kind for site in constraint.certificate().sites if not site.holds}
     assert not kinds & {"residual", "output", "scores", "masked scores", "logits"}, kinds
 
