@@ -38,7 +38,7 @@ from ..numerics import FP16_MAX, NOISE, PROOF_LIMIT
 from ..progress import Progress
 from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, shared_biases, tables_of
-from ..rescaling.columns import column_exponents
+from ..rescaling.columns import column_exponents, in_step
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, excess_of_signals, exponents_for, least
 from ..rescaling.exponents import OfChannels
 from ..rescaling.plan import Plan
@@ -159,6 +159,9 @@ class Trial:
         read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
         return column_exponents(self.layout, read, rows)
 
+    def in_step(self, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        return in_step(self.layout, cuts)
+
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
         """Return the cost of each trial, all from one walk. what: the name of the trials in progress lines. number: how
         many edits are compared in all; many run on fewer inputs."""
@@ -220,28 +223,36 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits, with columns cut instead of rows wherever that costs less, and the cost of each alone; None if
-    the costs exceed ``allowed``."""
+    """Return the edits, with columns cut instead of rows wherever that costs less, and the cost of each alone (of cuts
+    in step, together); None if the costs exceed ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
     columns = trial.columns(rows)
     if not columns:
         return rows, costs
-    cuts = trial.costs([{name: e} for name, e in columns.items()], counted(len(columns), "cut"))
-    of_columns = dict(zip(columns, cuts, strict=True))
-    if costs is None:
-        kept = {name: e for name, e in rows.items() if columns_of(name) not in columns}
-        others = trial.alone(kept, allowed)
-        return {**kept, **columns}, None if others is None else others | of_columns
+    trials: list[Mapping[str, OfChannels]] = [{name: e} for name, e in columns.items()]
+    deeper = trial.in_step(columns)
+    if deeper != columns:
+        trials.append(deeper)
+    cuts = trial.costs(trials, counted(len(trials), "cut"))
+    of_columns = dict(zip(columns, cuts, strict=False))
+    others = {name: e for name, e in rows.items() if columns_of(name) not in columns}
+    of_rows = trial.alone(others, allowed) if costs is None else costs
     chosen: dict[str, OfChannels] = {}
     for name, exponents in rows.items():
         cut = columns_of(name)
-        if cut in columns and of_columns[cut].share < costs[name].share:
+        if cut in columns and (costs is None or of_columns[cut].share < costs[name].share):
             chosen[cut] = columns[cut]
         else:
             chosen[name] = exponents
-    return chosen, {name: (costs | of_columns)[name] for name in chosen}
+    if of_rows is None:
+        return chosen, None
+    predicted = {name: (of_rows | of_columns)[name] for name in chosen}
+    if deeper != columns and cuts[-1].share < sum(predicted[name].share for name in chosen if name not in others):
+        chosen = {**others, **deeper}
+        predicted = {name: predicted[name] if name in others else cuts[-1] for name in chosen}
+    return chosen, predicted
 
 
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:

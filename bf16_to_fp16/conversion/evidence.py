@@ -19,6 +19,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..devices import Device
 from ..errors import UserError
 from ..families.layout import Layout
+from ..families.signals import Kind
 from ..measuring import probe
 from ..measuring import soft_side as soft
 from ..measuring.agreement import agreed_layout
@@ -112,7 +113,8 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
     walk.run()
     how: dict[str, Any] = {"probabilities": layout.gives_probabilities, "scale": torch.ones(())}
     source, walk = results_of(without), Walk(written)
-    alone = [undone(exponents.keys() - {signal}) for signal in edits]
+    cuts = {name for name in edits if layout.signals[name].kind is Kind.COLUMNS}  # they may be in step
+    alone = [undone(exponents.keys() - (cuts if signal in cuts else {signal})) for signal in edits]
     lanes = [add_differences(walk, some, source, change=change, **how) for change in alone]
     walk.run()
     costs = [mean_divergence(results_of(each)) for each in lanes]

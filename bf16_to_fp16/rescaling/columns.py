@@ -3,14 +3,14 @@ without those channels stay; scaling down whole rows would change every output."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 from torch import Tensor
 
 from ..families.layout import Layout, TensorReader
 from ..families.signals import Kind, carried_by, made_by
-from ..families.wiring import Attention
+from ..families.wiring import Attention, Sublayer, feed_forwards_of
 from .exponents import OfChannels
 
 MOST_CHANNELS, MOST_BITS = 4, 24  # most channels that are cut, and by how many bits
@@ -25,11 +25,11 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
     enough."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
-        if signal := signal_at(layout, each.gate, needed):
+        if made_by(signal := columns_read_by(layout, each.gate)) in needed:
             v = read_by(layout, weights, each.gate, each.norm)
             reaches[signal] = gates(v, bits_of(needed[made_by(signal)], len(v)))
     for part in layout.topology:
-        if isinstance(part, Attention) and (signal := signal_at(layout, part.query, needed)):
+        if isinstance(part, Attention) and made_by(signal := columns_read_by(layout, part.query)) in needed:
             q = read_by(layout, weights, part.query, part.norm)
             k = read_by(layout, weights, part.key, "" if part.memory else part.norm)
             heads, kv_heads = layout.heads(part), layout.kv_heads(part)
@@ -40,11 +40,38 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
     return {signal: exponents for signal, exponents in cuts if exponents is not None}
 
 
-def signal_at(layout: Layout, linear: str, needed: Mapping[str, OfChannels]) -> str:
+def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """Return ``cuts`` of gates and queries, deepened so that tokens with these channels keep their stream's direction.
+
+    At such a token the first cut gate's output is nearly all of the stream. A cut of 2^-k makes that 2^-k, so behind
+    later norms the channel is 2^k as large. Later queries then need k bits more; 2^-2k makes the outputs of later gates
+    2^-k as well."""
+    deeper: dict[str, list[int]] = {}
+    for stack in layout.stacks():
+        grown, deepest = list[int](), list[int]()
+        for part in stack.sublayers:
+            for signal in signals_of(layout, part, cuts):
+                if not isinstance(part, Attention):
+                    deepest = [min(pair) for pair in zip(deepest or cuts[signal], cuts[signal], strict=True)]
+        for part in stack.sublayers:
+            signals = signals_of(layout, part, cuts)
+            for signal in signals:
+                own = cuts[signal] if isinstance(part, Attention) else deepest
+                deeper[signal] = [sum(pair) for pair in zip(own, grown or [0] * len(own), strict=True)]
+            if signals and not isinstance(part, Attention):
+                grown = deepest
+    return deeper
+
+
+def signals_of(layout: Layout, part: Sublayer, cuts: Container[str]) -> list[str]:
+    linears = [part.query] if isinstance(part, Attention) else [each.gate for each in feed_forwards_of(part)]
+    return [signal for signal in (columns_read_by(layout, linear) for linear in linears) if signal in cuts]
+
+
+def columns_read_by(layout: Layout, linear: str) -> str:
     tensor = layout.tensors.get(f"{linear}.weight")
     carried = () if tensor is None else carried_by(tensor.axes[1])
-    signals = (axis.signal for axis in carried if layout.signals[axis.signal].kind is Kind.COLUMNS)
-    return next((signal for signal in signals if made_by(signal) in needed), "")
+    return next((axis.signal for axis in carried if layout.signals[axis.signal].kind is Kind.COLUMNS), "")
 
 
 def read_by(layout: Layout, weights: TensorReader, linear: str, norm: str) -> Tensor:

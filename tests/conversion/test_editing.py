@@ -59,6 +59,7 @@ class Given:
     asked: list[list[dict[str, OfChannels]]] = field(default_factory=list)
     numbers: list[int | None] = field(default_factory=list)
     cuts: dict[str, list[int]] = field(default_factory=dict)
+    deeper: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def layout(self) -> Any:
@@ -73,6 +74,9 @@ class Given:
 
     def columns(self, rows: Mapping[str, OfChannels]) -> dict[str, list[int]]:
         return {name: e for name, e in self.cuts.items() if name.removesuffix(".columns") in rows}
+
+    def in_step(self, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        return self.deeper or dict(cuts)
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
         self.asked.append([dict(trial) for trial in trials])
@@ -169,6 +173,24 @@ def test_columns_are_cut_where_rows_are_dear_and_columns_cost_less() -> None:
     # Where rows are cheap no column is tried.
     trial = Given({("a", -3): 0.09 * BF16}, cuts={"a.columns": [0, -3]})
     assert exponents(chosen(trial, {"a": NeededExponents(-3, -3)})) == {"a": -3} and len(trial.asked) == 1
+
+
+@pytest.mark.parametrize("together", [0.01, 0.29])
+def test_cuts_in_step_are_made_where_they_cost_less_than_each_alone_or_its_rows(together: float) -> None:
+    cuts = {"a.columns": [-3], "b.columns": [-2]}
+    deeper = {"a.columns": [-3], "b.columns": [-6]}
+    costs = {("a", -3): 0.2, ("b", -2): 0.1, ("a.columns", (-3,)): 0.0, ("b.columns", (-2,)): 0.3}
+    costs |= {("b.columns", (-6,)): together, ("c", -1): 0.001}
+    needed = {name: NeededExponents(e, e) for name, e in (("a", -3), ("b", -2), ("c", -1))}
+    edits = chosen(Given({key: cost * BF16 for key, cost in costs.items()}, cuts=cuts, deeper=deeper), needed)
+    assert edits is not None
+    if together < 0.1:
+        assert exponents(edits) == {"c": -1} | deeper
+        assert edits.predicted == pytest.approx(
+            {"a.columns": together * BF16, "b.columns": together * BF16, "c": 0.001 * BF16}
+        )
+    else:
+        assert exponents(edits) == {"a.columns": [-3], "b": -2, "c": -1}
 
 
 EACH = [-4, 0, -1]

@@ -1,8 +1,10 @@
 """The bounds of an edit's error that docs/edits.md proves: no input passes them, and the figures there are theirs. Cuts
 of columns bring gates and scores under their aims by the fewest channels, or there is none."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch.nn.functional import gelu, silu
 from bf16_to_fp16.families.resolve import ModelTensors, source_weights
 from bf16_to_fp16.families.signals import columns_of
 from bf16_to_fp16.families.wiring import Attention
-from bf16_to_fp16.rescaling.columns import column_exponents
+from bf16_to_fp16.rescaling.apply import apply
+from bf16_to_fp16.rescaling.columns import column_exponents, in_step
+from bf16_to_fp16.rescaling.plan import Plan
 
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "gelu": (gelu, 0.1700),
@@ -117,3 +121,36 @@ def test_what_many_channels_carry_has_no_cut() -> None:
     layout, at = layout_of(model), "model.layers.0"
     needed = {f"{at}.mlp.gate": -3, f"{at}.self_attn.scores": -3}
     assert column_exponents(layout, source_weights(ModelTensors(model), layout), needed) == {}
+
+
+@torch.no_grad()
+def test_cuts_in_step_keep_what_each_alone_would_change() -> None:
+    """Two gates of an encoder read a channel that one token has, and between them queries."""
+    model = tiny.small("gated", factor=1.0, num_layers=3).eval()
+    encoder, ids = model.encoder, torch.tensor([[3, 4, 5, 6, 7, 8]])
+    model.shared.weight[:, CHANNEL] = 0.0
+    model.shared.weight[5, CHANNEL] = 8 * model.shared.weight.abs().mean()
+    first, last = (f"encoder.block.{i}.layer.1.DenseReluDense" for i in (0, 2))
+    for name, weight in encoder.named_parameters():
+        if name.endswith((".o.weight", ".wo.weight")):
+            weight[CHANNEL] = 0.0
+    for at, size in ((first, 2.0**17), (last, 2.0**28)):
+        model.get_submodule(at).wi_0.weight[:, CHANNEL] = size
+    before = encoder(ids).last_hidden_state
+    alone = {
+        columns_of(f"{at}.gate"): [-3 * (c == CHANNEL) for c in range(model.config.d_model)] for at in (first, last)
+    }
+    scores = columns_of("encoder.block.1.layer.0.SelfAttention.scores")
+    layout = layout_of(model)
+    deeper = in_step(layout, alone | {scores: alone[columns_of(f"{first}.gate")]})
+    assert {name: exponents[CHANNEL] for name, exponents in deeper.items()} == {
+        columns_of(f"{first}.gate"): -3,
+        columns_of(f"{last}.gate"): -6,
+        scores: -6,
+    }
+
+    def error(cuts: dict[str, list[int]]) -> float:
+        edited: Any = apply(copy.deepcopy(model), layout, Plan(family="t5", exponents=dict(cuts)))
+        return float((edited.encoder(ids).last_hidden_state - before).norm() / before.norm())
+
+    assert 100 * error(deeper) < error(alone)
