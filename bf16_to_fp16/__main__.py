@@ -1,6 +1,5 @@
 """Entry point of ``python -m bf16_to_fp16`` and ``bf16-to-fp16``. Slow imports stand inside ``main``, so that Ctrl-C
-gives status 130 without a traceback. An uncaught exception is a bug: status 70 (1 would say "unsafe"), traceback in a
-file."""
+gives status 130 and no traceback. An uncaught exception is a bug: status 70, traceback in a file."""
 
 import codecs
 import gc
@@ -97,8 +96,7 @@ class _Talk(_Data):
 
 
 def open_closed_streams() -> bool:
-    """Open closed standard streams on os.devnull, so that no file takes their place; return whether stdout was
-    closed."""
+    """Open closed standard streams on os.devnull, so that no file takes their place; return whether stdout was."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:

@@ -139,8 +139,7 @@ def without_kernels(device: torch.device) -> str:
 
 
 def check_auto_uses_the_card(name: str) -> None:
-    """Raise UserError if ``auto`` would choose the CPU although there is a card: hours of work on a CPU must be asked
-    for."""
+    """Raise UserError if ``auto`` would choose the CPU although there is a card: a CPU takes hours."""
     import torch
 
     if name != "auto":
@@ -226,8 +225,7 @@ def products_on(device: Device) -> Iterator[None]:
 
 
 def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run a function of CPU tensors on the device of ``products_on``; a call that runs out of memory is repeated on the
-    CPU."""
+    """Run a function of CPU tensors on the device of ``products_on``, again on the CPU where memory runs out."""
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:

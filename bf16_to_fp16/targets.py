@@ -12,8 +12,7 @@ MARGIN_BITS = 1.25  # headroom that an observed value keeps: unseen data may go 
 
 @dataclass(frozen=True)
 class Tier:
-    """A class of runtimes with the same arithmetic: its name in reports, its target, its title, arithmetic and
-    runtimes."""
+    """A class of runtimes with the same arithmetic: name in reports, target, title, arithmetic and runtimes."""
 
     name: str
     target: str

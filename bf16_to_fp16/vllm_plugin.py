@@ -54,8 +54,7 @@ def register() -> None:
 
 @cache
 def objection(folder: Path) -> str | None:
-    """Return why a folder does not count as safe, by its report and hashes; None if it does. Hashes every file, once
-    per process."""
+    """Return why a folder does not count as safe, by its report and hashes, or None. Each file is hashed once."""
     try:
         report = read_recorded(folder)
         checkpoint = open_checkpoint(folder)

@@ -34,8 +34,7 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return bits as "3.2 × (1.7 bits)", rounded down; "none" over the limit, "all" beyond fp16's range, "no limit" for
-    None."""
+    """Return bits as "3.2 × (1.7 bits)", rounded down; "none" over the limit, "all" beyond fp16, "no limit" of None."""
     if value is None or math.isnan(value):
         return "no limit"
     if value < 0:
@@ -66,8 +65,8 @@ def reached(value: float | None) -> str:
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return headroom, or "5.5 × over" for a value known in fp32; "passed on" if the value fits and an earlier overflow
-    broke the site."""
+    """Return headroom, or "5.5 × over" for a value known in fp32; "passed on" if it fits and an earlier overflow broke
+    the site."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:

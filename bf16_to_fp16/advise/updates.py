@@ -75,7 +75,7 @@ def advise_updates(
     rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: of the weights, "bf16" or "fp16".
     The result has ``layers``, their ``total`` and ``advice``. A layer has its name, the number of elements, the
     ``stalled`` ones and their fraction, ``overflow`` (elements beyond the format) and ``rate_for_half``, at which half
-    of them move. Raises UserError for a rate that is not positive and finite, an unknown optimizer or dtype, and an
+    of them move. Raises UserError for a rate that is not positive and finite, an unknown optimizer or dtype, or an
     unreadable source."""
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")

@@ -78,8 +78,7 @@ def growth(terms: int) -> float:
 
 
 def rounded(times: float) -> float:
-    """Return the largest factor by which ``times`` roundings to fp16 can change a value; inf beyond the range of a
-    double."""
+    """Return the largest factor by which ``times`` roundings to fp16 can change a value; inf beyond a double."""
     try:
         return (1 + UNIT) ** times
     except OverflowError:

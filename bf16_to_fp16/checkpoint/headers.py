@@ -51,8 +51,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return the place of every tensor, and the file's metadata. any_dtype: allow dtypes that this program cannot
-    read."""
+    """Return the place of every tensor, and the file's metadata. any_dtype: allow dtypes not readable here."""
     with reading(file) as source:
         size = size_of(source)
         if size < 8:

@@ -120,8 +120,7 @@ FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one fil
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed by the program that reads it; None if stock
-    code reads it."""
+    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed by the reading program; None for stock code."""
 
     name: str
     readers: str

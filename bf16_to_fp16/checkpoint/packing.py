@@ -87,8 +87,7 @@ def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
 def hashing(
     source: FileIO, tensors: Iterable[headers.TensorInfo], running: Any, naming: Naming = STOCK
 ) -> Iterator[memoryview]:
-    """Yield the bytes of an open file's tensors, and feed each tensor's description and bytes to ``running``, a
-    hash."""
+    """Yield the bytes of an open file's tensors, and feed each tensor's description and bytes to a hash."""
     buffer = memoryview(bytearray(COPIED_BYTES))
     for info in tensors:
         running.update(described(naming.from_stock(info.name), info.dtype, info.shape))

@@ -27,8 +27,7 @@ NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSU
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``loaded``: library and class of each component. ``others``: the files to link or copy. ``left_out``: hidden
-    folders."""
+    """``loaded``: library and class by component. ``others``: files to link or copy. ``left_out``: hidden folders."""
 
     folder: Path
     source: str
@@ -124,8 +123,7 @@ def variant_of(name: str) -> str | None:
 
 
 def files_loaded(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return the files that ``from_pretrained`` would load: safetensors rather than .bin, the default rather than a
-    variant."""
+    """Return the files that ``from_pretrained`` would load: safetensors before .bin, the default before a variant."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}
     for path in sorted(sizes):

@@ -91,8 +91,8 @@ def open_checkpoint(
     endpoint: str | None = None,
 ) -> Checkpoint:
     """Open a local folder, one file of weights, or a Hub id ``org/name[@revision]``; raise UserError for anything else.
-    subfolder: the model's folder below it. config: replaces the config inferred for one file of weights. endpoint: the
-    Hub's address."""
+    subfolder: the model's folder below it. config: replaces the one inferred for a file. endpoint: the Hub's
+    address."""
     folder, revision = local_source(source), None
     if folder in VIEWS and subfolder is None:
         return VIEWS[folder]

@@ -20,8 +20,7 @@ from .reader import Checkpoint
 @dataclass(frozen=True)
 class Write:
     """One tensor to write: (``source`` or ``data`` + ``offset``)·``gain``·2^E − ``offset``, E = ``exponent`` +
-    ``row_exponents[i]`` + ``column_exponents[j]``. ``gain`` is applied in fp64 and rounded to fp32, ``offset`` in
-    fp64."""
+    ``row_exponents[i]`` + ``column_exponents[j]``. ``gain`` is applied in fp64 and rounded to fp32."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,8 +57,8 @@ class OutFile:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
-    """Group tensors by file: as in the source, or by name into files of up to ``max_shard_size`` bytes. A larger tensor
-    has its own file."""
+    """Group tensors by file: as in the source, or by name into files of up to ``max_shard_size`` bytes. Larger ones
+    stand alone."""
     ordered = sorted(writes, key=lambda write: write.name)
     if max_shard_size is None:
         groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
@@ -80,8 +79,7 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int 
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
-    """Return the output files, and an index if there are several. Wider dtypes come first, so that every tensor is
-    aligned."""
+    """Return the output files, and an index if there are several. Wider dtypes come first, which aligns all tensors."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -33,8 +33,7 @@ def local_path(name: str | Path) -> Path:
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
-    """Return the folder (or file) that a source names, None for a Hub id. wanted: the noun to ask for in error
-    messages."""
+    """Return the folder (or file) that a source names, None for a Hub id. wanted: the noun for error messages."""
     folder = local_path(source)
     if folder.is_dir() or (or_file and folder.exists()):
         return folder

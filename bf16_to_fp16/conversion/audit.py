@@ -151,8 +151,7 @@ def proof(
     device: Device,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return the report's ``certificate`` and ``uncertified``; also ``attack`` if one ran, and ``tiers`` for a
-    converted checkpoint."""
+    """Return the report's ``certificate`` and ``uncertified``; ``attack`` if one ran, and ``tiers`` if converted."""
     proven, adversary = dict[str, Any](), None
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:

@@ -42,8 +42,7 @@ def certify(
     Nothing is run. Stock code builds the model on the meta device, which shows that the bounds are about the model that
     it runs. max_length: positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the stream
     in fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout and the derivative of GELU's cube). device:
-    for large products. config: the config.json of one file of weights, else inferred. Raises UserError for unusable
-    input."""
+    for large products. config: of one file of weights, else inferred. Raises UserError for unusable input."""
     progress = progress_of(progress)
     arithmetic = Arithmetic(max_length)  # refuses an impossible length
     on = Device(device, progress)

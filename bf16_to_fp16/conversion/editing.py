@@ -1,5 +1,4 @@
-"""Choose edits where no exact plan is enough: the smallest exponents that suffice, within a small change of the
-function."""
+"""Choose edits where no exact plan is enough: the smallest exponents that suffice and change the function little."""
 
 from __future__ import annotations
 
@@ -59,8 +58,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents by which a signal must fall. ``proven``: for every input. ``observed``: for observed values; None
-    if these fit already."""
+    """The exponents by which a signal must fall. ``proven``: for every input. ``observed``: for observed ones, None if
+    they fit."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -93,8 +92,7 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions whose keys to centre: their scores are over the limit, or their position biases share a
-    large part."""
+    """Return the attentions whose keys to centre: scores over the limit, or position biases that share a large part."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:

@@ -177,8 +177,7 @@ class MadeSafe:
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
     def adapted(self, model: Any) -> Any:
-        """Return the base model of a PEFT model. Raises UserError unless it has exactly one adapter and this plan's
-        scale."""
+        """Return the base model of a PEFT model. Raises UserError unless it has one adapter and this plan's scale."""
         if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
             raise UserError(
                 f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"

@@ -1,5 +1,4 @@
-"""``make_fp16_safe``: rescale a model in memory before training it under fp16 AMP, with the smallest exponents that
-give a certificate."""
+"""``make_fp16_safe``: rescale a model in memory before fp16 AMP training, by the smallest exponents that certify it."""
 
 from __future__ import annotations
 
@@ -286,8 +285,7 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for observed ranges and, given ``bounds``, for any input. All eps are scaled, so nothing
-    drifts."""
+    """Return the best plan for observed ranges and, given ``bounds``, any input. All eps scale, so nothing drifts."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

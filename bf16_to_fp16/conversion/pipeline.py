@@ -223,8 +223,7 @@ def alone(pipeline: Pipeline, name: str) -> str:
 
 def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
     """Return an encoder's options: the class that loads it, and stream exponent 0 where the pipeline may read inner
-    states. Raises UserError for a class that does not fit its config, or one with a decoder, whose inner states
-    change."""
+    states. Raises UserError for a class that does not fit its config or has a decoder, whose inner states change."""
     config = config_of(pipeline.folder, name) or {}
     (library, loaded), known = pipeline.loaded[name], names_of(family_of(config))
     kind = next((each for each in same_code(loaded) if each in known), None)

@@ -297,8 +297,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return the plan. For training, plan again without the extra margin if rounded gains would be worse than bf16
-        with it."""
+        """Return the plan. For training, plan again without the extra margin if rounded gains are then worse than
+        bf16."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         found = self.drift(decided.layout, decided.plan)

@@ -1,5 +1,4 @@
-"""Upload a converted folder to the Hub in one commit, after ``verify``. An interrupted run continues where it
-stopped."""
+"""Upload a converted folder to the Hub in one commit, after ``verify``. An interrupted run can continue."""
 
 from __future__ import annotations
 

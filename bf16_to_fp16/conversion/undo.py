@@ -52,8 +52,7 @@ def undo(
 
     The weights are the source's bit for bit where the conversion was lossless, except the sign of a 0 in a rescaled
     gain that is stored minus 1; a sentence encoder's linears come back rounded to fp16. Tensors that the conversion
-    added are left out, replaced ones come from the report, dropped ones are not restored. Raises UserError where the
-    folder has no plan."""
+    added are left out, replaced ones come from the report, dropped ones stay out. Raises UserError without a plan."""
     progress, out = progress_of(progress), Path(out)
     if plan is not None:
         return undo_trained(written_folder(folder), out, Path(plan), force=force, progress=progress)
@@ -118,8 +117,7 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return the plan from the original to trained weights. start: the plan by which the original was rescaled before
-    training."""
+    """Return the plan from the original to trained weights. start: the plan of the original before training."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)

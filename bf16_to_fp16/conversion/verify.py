@@ -1,6 +1,5 @@
 """The command ``verify``: check a converted checkpoint against its own report. ``convert``'s functions compute the
-report again from the files, and ``differences`` compares the two section by section; card and page are compared by
-hash."""
+report again from the files, and ``differences`` compares the two section by section; card and page are hashed."""
 
 from __future__ import annotations
 

@@ -43,8 +43,7 @@ def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return each changed key's value before and after, a missing key's without an entry; dots lead into nested
-    configs."""
+    """Return each changed key's value before and after, a missing key's without an entry; dots lead into nests."""
     differing: dict[str, dict[str, object]] = {}
     for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
         sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}
@@ -95,16 +94,14 @@ def number_of(family: Family, config: Mapping[str, object], key: str, what: str,
 
 
 def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
-    """Return a whole number in [``least``, 2³¹); raise UserError otherwise. what: the expected noun, for the
-    message."""
+    """Return a whole number in [``least``, 2³¹); raise UserError otherwise. what: the noun for the message."""
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
         raise UserError(f"config.json: {key!r} is {shown(number)}, not {what}; take it from the original checkpoint")
     return number
 
 
 def positive(key: str, value: object, what: str, *, zero: bool = False) -> float:
-    """Return a finite number over 0 (``zero``: or 0); raise UserError otherwise. what: the expected noun, for the
-    message."""
+    """Return a finite number over 0 (``zero``: or 0); raise UserError otherwise. what: the noun for the message."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))

@@ -30,7 +30,7 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: whether each head's queries and keys have norms. cap: as in
+    """Return the parts of layer ``i``. normed: whether heads of queries and keys have norms. cap: as in
     ``Attention``."""
     llama.check_window(config)
     at = f"layers.{i}"

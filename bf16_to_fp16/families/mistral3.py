@@ -68,8 +68,7 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
 
 
 def growth(config: Mapping[str, object]) -> tuple[float, float]:
-    """Return the rate at which queries grow and the position after which they do; raise UserError if they would
-    shrink."""
+    """Return the rate at which queries grow and the position after which they do; raise UserError if they shrink."""
     rotation = config.get("rope_parameters") or DEFAULT_ROTATION
     given = [rotation.get(key) for key in DEFAULT_ROTATION] if isinstance(rotation, Mapping) else [None]
     numbers = [float(n) for n in given if isinstance(n, (int, float)) and not isinstance(n, bool)]

@@ -31,8 +31,7 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part with its modules inside the one at ``body``, whose own sites begin with a colon. "" changes
-    nothing."""
+    """Return a part with its modules inside ``body``, whose own sites begin with a colon; "" changes nothing."""
 
     def path(name: str) -> str:
         if name.startswith(":"):
@@ -69,8 +68,7 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family) -> Family:
-    """Return a family of one stack with nested config keys, and one more tie key outside. Keys set later stay
-    unnested."""
+    """Return a family of one stack with nested config keys, and one more tie key outside. Later keys stay outside."""
 
     def key(name: str) -> str:
         return f"{INNER}.{name}" if name else name

@@ -90,8 +90,7 @@ def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[st
 def with_images(
     text: Family, name: str, title: str, kinds: tuple[str, str], width: int, *, key: str = "hidden_size", **own: Any
 ) -> Family:
-    """Return the family of a text model with a vision tower. width: the default of the tower's width, whose config key
-    is ``key``."""
+    """Return the family of a text model with a vision tower. width: the tower's default, of config key ``key``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(

@@ -27,8 +27,7 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return the part of an attention. memory: whether it reads the encoder. shared: the attention whose position bias
-    it uses."""
+    """Return the part of an attention. memory: whether it reads the encoder. shared: whose position bias it uses."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,

@@ -1,5 +1,4 @@
-"""The vocabulary in which a model family is declared, as pure data: its stock classes, its blocks, its config keys and
-their meaning."""
+"""The vocabulary in which a model family is declared, as pure data: stock classes, blocks and config keys."""
 
 from __future__ import annotations
 

@@ -105,8 +105,7 @@ class BoundConstraint:
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Lower the bounds of a site by about ``bits`` each, with one Newton step. scaled: shrink all its weights in
-        proportion instead."""
+        """Lower the bounds of a site by about ``bits`` each, with one Newton step. scaled: shrink its weights alike."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so
@@ -206,7 +205,7 @@ class WholeWeights:
         return self._leaves[id(weight)] if id(weight) in self._leaves else self._gathered(weight)
 
     def leaves(self, names: Iterable[str]) -> list[Tensor]:
-        """Return full weights as leaves of a graph. Until ``write``, ``read`` gives these leaves under each of their
+        """Return full weights as leaves of a graph. Until ``write``, ``read`` gives these leaves by each of their
         names."""
         leaves = []
         for name in names:

@@ -56,8 +56,7 @@ Row = tuple[str, str | None]  # text and target of a row; a row whose text is bl
 
 
 class _Rows:
-    """The non-blank rows of a data set by number, split into ``training`` and ``held_out``. whole: all rows are held
-    out."""
+    """The non-blank rows of a data set by number, split into ``training`` and ``held_out``. whole: hold out all."""
 
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
         self.dataset, self.columns = open_texts(
@@ -88,8 +87,7 @@ class _Rows:
 
 
 def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
-    """Return a permutation that puts examples of similar size in one step. position: the number of examples taken
-    before this epoch."""
+    """Return a permutation that puts examples of similar size in one step. position: examples before this epoch."""
     order = rng.permutation(len(sizes))
     head = min(-position % step_examples, len(order))
     steps = (len(order) - head) // step_examples

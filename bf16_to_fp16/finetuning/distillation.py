@@ -88,8 +88,7 @@ def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) ->
 
 
 class Teacher:
-    """The frozen original. in_parts: sharded over the default process group; all processes must then make the same
-    calls."""
+    """The frozen original. in_parts: sharded over the default process group, whose processes must call alike."""
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)
@@ -163,8 +162,7 @@ class StepLosses:
         return [call for index, batch in enumerate(batches) for call in (batch, index)]
 
     def of_batch(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the objective with its graph, and the task loss and the divergence without; all summed over
-        positions."""
+        """Return the objective with its graph, and task loss and divergence without; sums over positions."""
         mix, device = self.recipe.distillation, self.processes.device
         out = self.model(**arguments(self.stock, batch, device))
         task = kl = torch.zeros((), device=device)

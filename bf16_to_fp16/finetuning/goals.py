@@ -1,6 +1,5 @@
 """Check a finetune against its recipe's goals (headroom, quality, certificate), and give the next command if one is
-missed. A safe result can miss a goal. No goal asks for a smaller distance from the original than the original's own in
-bf16."""
+missed. A safe result can miss a goal. No goal asks for less distance from the original than bf16's."""
 
 from __future__ import annotations
 

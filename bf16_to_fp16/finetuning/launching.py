@@ -256,9 +256,6 @@ def config_of_source(recipe: Recipe) -> Any:
     return load_config(folder)
 
 
-# ---- what is written and run -----------------------------------------------------------------------------------------
-
-
 def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) -> dict[str, Any]:
     tree: dict[str, Any] = yaml.safe_load((FILES / "accelerate" / f"{kind}.yaml").read_text(encoding="utf-8"))
     if deepspeed is not None:

@@ -41,8 +41,7 @@ def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, in
 
 
 def noise_spans(length: int, density: float, mean_span: float, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Return the (start, end) of each noise span, in order. Noise and kept tokens are each cut into random parts, as in
-    T5."""
+    """Return the (start, end) of each noise span, in order. Noise and kept tokens are cut at random, as in T5."""
     noise, spans = noise_counts(length, density, mean_span)
     if noise == length:
         return [(0, length)] if length else []

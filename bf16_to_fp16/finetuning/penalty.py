@@ -37,9 +37,8 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The largest value of one site in the last optimizer step, over all micro-batches and ranks. ``amax``: the
-    largest |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: the site's weight in the
-    next step."""
+    """The largest value of one site in the last optimizer step, over all micro-batches and ranks. ``amax``: the largest
+    |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: of the next step."""
 
     amax: float
     target: float

@@ -95,8 +95,7 @@ class Processes:
 
     @contextmanager
     def synchronised(self, model: Any, last: bool) -> Iterator[None]:
-        """Exchange gradients in the last backward of a step only; in each one if sharded, since whole gradients would
-        not fit."""
+        """Exchange gradients in the last backward of a step; in each if sharded, as whole gradients would not fit."""
         self.accelerator.gradient_state._set_sync_gradients(last)
         if last or self.sharded:
             yield

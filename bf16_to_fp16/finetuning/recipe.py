@@ -1,7 +1,6 @@
 """The recipe of a finetune: one YAML file that decides the whole run and is checked before anything loads.
 
-Source, output and data are enough. Unknown keys are refused, with the nearest existing key. Relative paths start at the
-working directory."""
+Source, output and data are enough. Unknown keys are refused. Relative paths start at the working directory."""
 
 from __future__ import annotations
 
@@ -207,8 +206,7 @@ class Recipe(Section):
         )
 
     def settled(self) -> Recipe:
-        """Return a copy in which an open ``penalty.certify`` is decided: True for the targets half and auto with a
-        penalty."""
+        """Return a copy in which an open ``penalty.certify`` is decided: True for half and auto with a penalty."""
         if self.penalty.certify is not None:
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"
@@ -283,9 +281,6 @@ def _override(tree: dict[Any, Any], override: str, name: str) -> None:
                 f"{name}: {'.'.join(parts[:depth])} is not a section; leave out what is behind it in {override!r}"
             )
     place[parts[-1]] = parse_yaml(value, override)
-
-
-# ---- what pydantic found, in one line --------------------------------------------------------------------------------
 
 
 def _problem(error: Any) -> str:

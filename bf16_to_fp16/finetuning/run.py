@@ -144,8 +144,8 @@ def train(
 
 
 def check_memory(recipe: Recipe, student: Any, accelerator: Any) -> None:
-    """Raise UserError where a batch cannot fit into the CPU's memory: there the system would kill the process, with no
-    out-of-memory error."""
+    """Raise UserError where a batch cannot fit into the CPU's memory: the system would kill the process without an
+    error."""
     if accelerator.device.type != "cpu":
         return
     needed = Needs(recipe, student.config, type(student), accelerator.num_processes).activations / MOST_OVER
@@ -329,8 +329,7 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
 
 
 def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Mapping[str, Any]:
-    """Convert and audit the untrained weights, so that errors in these steps show before the training; return the
-    report."""
+    """Convert and audit the untrained weights, so that their errors show before the training; return the report."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
         written_trained(folder, {}) as trained,

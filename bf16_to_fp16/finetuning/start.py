@@ -40,8 +40,7 @@ from .states import on_a_disk
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
 START_RECORD = "start.json"
-"""In the folder of a run, where the start is rescaled: its plan, and by output the log2 of what it is times the
-original's."""
+"""In the folder of a run, where the start is rescaled: its plan, and by output log2 of its ratio to the original's."""
 
 START_BATCHES = 4  # batches that the start must hold before the first step
 
@@ -117,8 +116,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
 def overflowing(
     student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
 ) -> str | None:
-    """Return the first site that is not finite in ``precision``, or None. Raises RuntimeError if the linears do not
-    compute in it."""
+    """Return the first site that is not finite in ``precision``, or None. Raises RuntimeError if linears compute
+    otherwise."""
     mixed_precision = MixedPrecision(precision, device)
     with (
         progress.step(f"Checking that the start is finite in {precision}") as advance,

@@ -360,8 +360,7 @@ class Trainer:
 
 
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """Raise UserError if a state's recipe would have given other bits than ``recipe``. A finished run may get more
-    steps."""
+    """Raise UserError if a state's recipe would have given other bits than ``recipe``. More steps are allowed."""
     before, now = state["recipe"], recipe.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:

@@ -47,8 +47,7 @@ _ABSENT = object()
 
 
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the checkpoint's layout. Raises UserError where stock code or sentence-transformers would build another
-    model."""
+    """Return the checkpoint's layout. Raises UserError where stock code or sentence-transformers builds another."""
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
@@ -204,8 +203,7 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return an activation's attributes for comparison. Partial functions are taken apart, since two are never
-    equal."""
+    """Return an activation's attributes for comparison. Partial functions, never equal, are taken apart."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 

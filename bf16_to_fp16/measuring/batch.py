@@ -120,8 +120,8 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
     """Return the report's ``inputs``, enough to make the same batches again.
 
     ``batches``: by kind, the number of batches and rows, and the longest rows. ``data``: base name or Hub id, and the
-    rows drawn. ``chosen``: by reason, the token ids chosen for the probe; empty if it runs every id. ``sha256``: of all
-    ids and masks."""
+    rows drawn. ``chosen``: by reason, the probe's token ids; empty if it runs every id. ``sha256``: of ids and
+    masks."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():

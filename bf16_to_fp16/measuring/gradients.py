@@ -28,8 +28,7 @@ SHOWN = 20  # sites that a report lists
 
 
 def output_and_loss(model: Any, batch: Batch) -> tuple[Any, Tensor | None]:
-    """Return a model's output and loss, or None twice if it gives no output. Without labels the loss is the output's
-    mean square."""
+    """Return a model's output and loss, or None twice without an output. Without labels the loss is a mean square."""
     rows = model.get_input_embeddings().weight.detach()
     zeros = [token for token in batch.input_ids.unique().tolist() if not bool(rows[token].any())]
     if zeros:

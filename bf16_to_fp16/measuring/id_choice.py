@@ -111,8 +111,7 @@ def scanned(weights: Weights) -> dict[str, list[int]]:
 
 
 class Weights:
-    """A layout's weights in fp32, from ``reader`` or, by default, before rescaling. ``vocabulary``, ``width``: the
-    embedding's."""
+    """A layout's weights in fp32, from ``reader`` or, by default, unscaled. ``vocabulary``, ``width``: its sizes."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
@@ -193,8 +192,8 @@ class Weights:
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's experts and their weights, [tokens, experts per token], largest first; expert groups are
-        ignored."""
+        """Return each token's experts and their weights, [tokens, experts per token], largest first, whatever their
+        groups."""
         number, weight, _ = self.layout.experts_together(sublayer)
         scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
         correction = self.read(sublayer.correction) if sublayer.correction else None

@@ -40,8 +40,7 @@ class _Ended(BaseException):
 
 
 class _Model:
-    """The model of one precision. Its lanes share its parameters, which have values only while lanes pass their
-    place."""
+    """The model of one precision. Its lanes share parameters, which have values only while lanes pass."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)

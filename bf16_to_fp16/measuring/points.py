@@ -141,8 +141,7 @@ class _Watch:
         values[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
     def hand_out(self, sublayer: Experts, inputs: Any, kwargs: Any, output: Any) -> None:
-        """Give the sites of every expert zeros, [rows, positions, channels], and a mask of the tokens that will fill
-        them."""
+        """Give the sites of every expert zeros, [rows, positions, channels], and a mask of the tokens to fill them."""
         values, layout = self.values, self.layout
         chosen, weights = output[0].bool(), output[1]
         if sublayer.chosen:  # of tokens of all rows

@@ -87,8 +87,7 @@ def audit_batches(
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
     """Return the built-in probe and the batches of ``data``. The probe's ids are by default chosen by the weights in
-    ``folder``. opened: the checkpoint in ``folder`` and its layout. Other arguments and errors are those of
-    ``batches``."""
+    ``folder``. opened: the checkpoint in ``folder`` and its layout. The rest is as in ``batches``."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -180,8 +179,7 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row with an image of uniform noise in [−1, 1], without an image token in the text; [] for a model
-    without vision."""
+    """Return a row with an image of uniform noise in [−1, 1], without an image token in the text; [] without vision."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -281,8 +279,7 @@ def _framed(config: Any, ids: list[int], most: int) -> list[int]:
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
-    """Return pairs of encoder and decoder rows as one batch, padded on the right. Decoder rows include the start
-    token."""
+    """Return pairs of encoder and decoder rows as one batch, padded on the right. Decoder rows have the start token."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], stock.pad_id(config))
     if not stock.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))

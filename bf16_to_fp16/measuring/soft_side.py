@@ -100,8 +100,8 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield candidates, ids and sets of ids, by how much edits change tokens that stand alone. The worst of every site
-    come first."""
+    """Yield candidates, ids and sets of ids, by how much edits change tokens that stand alone. Each site's worst is
+    first."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -248,8 +248,7 @@ def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool
 
 
 def mean_bf16_divergence(source: Checkpoint, batches: Sequence[Batch], layout: Layout) -> Tensor:
-    """Return each row's mean divergence under stochastic rounding to bf16, since a single bf16 run may be accurate by
-    luck."""
+    """Return each row's mean divergence under stochastic rounding to bf16, since one bf16 run may be lucky."""
     walk = Walk(source)
     expected = add_outputs(walk, batches, torch.float32)
     draws = [

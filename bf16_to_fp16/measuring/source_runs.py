@@ -41,8 +41,7 @@ class Observed:
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> Observed:
-    """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: edits to apply; it then runs
-    in fp32 only."""
+    """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: edits, then in fp32 only."""
 
     def observed(place: torch.device) -> Observed:
         walk = Walk(checkpoint, place)
@@ -86,8 +85,8 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the function that applies edits to a stored weight. read: returns weights with keys centred, to be shared
-    by many changes."""
+    """Return the function that applies edits to a stored weight. read: returns weights with keys centred, shared by
+    all."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 

@@ -176,9 +176,6 @@ def hub_rows(name: str) -> Iterator[dict[str, Any]]:
         ) from error
 
 
-# ---- tables ----------------------------------------------------------------------------------------------
-
-
 def open_texts(
     path: str,
     *,
@@ -225,8 +222,7 @@ def open_texts(
 def _local_rows(
     path: str, files: tuple[str, ...], columns: tuple[str | None, str | None], stamps: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows as {"text", "target"}. ``stamps`` are unused: ``datasets`` hashes them to notice a changed
-    file."""
+    """Yield the rows as {"text", "target"}. ``stamps``: hashed by ``datasets`` to notice a changed file."""
     for name in files:
         for text, target in text_pairs(path, file_rows(Path(name)), *columns):
             yield {"text": text, "target": target}

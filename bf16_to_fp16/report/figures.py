@@ -1,5 +1,5 @@
-"""The two figures of a report for each stack, log2 |x| by block: before and after, bound and observed. Colours become
-the page's variables."""
+"""The two figures of a report for each stack, log2 |x| by block: before and after, bound and observed. The page sets
+colours."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 
 def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
-    """Return each stack's figure with a caption. upper: a function that writes the largest upper value. lower: the name
-    of the lower values."""
+    """Return each stack's figure with a caption. upper: a function that writes the largest upper value. lower: the
+    lower ones' name."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []

@@ -19,8 +19,8 @@ PLAIN_WIDTH = 1000  # more than any row needs, so that none is folded
 
 @dataclass(frozen=True)
 class Column:
-    """``of``: attribute, index or function that gives the value. ``write``: formats it. ``css``: "site" or "n"
-    (number)."""
+    """``of``: attribute, index or function that gives the value. ``write``: formats it. ``css``: "site", or "n" for
+    numbers."""
 
     title: str
     of: str | int | Callable[[Any], Any]
@@ -53,8 +53,7 @@ class Table:
 
 
 class Screen(VisibleConsole):
-    """A terminal's console, whose tables fold what does not fit; for files and pipes, one line per row without frames
-    or colours."""
+    """A terminal's console, whose tables fold what does not fit; for files and pipes, one plain line per row."""
 
     def say(self, text: str) -> None:
         self.print(Text(text), soft_wrap=True)

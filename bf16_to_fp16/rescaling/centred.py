@@ -20,8 +20,8 @@ from ..families.wiring import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions whose keys can be centred: with a free key bias behind a norm with a bias, or with a table
-    of position biases."""
+    """Return the attentions whose keys can be centred: a free key bias behind a norm with a bias, or a table of
+    position biases."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused

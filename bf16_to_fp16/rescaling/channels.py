@@ -49,8 +49,7 @@ def whole_log2(x: float) -> int:
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield, for each site before a norm, the largest exponent that its range allows. limits: pairs of ranges and their
-    limit."""
+    """Yield, for each site before a norm, the largest exponent its range allows. limits: pairs of range and limit."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

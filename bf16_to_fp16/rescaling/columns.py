@@ -21,8 +21,7 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return, by signal, column exponents to use instead of the ``needed`` row exponents, where few channels are
-    enough."""
+    """Return, by signal, column exponents to use instead of the ``needed`` row exponents where few suffice."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if made_by(signal := columns_read_by(layout, each.gate)) in needed:
@@ -44,8 +43,8 @@ def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int
     """Return ``cuts`` of gates and queries, deepened so that tokens with these channels keep their stream's direction.
 
     At such a token the first cut gate's output is nearly all of the stream. A cut of 2^-k makes that 2^-k, so behind
-    later norms the channel is 2^k as large. Later queries then need k bits more; 2^-2k makes the outputs of later gates
-    2^-k as well."""
+    later norms the channel is 2^k as large. Later queries then need k bits more; 2^-2k makes later gates' outputs 2^-k
+    as well."""
     deeper: dict[str, list[int]] = {}
     for stack in layout.stacks():
         grown, deepest = list[int](), list[int]()

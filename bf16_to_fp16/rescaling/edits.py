@@ -76,8 +76,7 @@ def sites_of(layout: Layout) -> dict[str, str]:
 
 
 def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 0.0) -> Tensor:
-    """Return a weight under edits; the same tensor if they do not change it. offset: a number that stock code adds to
-    it."""
+    """Return a weight under edits; the same tensor if they do not change it. offset: what stock code adds to it."""
     exponents = exponents_of(tensor, edits).full(tensor.shape)
     if not bool((exponents != 0).any()):
         return weight
