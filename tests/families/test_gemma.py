@@ -213,6 +213,18 @@ def test_the_decoders_config_caps_the_logits() -> None:
     assert 9.9 < float(model(input_ids=ids, decoder_input_ids=ids).logits.detach().amax()) <= 10.0
 
 
+def test_what_a_feed_forward_adds_is_dropped_in_the_layers_own_dropout() -> None:
+    model = tiny.build("t5gemma", dropout_rate=0.5)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("post_self_attn_layernorm.weight", "post_cross_attn_layernorm.weight")):
+            parameter.data.fill_(-1.0)
+    _, certificate = certified(model, Arithmetic(train=True))
+    for stack in ("encoder", "decoder"):
+        at = f"model.{stack}.layers.0"
+        added, dropped = (certificate.at(f"{at}.{s}") for s in ("post_feedforward_layernorm:to#2", "dropout:mul"))
+        assert added is not None and dropped is not None and dropped >= 2 * added > 0
+
+
 @pytest.mark.parametrize(
     ("stack", "key", "value"),
     [

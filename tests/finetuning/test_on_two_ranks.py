@@ -37,20 +37,16 @@ class Both(nn.Module):
 KINDS = ("t5", "pegasus", "t5-encoder")
 
 
-def batch_of(decodes: bool) -> TrainingBatch:
-    ids = torch.randint(2, 97, (3, 9), generator=torch.Generator().manual_seed(1))
-    return TrainingBatch(ids, torch.ones_like(ids), ids[:, :5] if decodes else None, ((0, 0), (0, 1), (0, 2)))
-
-
 def teacher_of(kind: str, **options: Any) -> Teacher:
     return Teacher(tiny.build(kind), torch.device("cpu"), **options)
 
 
 def teachers_in_parts() -> dict[str, Any]:
-    found = {}
+    found, ids = {}, torch.randint(2, 97, (3, 9), generator=torch.Generator().manual_seed(1))
     for kind in KINDS:
         whole, parts = teacher_of(kind), teacher_of(kind, in_parts=True)
-        batch = batch_of(kind != "t5-encoder")
+        labels = ids[:, :5] if kind != "t5-encoder" else None
+        batch = TrainingBatch(ids, torch.ones_like(ids), labels, ((0, 0), (0, 1), (0, 2)))
         count = sum(p.numel() for p in whole.model.parameters())
         held = sum(p.to_local().numel() for p in parts.model.parameters())
         same = [torch.equal(whole.outputs(batch), parts.outputs(batch)) for _ in range(2)]
