@@ -148,7 +148,7 @@ def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
     folder = folders[kind]
     batch = next(b for b in batches(load(folder, torch.float32).config, None, None) if b.generate)
     held: list[tuple[str, StorageWeakRef]] = []
-    load_place = Walk._load
+    load_place, read = Walk._load, Checkpoint.read
 
     def watched(walk: Walk, weights: Any, place: str, *more: Any) -> Any:
         assert [name for name, storage in held if not storage.expired()] == [] and not walk._read
@@ -156,7 +156,13 @@ def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
         held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in weights.stored[place])
         return altered
 
+    def noted(checkpoint: Checkpoint, name: str) -> Tensor:
+        tensor = read(checkpoint, name)
+        held.append((name, StorageWeakRef(tensor.untyped_storage())))
+        return tensor
+
     monkeypatch.setattr(Walk, "_load", watched)
+    monkeypatch.setattr(Checkpoint, "read", noted)
     walk = Walk(open_checkpoint(folder))
     walk.add(partial(run, batch=batch, amp=amp), torch.float32, casts=casts)
     walk.run()
