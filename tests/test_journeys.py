@@ -6,11 +6,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -19,8 +22,10 @@ from huggingface_hub import snapshot_download
 from support.hub_server import HubServer
 from support.launching import ON_CPU
 from support.learner import recipe_tree, saved
+from support.program import refused
 from support.tiny import save
 
+from bf16_to_fp16 import make_fp16_safe
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.measuring.stock import load
 
@@ -133,17 +138,71 @@ def test_what_another_script_trained_comes_back_to_the_scale(here: Path, program
 
 
 def test_a_recipe_is_launched_and_published(here: Path, program: Program, hub: HubServer, warm_python: Path) -> None:
-    tree = recipe_tree(here / "model", Path("mine-fp16")) | {"schedule": {"steps": 6, "learning_rate": 3e-4}}
-    Path("mine-fp16.yaml").write_text(yaml.safe_dump(tree))
-    words = [str(warm_python), "-m", "bf16_to_fp16", "launch", "mine-fp16.yaml", "--gpus", "2", "--run"]
-    done = subprocess.run(words, env=os.environ | ON_CPU, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    write_recipe(here, "mine-fp16")
+    done = in_a_process(warm_python, "launch", "mine-fp16.yaml", "--gpus", "2", "--run")
+    _, said = done.communicate()
+    assert done.returncode == 0, said
     assert report("mine-fp16")["finetune"]["processes"] == 2
     program("verify", "mine-fp16")
     program("publish", "mine-fp16", "me/mine-fp16", "-y", "--endpoint", hub.endpoint)
     down = snapshot_download("me/mine-fp16", endpoint=hub.endpoint)
     assert "verified" in program("verify", "me/mine-fp16")
     assert torch.equal(logits(down, torch.float16), logits("mine-fp16", torch.float16))
+
+
+def write_recipe(here: Path, out: str) -> None:
+    tree = recipe_tree(here / "model", Path(out)) | {"schedule": {"steps": 6, "learning_rate": 3e-4}}
+    Path(f"{out}.yaml").write_text(yaml.safe_dump(tree))
+
+
+def in_a_process(python: Path, *words: str) -> "subprocess.Popen[str]":
+    program = [str(python), "-m", "bf16_to_fp16", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(program, env=os.environ | ON_CPU, **pipes)
+
+
+def test_a_finetune_that_is_killed_goes_on_to_the_same_weights(here: Path, warm_python: Path) -> None:
+    for name in ("whole", "killed"):
+        write_recipe(here, name)
+    process = in_a_process(warm_python, "finetune", "killed.yaml")
+    while process.poll() is None and not list(here.glob("killed.run/step-0000000[24]")):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and not Path("killed").exists()
+    for name in ("killed", "whole"):
+        done = in_a_process(warm_python, "finetune", f"{name}.yaml")
+        _, said = done.communicate()
+        assert done.returncode == 0 and ("Continuing from step" in said) == (name == "killed"), said
+    assert Path("killed/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+
+
+def test_an_adapter_trained_on_a_model_made_safe_is_the_originals(here: Path) -> None:
+    model = load(here / "model", torch.float32)
+    safe = make_fp16_safe(model)
+    torch.manual_seed(0)
+    tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q", "v", "wo"]))
+    optimizer = torch.optim.AdamW([p for p in tuned.parameters() if p.requires_grad], lr=1e-3)
+    batch = {name: torch.stack([row[name] for row in rows()]) for name in ("input_ids", "labels")}
+    losses = []
+    for _ in range(8):
+        losses.append(tuned(**batch).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    safe.adapter(tuned, "lora")
+    theirs = peft.PeftModel.from_pretrained(load(here / "model", torch.float32), "lora")
+    with torch.no_grad():
+        assert torch.equal(theirs(**batch).logits, tuned.eval()(**batch).logits)
+
+
+def test_a_folder_is_converted_again(here: Path, program: Program, capsys: pytest.CaptureFixture[str]) -> None:
+    program("convert", "model", "converted")
+    assert "undo" in refused(capsys, "convert", "converted", "again")
+    program("undo", "converted", "source-again")
+    assert torch.equal(logits("source-again"), logits("model"))
+    program("convert", "source-again", "again", "--target", "norm-safe")
+    assert report("again")["target"] == "norm-safe" and logits("again", torch.float16).isfinite().all()
 
 
 def test_a_finetuned_sibling_is_converted_by_the_same_plan_and_can_be_averaged(here: Path, program: Program) -> None:

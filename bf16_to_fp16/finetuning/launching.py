@@ -88,16 +88,19 @@ class Needs:
         config, head = config_of(self.model), self.model.get_output_embeddings()
         if is_causal(config):
             length = length + target
+        # Models with images and T5Gemma have the sizes of their stacks in a config inside.
+        inside = (getattr(config, name, config) for name in ("text_config", "encoder"))
+        shape = next(each for each in inside if hasattr(each, "num_attention_heads"))
         read = {*self.model.get_encoder().modules()} if takes_decoder_ids(config) else {*self.model.modules()}
         tokens = {module: rows * (length if module in read else target) for module in self.model.modules()}
         linears = [module for module in tokens if isinstance(module, nn.Linear) and module is not head]
         of_layers = sum(OF_LINEARS * tokens[each] * (each.in_features + each.out_features) for each in linears)
         keys = sum(length * length if block in read else target * target + length * target for block in self.blocks)
         biased = hasattr(config, "relative_attention_num_buckets")
-        of_layers += rows * config.num_attention_heads * keys * (OF_BIASED_SCORES if biased else OF_SCORES)
+        of_layers += rows * shape.num_attention_heads * keys * (OF_BIASED_SCORES if biased else OF_SCORES)
         if self.recipe.gradient_checkpointing:
             inputs = sum(tokens[block] for block in self.blocks)
-            of_layers = of_layers / max(1, len(self.blocks) // 2) + OF_INPUTS * inputs * config.hidden_size
+            of_layers = of_layers / max(1, len(self.blocks) // 2) + OF_INPUTS * inputs * shape.hidden_size
         return of_layers + (0.0 if head is None else OF_LOGITS * rows * (target or length) * head.out_features)
 
 

@@ -57,6 +57,12 @@ def test_a_decoder_that_overflows_is_named_where_it_does_with_its_true_size(tmp_
     assert "generate" in kinds and {run["attention"] for run in report["regimes"]["half"]["runs"]} == {"eager", "sdpa"}
 
 
+def test_of_an_encoder_decoder_both_sides_are_run(tmp_path: Path) -> None:
+    half = audit(bart(tmp_path / "m"), regimes=("half",), attention=("eager",))["regimes"]["half"]
+    assert {"encoder", "decoder"} <= {part for site in half["sites"] for part in site["name"].split(".")}
+    assert "generate" in half["runs"][0]["kinds"]
+
+
 def test_a_weight_past_fp16s_range_is_unsafe_though_no_input_met_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(vocab_size=20_000, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False)

@@ -12,12 +12,14 @@ from support.folders import compared, rewritten
 
 from bf16_to_fp16 import UserError, cli, convert, rescale, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.conversion.undo import config_before
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.schema import Source
 from bf16_to_fp16.rescaling.plan import Plan
 
 
@@ -200,6 +202,13 @@ def test_frequencies_that_older_files_hold_are_dropped_as_stock_code_does(tmp_pa
         save_file(weights | {name: torch.ones(4)}, source / "model.safetensors", {"format": "pt"})
         with pytest.raises(UserError, match=f"tensor {name} is not part of"):
             convert(source, tmp_path / "other", run_model=False)
+
+
+def test_keys_of_the_config_that_were_changed_added_or_taken_out_come_back() -> None:
+    changes: dict[str, Any] = {"dtype": {"before": "bfloat16", "after": "float16"}, "added": {"after": 1}}
+    changes["taken"] = {"before": 2}
+    before = config_before({"dtype": "float16", "added": 1, "d_ff": 3}, Source(config_changes=changes))
+    assert before == {"dtype": "bfloat16", "d_ff": 3, "taken": 2}
 
 
 def test_further_chat_templates_are_carried_over(tmp_path: Path) -> None:

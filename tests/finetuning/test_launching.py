@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from support import exhaustive, tiny
 from support.learner import recipe_tree, saved
 from support.program import refused
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -202,6 +203,13 @@ def test_a_launch_ends_as_what_it_runs_does(
     except SystemExit as stop:
         ended = int(stop.code or 0)
     assert ended == status and capsys.readouterr().err.lstrip("\n") == said
+
+
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gemma3-images", "t5gemma"], tiny.KINDS))
+def test_the_memory_of_a_step_is_known_where_a_config_inside_has_the_sizes(kind: str) -> None:
+    recipe = parse_recipe({"source": "a", "out": "b", "data": {"path": "c"}, "gradient_checkpointing": True})
+    config = tiny.config(kind)
+    assert launching.Needs(recipe, config, getattr(transformers, config.architectures[0])).activations > 0
 
 
 def test_parameters_and_blocks_are_counted_without_values(source: Path) -> None:

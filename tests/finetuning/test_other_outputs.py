@@ -81,7 +81,11 @@ def test_what_counts_of_a_row_is_its_last_token() -> None:
 
 TEXTS = ["a short one", "b", "a text that is much longer than the most tokens that are taken"]
 SKIP = IGNORED_LABEL
-CLASSES = {"gemma3-images": "Gemma3ForConditionalGeneration", "llama-biased": "LlamaForCausalLM"}
+CLASSES = {
+    "gemma3-images": "Gemma3ForConditionalGeneration",
+    "llama-biased": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+}
 
 
 def opened(folder: Path, rows: list[dict[str, str]], **data: Any) -> tuple[Corpus, Any]:
@@ -159,7 +163,11 @@ def test_the_teacher_is_no_way_from_itself_where_tokens_are_predicted(tmp_path: 
 
 @pytest.mark.parametrize(
     ("kind", "objective"),
-    [("llama-biased", "next-token"), pytest.param("gemma3-images", "pairs", marks=pytest.mark.exhaustive)],
+    [
+        ("llama-biased", "next-token"),
+        pytest.param("mixtral", "next-token", marks=pytest.mark.exhaustive),
+        pytest.param("gemma3-images", "pairs", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_causal_model_is_finetuned_on_answers_or_texts(kind: str, objective: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.build(kind, 3, vocab_size=259, num_hidden_layers=2), tmp_path / "source")

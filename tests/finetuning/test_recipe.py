@@ -83,6 +83,7 @@ def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> N
     ("override", "wanted"),
     [
         ("schedule.steps=-3", "schedule.steps is -3; it should be greater than or equal to 1"),
+        ("schedule.steps='3'", "schedule.steps is '3'; it should be a valid integer"),
         ("schedule.learning_rate=.inf", "schedule.learning_rate is inf; it should be a finite number"),
         ("source=", "source is null; it should be a valid string"),
         ("source='  '", "source is empty; give the checkpoint"),

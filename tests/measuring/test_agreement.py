@@ -114,6 +114,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "_heterogeneity_spec"),
     ("gemma4-images", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False"),
     ("gemma4", {"layer_types": ["full_attention"]}, "'layer_types' has too few kinds"),
+    ("gemma4", {"use_bidirectional_attention": "vision", "sliding_window": 0}, "'sliding_window' is 0"),
     ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
     ("t5", {"return_dict": False}, UNRUN),
     ("t5", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False, and lm_head.weight is missing"),
@@ -123,6 +124,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("llama", {"rope_parameters": LONG_AT_ONCE | {"long_factor": [1.0] * 3}}, "cannot compute rotary position"),
     *((kind, {"rope_parameters": SHRINKING | {"factor": f}}, DYNAMIC) for kind, f in DYNAMICS),
     ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, DYNAMIC),
+    ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": -1}}, DYNAMIC),
     ("llama", {"rope_parameters": HALF}, UNRUN),
     ("t5", {"model_type": ["t5"]}, "'model_type' is ['t5'], and stock code takes one name"),
     *(("bigbird_pegasus", {"attention_type": written}, BLOCKS) for written in ("block_sparse", ...)),
@@ -152,6 +154,18 @@ def test_a_window_of_zero_is_taken_where_stock_code_writes_it(folders: Folders, 
         states = [each(input_ids=ids).last_hidden_state for each in (model, again)]
     assert torch.equal(*states) and states[0].isfinite().all()
     assert cli.main(["certify", str(folder)]) == 0
+
+
+def test_dynamic_frequencies_lie_between_those_at_both_ends() -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=60, num_attention_heads=3, max_position_embeddings=64, rope_parameters=SHRINKING | {"factor": 1.0}
+    )
+    frequencies = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
+    for factor in (1.0, 1.001, 4.0, 1e6):
+        config.rope_parameters["factor"] = factor
+        first, *found, last = (frequencies(config, None, seq_len=2**k)[0] for k in range(6, 32))
+        assert last.isfinite().all()
+        assert all(bool((each <= first).all() and (each >= last).all()) for each in found)
 
 
 T5_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "vocab_size", "relative_attention_num_buckets")

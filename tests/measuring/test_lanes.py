@@ -1,5 +1,9 @@
 """A walk over the files gives what whole models give, to the last bit, in the memory of a block."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 from support import exhaustive, tiny
+from support.contract import MOVABLE, random_plan
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.devices import Device
 from bf16_to_fp16.errors import UserError
+from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.measuring.batch import Batch, run_batch
 from bf16_to_fp16.measuring.fidelity import compared, output_on
 from bf16_to_fp16.measuring.lanes import Change, Walk, results_of
@@ -27,6 +33,7 @@ from bf16_to_fp16.measuring.sites import Site, sites_of_all
 from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.measuring.stock import STOCK_LOCK, load
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.rescaling.plan import describe_plan
 
 WAYS = {
     "fp32": (torch.float32, False, "eager"),
@@ -345,3 +352,42 @@ def test_an_interrupt_before_a_lane_starts_is_one(folders: dict[str, Path], monk
     with pytest.raises(KeyboardInterrupt):
         walk.run()
     assert threading.active_count() == before and threading.stack_size() == 0
+
+
+CONVERTED_TWICE = """
+import sys
+
+import torch
+
+from bf16_to_fp16 import convert
+from bf16_to_fp16.measuring import probe
+from bf16_to_fp16.measuring.batch import REPEATED
+
+
+def peak():
+    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) >> 10
+
+
+torch.set_num_threads(1)
+gather = probe.audit_batches
+probe.audit_batches = lambda *a, **k: [batch for batch in gather(*a, **k) if batch.kind == REPEATED or batch.generate]
+for folder in sys.argv[1:]:
+    before = peak()
+    convert(folder, f"{folder}-fp16", plan=f"{folder}.json")
+print(peak() - before)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is not told")
+def test_a_conversion_with_its_audit_takes_the_memory_of_a_few_blocks(tmp_path: Path) -> None:
+    """Of 17 blocks of 8.5 MB in fp32, after a small model, in a process of its own: another would compute in what its
+    tests have freed. The plan is a drawn one: tables of a search grow with the channels, here many for the size."""
+    folders = [tmp_path / "small", tmp_path / "large"]
+    for folder, layers in zip(folders, (1, 16), strict=True):
+        tiny.save(tiny.t5(d_model=1024, d_ff=1024, num_layers=layers, num_decoder_layers=1), folder)
+        drawn = random_plan(resolve(open_checkpoint(folder)), MOVABLE)
+        folder.with_suffix(".json").write_text(json.dumps({"plan": describe_plan(drawn)}))
+    words, freed = [sys.executable, "-c", CONVERTED_TWICE, *map(str, folders)], {"MALLOC_MMAP_THRESHOLD_": "524288"}
+    done = subprocess.run(words, env=os.environ | freed, capture_output=True, text=True)
+    assert done.returncode == 0 and int(done.stdout.split()[-1]) < 100, done.stderr

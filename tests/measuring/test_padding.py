@@ -82,6 +82,7 @@ def test_the_probe_pads_no_row_by_less(kind: str) -> None:
 LONGT5 = "stock LongT5 masks with −inf in fp16", "attentions are NaN for the places that fill up a short row"
 SAID = {
     "longt5": ("padded on the right by at least 4", *LONGT5),
+    "longt5-local": ("without padding", *LONGT5),
     "embeddinggemma": (
         "proven for every input of up to 32,768 positions but for padding that sees no token",
         "left padding and padding beyond a sliding window can make their row NaN",
@@ -93,7 +94,7 @@ SAID = {
 def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.small(kind), tmp_path / "source")
     result = convert(source, tmp_path / "out", run_model=kind == "longt5")
-    assert result.safe and result.report["padding"] == (4 if kind == "longt5" else 0)
+    assert result.safe and result.report["padding"] == {"longt5": 4, "longt5-local": None, "embeddinggemma": 0}[kind]
     for name in ("README.md", "fp16_report.html"):
         text = " ".join((tmp_path / "out" / name).read_text(encoding="utf-8").split())
         assert all(said in text for said in SAID[kind])

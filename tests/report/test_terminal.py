@@ -136,9 +136,12 @@ def test_a_conversion_ends_with_source_output_and_loading(capsys: pytest.Capture
     source, output, accuracy, finetune, harm, load, then, page = capsys.readouterr().out.splitlines()
     assert accuracy.startswith("accuracy: about ") and then.endswith(f"bf16-to-fp16 verify {tmp_path}")
     assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
-    run = {"finetune": FinetuneEntry.model_construct(recipe={})}
-    trained = terminal.source_line(read(Report, made).model_copy(update=run)).plain
-    assert trained.startswith("trained weights, from a rescaled start: overflows fp16 at ")
+    for recipe, name in (({}, "trained weights, from a rescaled start"), ({"rescale": False}, "trained weights")):
+        run = {"finetune": FinetuneEntry.model_construct(recipe=recipe)}
+        trained = read(Report, made).model_copy(update=run)
+        assert terminal.source_line(trained).plain.startswith(f"{name}: overflows fp16 at ")
+        quiet = [signal.model_copy(update={"before": 1.0}) for signal in trained.signals]
+        assert "plain fp16" not in terminal.source_line(trained.model_copy(update={"signals": quiet})).plain
     assert output.startswith("output: safe: nothing overflowed on what was run; ") and " × below the limit (" in output
     assert load == f'load: AutoModelForSeq2SeqLM.from_pretrained("{tmp_path}", dtype=torch.float16).half()'
     assert "safe.follow(optimizer, model)" in finetune and "README.md" in harm
