@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
 from ..families.wiring import Attention, Experts, FeedForward, feed_forwards_of
-from ..optim.rounding import stochastic
 from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
 from ..results import ExceptionEntry, SearchEntry
@@ -265,7 +264,8 @@ def run_rounded(batch: Batch, seed: int, model: Any) -> Tensor:
 
     def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         bits = torch.randint(1 << 16, output.shape, generator=generator, dtype=torch.int32)
-        return stochastic(output.float(), torch.bfloat16, bits)
+        # bf16 is the upper half of fp32's bits, so what carries into it is the share that it cuts off.
+        return (bits.add_(output.float().view(torch.int32)) & -(1 << 16)).view(torch.float32)
 
     with ExitStack() as hooks, FastProducts():
         for module in model.modules():
