@@ -324,6 +324,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "nothing": (lambda adapter: (adapter / TENSORS).unlink(), f"no {TENSORS}"),
     "a broken file": (lambda adapter: (adapter / TENSORS).write_bytes(b"\x08\0\0\0\0\0\0\0{broken}"), "cannot be read"),
+    "another kind": (of_config(peft_type="PREFIX_TUNING"), "peft_type is 'PREFIX_TUNING'; only LORA and IA3 and"),
     "an option": (of_config(use_qalora=True), "use_qalora changes more than B·A"),
     "a start": (of_config(init_lora_weights="pissa"), "'pissa' changes the checkpoint's weights"),
     "no adapter": (lambda adapter: (adapter / CONFIG).unlink(), "give the folder of an adapter"),

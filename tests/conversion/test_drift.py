@@ -65,6 +65,9 @@ def test_a_gain_correction_takes_most_of_the_drift_out(tmp_path: Path) -> None:
     plain = convert(source, tmp_path / "plain", plan=tmp_path / "plain.json")
     drifts: list[Any] = [each.plan.drift for each in (corrected, plain)]
     assert drifts[0].measured_kl <= drifts[1].measured_kl / 5
+    again = convert(source, tmp_path / "again", plan=corrected.out, run_model=False)
+    one, other = (each.out / "model.safetensors" for each in (corrected, again) if each.out)
+    assert one.read_bytes() == other.read_bytes()
 
 
 def small_early_large_late() -> Any:
