@@ -125,6 +125,7 @@ def test_every_floating_tensor_is_fp16_and_undo_restores_the_sources_bits(conver
     weights = result.report["weights"]
     assert exact >= round(weights["lossless_fraction"] * weights["elements"])
     assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert not (back / "README.md").exists()  # the source had none, and the conversion's card is not its
 
 
 def test_a_plan_of_another_checkpoint_is_refused(conversion_of: Callable[[str], Converted], tmp_path: Path) -> None:

@@ -103,6 +103,13 @@ def test_training_learns_and_says_so(make: Make) -> None:
     assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.float32}
 
 
+def test_distillation_alone_comes_back_to_the_teacher(make: Make) -> None:
+    schedule = {"steps": 30, "learning_rate": 0.02}
+    outcome = make(model=tiny_model(seed=3), schedule=schedule, distillation={"weight": 1.0}).train()
+    first, last = (row["held_out_divergence"] for row in outcome.evaluations)
+    assert last < first / 2
+
+
 def objective(model: Any, teacher: Any, batches: list[TrainingBatch], share: float) -> torch.Tensor:
     """The mean loss of all positions, by its definition."""
     total, positions = torch.zeros(()), 0
