@@ -120,10 +120,12 @@ def trained_on(rank: int | None, kind: str) -> dict[str, Any]:
         first = first or {site: seen[site].amax for site in targets}
         weights.append([seen[site].weight for site in targets])
         totals.append(float(total))
+    sites = list(penalty.observations())
     penalty.detach()
     parameters = [full(p) for p in model.parameters()]
     return {
         "local": local,
+        "sites": sites,
         "first": first,
         "weights": weights,
         "totals": totals,
@@ -175,6 +177,7 @@ def test_two_ranks_pull_as_one_process_with_all_their_rows(ranks: list[dict[str,
 
 def test_sharded_training_is_ddp_s(ranks: list[dict[str, Any]]) -> None:
     ddp, sharded = ranks[0]["ddp"], ranks[0]["fsdp"]
+    assert ddp["sites"] == sharded["sites"]  # FSDP's own operations are none
     assert ddp["weights"] == [pytest.approx(step, rel=1e-3) for step in sharded["weights"]]
     assert ddp["totals"] == pytest.approx(sharded["totals"], rel=1e-3)
 

@@ -203,6 +203,7 @@ def test_a_report_lists_the_ids_that_verify_and_the_sweep_run(tmp_path: Path, mo
     assert SWEEP in [entry["kind"] for entry in swept["inputs"]["batches"]] and swept["inputs"]["chosen"] == {}
     assert swept["command"].endswith("--sweep")
     assert cli.main(["convert", str(source), str(tmp_path / "none"), "--sweep", "--no-audit"]) == 2
+    assert verify(tmp_path / "swept")["verified"]
 
 
 @pytest.mark.parametrize("listed", [{}, {"cover": [3000]}, {"cover": list(range(257))}])
