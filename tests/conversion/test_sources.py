@@ -12,15 +12,19 @@ from support.folders import compared, rewritten
 
 from bf16_to_fp16 import UserError, cli, convert, rescale, undo, verify
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.writer import TensorStats, Written
 from bf16_to_fp16.conversion.undo import config_before
 from bf16_to_fp16.devices import Device
+from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.source_runs import observe_source
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
+from bf16_to_fp16.report.build import weight_counts
 from bf16_to_fp16.report.schema import Source
 from bf16_to_fp16.rescaling.plan import Plan
+from bf16_to_fp16.results import dump
 
 
 @pytest.mark.usefixtures("first_batch")
@@ -118,6 +122,25 @@ def test_a_diffusers_folder_is_read_by_its_subfolder(tmp_path: Path) -> None:
     result = convert(tmp_path / "pipeline", tmp_path / "out", subfolder="text_encoder_2", run_model=False)
     assert result.safe and result.out is not None
     assert (result.out / "tokenizer_config.json").is_file()
+
+
+def test_generated_tensors_do_not_count_as_carried_over() -> None:
+    """Positions that a file lacks have no source to be equal to; only the largest written weight is theirs too."""
+    source = ModelTensors(tiny.small("pegasus"))
+    source.tensors = {name: info for name, info in source.tensors.items() if "embed_positions" not in name}
+    layout = resolve(source)
+    made = [name for name, tensor in layout.tensors.items() if tensor.source is None]
+    stats = dict.fromkeys(layout.tensors, TensorStats(10, 9, 6, 1, 0, 3.0, 8))
+    stats |= dict.fromkeys(made, TensorStats(1000, 300, 200, 500, 7, 5.0, 900))
+    stored = len(layout.tensors) - 2
+    assert len(made) == 2 and dump(weight_counts(layout, Plan(family="t5"), Written(stats, (), {}))) == {
+        "elements": 10 * stored,
+        "lossless_fraction": 0.9,
+        "normal_fraction": 0.75,
+        "flushed_to_zero": stored,
+        "nonfinite": 0,
+        "amax": 5.0,
+    }
 
 
 @pytest.mark.parametrize(("up", "value"), [(1.0, float("nan")), (1e30, 1e30)], ids=["NaN weight", "finite weights"])
