@@ -38,12 +38,12 @@ def pytest_configure() -> None:
 
 
 SLOW = (
-    *("launch", "from_a_wheel", "finetune", "stock_loading", "family_contract", "bound_constraint", "trainer", "demo"),
+    *("launch", "from_a_wheel", "finetune", "family_contract", "journeys", "stock_loading", "trainer", "demo"),
     *("soft_side", "towers", "least_edit", "least_move", "drift", "make_safe", "certificate", "faults", "pipeline"),
     *("convert", "adamw", "determinism", "sentence_encoders", "convert_verdicts", "pipelines", "lanes", "agreement"),
     *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "before_norms", "gradients", "audit_any"),
     *("images", "adapter", "padding", "regimes", "linears", "attack", "sources", "outputs"),
-    *("journeys", "own_eps", "centred_keys", "launching", "bad_input", "follow"),
+    *("bound_constraint", "own_eps", "centred_keys", "launching", "bad_input", "follow"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 
