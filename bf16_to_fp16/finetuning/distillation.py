@@ -173,7 +173,8 @@ class StepLosses:
             if batch.labels is not None:
                 learnt = out.logits if mix.weight < 1 else out.logits.detach()  # then it is only shown
                 task = task_loss(learnt, batch.labels.to(device))
-                loss = kl if mix.weight == 1 else task * (1 - mix.weight) + kl * mix.weight
+                if mix.weight < 1:
+                    loss = task * (1 - mix.weight) + kl * mix.weight
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def beyond_the_data(self, step: int, index: int) -> Tensor:
