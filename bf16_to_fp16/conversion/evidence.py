@@ -113,13 +113,15 @@ def measured_edits(written: Checkpoint, decided: Decided, inputs: list[Batch]) -
     walk.run()
     how: dict[str, Any] = {"probabilities": layout.gives_probabilities, "scale": torch.ones(())}
     source, walk = results_of(without), Walk(written)
-    cuts = {name for name in edits if layout.signals[name].kind is Kind.COLUMNS}  # they may be in step
-    alone = [undone(exponents.keys() - (cuts if signal in cuts else {signal})) for signal in edits]
-    lanes = [add_differences(walk, some, source, change=change, **how) for change in alone]
+    cuts = tuple(name for name in edits if layout.signals[name].kind is Kind.COLUMNS)  # they may be in step
+    together = {signal: cuts if signal in cuts else (signal,) for signal in edits}
+    lanes = {
+        names: add_differences(walk, some, source, change=undone(exponents.keys() - set(names)), **how)
+        for names in dict.fromkeys(together.values())
+    }
     walk.run()
-    costs = [mean_divergence(results_of(each)) for each in lanes]
-    pairs = zip(edits.values(), costs, strict=True)
-    return [edit.model_copy(update={"measured": cost}) for edit, cost in pairs]
+    costs = {names: mean_divergence(results_of(each)) for names, each in lanes.items()}
+    return [edit.model_copy(update={"measured": costs[together[name]]}) for name, edit in edits.items()]
 
 
 def searched(

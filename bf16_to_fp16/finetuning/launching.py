@@ -88,9 +88,7 @@ class Needs:
         config, head = config_of(self.model), self.model.get_output_embeddings()
         if is_causal(config):
             length = length + target
-        # Models with images and T5Gemma have the sizes of their stacks in a config inside.
-        inside = (getattr(config, name, config) for name in ("text_config", "encoder"))
-        shape = next(each for each in inside if hasattr(each, "num_attention_heads"))
+        shape = config.get_text_config()  # models with images and T5Gemma have the sizes of their stacks inside
         read = {*self.model.get_encoder().modules()} if takes_decoder_ids(config) else {*self.model.modules()}
         tokens = {module: rows * (length if module in read else target) for module in self.model.modules()}
         linears = [module for module in tokens if isinstance(module, nn.Linear) and module is not head]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
 from ..families.wiring import Attention, Experts, FeedForward, feed_forwards_of
+from ..optim.rounding import stochastic
 from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
 from ..results import ExceptionEntry, SearchEntry
@@ -93,9 +94,6 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
     row = line.clone()
     row[2::EVERY] = ids[0]  # the last before the end token too, which a classifier may read alone
     return row
-
-
-# ---- suspects, by the weights ----------------------------------------------------------------------------------------
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
@@ -202,9 +200,6 @@ def weight_of_two(scores: Tensor) -> Tensor:
     return (scores - scores.diagonal()[:, None]).sigmoid()
 
 
-# ---- judged, by stock code -------------------------------------------------------------------------------------------
-
-
 def harmed_entries(
     source: Checkpoint,
     written: Checkpoint,
@@ -264,8 +259,7 @@ def run_rounded(batch: Batch, seed: int, model: Any) -> Tensor:
 
     def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
         bits = torch.randint(1 << 16, output.shape, generator=generator, dtype=torch.int32)
-        # bf16 is the upper half of fp32's bits, so what carries into it is the share that it cuts off.
-        return (bits.add_(output.float().view(torch.int32)) & -(1 << 16)).view(torch.float32)
+        return stochastic(output.float(), torch.bfloat16, bits)
 
     with ExitStack() as hooks, FastProducts():
         for module in model.modules():

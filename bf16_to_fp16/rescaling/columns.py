@@ -47,16 +47,14 @@ def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int
     as well."""
     deeper: dict[str, list[int]] = {}
     for stack in layout.stacks():
-        grown, deepest = list[int](), list[int]()
-        for part in stack.sublayers:
-            for signal in signals_of(layout, part, cuts):
-                if not isinstance(part, Attention):
-                    deepest = [min(pair) for pair in zip(deepest or cuts[signal], cuts[signal], strict=True)]
-        for part in stack.sublayers:
-            signals = signals_of(layout, part, cuts)
+        readers = [(part, signals_of(layout, part, cuts)) for part in stack.sublayers]
+        gates = [cuts[signal] for part, signals in readers if not isinstance(part, Attention) for signal in signals]
+        deepest = torch.tensor(gates).amin(0) if gates else torch.zeros((), dtype=torch.int64)
+        grown = torch.zeros_like(deepest)
+        for part, signals in readers:
             for signal in signals:
-                own = cuts[signal] if isinstance(part, Attention) else deepest
-                deeper[signal] = [sum(pair) for pair in zip(own, grown or [0] * len(own), strict=True)]
+                own = torch.tensor(cuts[signal]) if isinstance(part, Attention) else deepest
+                deeper[signal] = (own + grown).tolist()
             if signals and not isinstance(part, Attention):
                 grown = deepest
     return deeper
