@@ -96,7 +96,7 @@ class _Talk(_Data):
 
 
 def open_closed_streams() -> bool:
-    """Open closed standard streams on os.devnull, so that no file takes their place; return whether stdout was."""
+    """Open closed standard streams on os.devnull, lest a file take their place; return whether stdout was closed."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:

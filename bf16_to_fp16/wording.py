@@ -34,7 +34,8 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return bits as "3.2 × (1.7 bits)", rounded down; "none" over the limit, "all" beyond fp16, "no limit" of None."""
+    """Return bits as "3.2 × (1.7 bits)", rounded down; "none" over the limit, "all" beyond fp16, "no limit" for
+    None."""
     if value is None or math.isnan(value):
         return "no limit"
     if value < 0:

@@ -12,7 +12,7 @@ from .errors import UserError
 
 
 def read_yaml(path: Path) -> Any:
-    """Return a recipe's data, None for an empty file. Raises UserError for a file that is no UTF-8 or YAML."""
+    """Return a recipe's data, None for an empty file. Raises UserError for a file that is not readable UTF-8 YAML."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -66,8 +66,8 @@ transformers 4.57 reads a vision tower only by its names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return each name in files under its name in modules as key, where they differ. names: those in files. A class
-    whose name ends in ``Model`` has no head; its names in modules lack the prefix ``model.``."""
+    """Return the names in files by names in modules, where the two differ. names: those in files. A class whose name
+    ends in ``Model`` has no head; its names in modules lack the prefix ``model.``."""
     names = frozenset(names)
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))

@@ -20,7 +20,8 @@ from .reader import Checkpoint
 @dataclass(frozen=True)
 class Write:
     """One tensor to write: (``source`` or ``data`` + ``offset``)·``gain``·2^E − ``offset``, E = ``exponent`` +
-    ``row_exponents[i]`` + ``column_exponents[j]``. ``gain`` is applied in fp64 and rounded to fp32."""
+    ``row_exponents[i]`` + ``column_exponents[j]``. ``gain`` is applied in fp64 and rounded to fp32, ``offset`` in
+    fp64."""
 
     name: str
     shape: tuple[int, ...]

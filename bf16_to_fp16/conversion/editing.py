@@ -58,8 +58,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents by which a signal must fall. ``proven``: for every input. ``observed``: for observed ones, None if
-    they fit."""
+    """The exponents by which a signal must fall. ``proven``: so that every input fits. ``observed``: so that observed
+    values do, None if they do already."""
 
     proven: OfChannels
     observed: OfChannels | None

@@ -1,5 +1,5 @@
 """The command ``verify``: check a converted checkpoint against its own report. ``convert``'s functions compute the
-report again from the files, and ``differences`` compares the two section by section; card and page are hashed."""
+report again from the files, and ``differences`` compares the two section by section; card and page by hash."""
 
 from __future__ import annotations
 

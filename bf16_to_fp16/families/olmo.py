@@ -17,8 +17,8 @@ from .types import Part, Stack
 
 
 def block(config: Mapping[str, object], i: int, *, whole: bool = True, turned: bool = True) -> Sequence[Part]:
-    """Return the parts of layer ``i``. whole: whether norms of queries and keys span all heads. turned: whether it
-    rotates."""
+    """Return the parts of layer ``i``. whole: whether norms of queries and keys span all heads. turned: whether
+    positions are rotary."""
     llama.check_window(config)
     at, behind = f"layers.{i}", "post_attention_layernorm"
     style = Style(biased=llama.ATTENTION if config.get("attention_bias") else ())

@@ -105,7 +105,7 @@ class BoundConstraint:
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Lower the bounds of a site by about ``bits`` each, with one Newton step. scaled: shrink its weights alike."""
+        """Lower the bounds of a site by about ``bits`` each, with one Newton step. scaled: shrink all in proportion."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so

@@ -88,7 +88,7 @@ def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) ->
 
 
 class Teacher:
-    """The frozen original. in_parts: sharded over the default process group, whose processes must call alike."""
+    """The frozen original. in_parts: sharded over the default process group, all of which makes each call."""
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)

@@ -253,7 +253,8 @@ def attack(
 
     model: a stock model in eval mode with the weights that run in fp16, in any dtype; it is not changed. sites: audit
     names to attack, by default all goals; a repeated name gets more rows. A site behind an attention's scores is
-    attacked through the scores. length: positions of encoder and decoder inputs. A seed decides, on every device."""
+    attacked through the scores. length: positions of encoder and decoder inputs. Deterministic for a seed, on every
+    device."""
     half, wide = copy.deepcopy(model).half(), copy.deepcopy(model).float()
     for copied in (half, wide):
         set_attention(copied, "eager")

@@ -41,7 +41,8 @@ class Observed:
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> Observed:
-    """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: edits, then in fp32 only."""
+    """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: edits to apply; then fp32
+    alone."""
 
     def observed(place: torch.device) -> Observed:
         walk = Walk(checkpoint, place)
