@@ -72,9 +72,9 @@ class ExceptionEntry(ReportObject):
     """Token ids for which edits are harmful: the output moves from the source by over 0.01 and over 10 times bf16's
     rounding.
 
-    ``ids``: a single id was put into ordinary text; several were drawn to fill a row. ``tokens``: the tokenizer's names
-    for them. ``kl``: the divergence in fp32. ``kl_bf16``: that of the source with activations rounded stochastically to
-    bf16, mean of 8 runs. ``kl_run``: that of the source run in bf16."""
+    ``ids``: a single id was put into ordinary text; several were drawn to fill rows. ``tokens``: the tokenizer's names
+    for them. ``kl``: the divergence in fp32, mean of 8 rows. ``kl_bf16``: that of the source with activations rounded
+    stochastically to bf16, mean of 8 runs of each row. ``kl_run``: that of the source run in bf16."""
 
     ids: list[int]
     tokens: list[str] = []

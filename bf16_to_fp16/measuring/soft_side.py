@@ -2,8 +2,8 @@
 most.
 
 The weights give candidates, from ids that stand alone (``id_choice``): those whose output of the model or a sublayer
-changes most, and sets of ids between which attention weights move most. Stock code then runs the candidates, and
-compares them with bf16 and with random pairs."""
+changes most, and sets of ids between which attention weights move most. Stock code runs each in one row, beside random
+pairs. What comes out worse than bf16 is run in several rows: one bad row can be chance."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import cycle, zip_longest
 from typing import Any
 
 import torch
@@ -38,11 +38,12 @@ LENGTH, EVERY = 16, 4  # tokens of a row; one in four of a text is replaced
 LEAST_ROWS, MOST_ROWS = 64, 512  # rows that are run, fewer of a large vocabulary
 TOGETHER = 32  # rows of one batch
 IN_TEXT = 32  # ids that are put into text
+AGAIN, MOST_AGAIN = 8, 24  # rows that confirm a harmed input, and most inputs that are confirmed
 RANKS = 8  # suspects of one site
 IN_PAIRS = 2048  # ids of which all pairs are looked at
 DRAWS = 8  # stochastic roundings whose mean stands for bf16
 TIMES, LEAST = 10.0, 0.01
-"""An edit harms an input from TIMES bf16's divergence on, if its own is over LEAST."""
+"""An edit harms an input from TIMES bf16's divergence on, if its own is over LEAST, in the mean of AGAIN rows."""
 
 LOGITS_TOGETHER = 1 << 25  # of lone tokens, 128 MiB
 HALF_STEP = 2.0**-9  # relative rounding error of bf16
@@ -73,19 +74,70 @@ def soft_side(
     inputs = (alone[: most // 4] + together)[: most // 2]
     pairs = torch.randint(vocabulary, (most - len(inputs), 2), generator=generator)
     inputs += map(tuple, pairs.tolist())
-    lines = torch.randint(vocabulary, (4, LENGTH), generator=generator) if text is None else text
+    lines = torch.randint(vocabulary, (AGAIN, LENGTH), generator=generator) if text is None else text
     lines = lines.repeat(1, math.ceil(LENGTH / lines.shape[1]))[:, :LENGTH]  # a text may be shorter
-
-    def harmed(inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor]:
-        rows = torch.stack([row_of(each, lines[n % len(lines)], generator) for n, each in enumerate(inputs)])
-        return harmed_entries(source, written, layout, config, inputs, rows)
-
-    found, further = harmed(inputs)
+    rows = Rows(source, written, layout, config, lines, generator)
+    found, further = rows.harmed(inputs)
     parts = dict.fromkeys((i,) for each in found if len(each.ids) > 1 for i in each.ids)
     if untried := [part for part in parts if part not in inputs][:IN_TEXT]:
-        found += harmed(untried)[0]
+        found += rows.harmed(untried)[0]
     search = SearchEntry(ids=len(ids), further=float(further[-len(pairs) :].float().mean()))
     return SoftSide(sorted(found, key=lambda each: -each.kl), search)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Runs the source and the edited checkpoint on rows with candidates in them. lines: as ``text`` of ``soft_side``,
+    as long as a row."""
+
+    source: Checkpoint
+    written: Checkpoint
+    layout: Layout
+    config: Any
+    lines: Tensor
+    generator: torch.Generator
+
+    def of(self, inputs: Sequence[tuple[int, ...]]) -> Tensor:
+        lines = cycle(self.lines)
+        return torch.stack([row_of(ids, line, self.generator) for ids, line in zip(inputs, lines, strict=False)])
+
+    def batches(self, rows: Tensor) -> list[Batch]:
+        return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
+
+    def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor]:
+        """Return the entries of the inputs that edits harm, and for each input whether its row diverges more than in
+        bf16."""
+        rows = self.of(inputs)
+        kl, run = self.divergences(rows)
+        over = kl.argsort(descending=True)[: int((kl > LEAST).sum())]
+        if not len(over):
+            return [], kl > run
+        suspects = over[kl[over] > TIMES * self.bf16(rows[over])].tolist()[:MOST_AGAIN]
+        return self.confirmed([inputs[i] for i in suspects]), kl > run
+
+    def confirmed(self, suspects: Sequence[tuple[int, ...]]) -> list[ExceptionEntry]:
+        if not suspects:
+            return []
+        rows = self.of([ids for ids in suspects for _ in range(AGAIN)])
+        columns = (x.view(-1, AGAIN).mean(1).tolist() for x in (*self.divergences(rows), self.bf16(rows)))
+        entries = (
+            ExceptionEntry(ids=list(ids), tokens=[], kl=kl, kl_bf16=bf16, kl_run=run)
+            for ids, kl, run, bf16 in zip(suspects, *columns, strict=True)
+        )
+        return [each for each in entries if each.kl > max(LEAST, TIMES * each.kl_bf16)]
+
+    def divergences(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's divergence by the edits, and by a bf16 run."""
+        batches, walk, other = self.batches(rows), Walk(self.source), Walk(self.written)
+        expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
+        edited = add_outputs(other, batches, torch.float32)
+        walk.run()
+        other.run()
+        apart = partial(divergences, batches, results_of(expected), self.layout.gives_probabilities)
+        return apart(results_of(edited)), apart(results_of(as_bf16))
+
+    def bf16(self, rows: Tensor) -> Tensor:
+        return mean_bf16_divergence(self.source, self.batches(rows), self.layout)
 
 
 def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:
@@ -198,38 +250,6 @@ def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool)
 def weight_of_two(scores: Tensor) -> Tensor:
     """Return each query's weight for each key beside its own token's key alone."""
     return (scores - scores.diagonal()[:, None]).sigmoid()
-
-
-def harmed_entries(
-    source: Checkpoint,
-    written: Checkpoint,
-    layout: Layout,
-    config: Any,
-    inputs: Sequence[tuple[int, ...]],
-    rows: Tensor,
-) -> tuple[list[ExceptionEntry], Tensor]:
-    """Return the entries of the ``inputs`` that edits harm, and whether each input diverges more than in bf16. rows:
-    the inputs as rows to run."""
-    batches = [whole_rows(config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
-    walk, other = Walk(source), Walk(written)
-    expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
-    edited = add_outputs(other, batches, torch.float32)
-    walk.run()
-    other.run()
-    apart = partial(divergences, batches, results_of(expected), layout.gives_probabilities)
-    kl, run = apart(results_of(edited)), apart(results_of(as_bf16))
-    suspicious = kl > LEAST
-    if not bool(suspicious.any()):
-        return [], kl > run
-    batches = [whole_rows(config, part, "the soft side of edits") for part in rows[suspicious].split(TOGETHER)]
-    mean = mean_bf16_divergence(source, batches, layout)
-    over = [ids for ids, is_over in zip(inputs, suspicious, strict=True) if is_over]
-    columns = (x.tolist() for x in (kl[suspicious], mean, run[suspicious]))
-    found = [
-        ExceptionEntry(ids=list(ids), tokens=[], kl=a, kl_bf16=b, kl_run=c)
-        for ids, a, b, c in zip(over, *columns, strict=True)
-    ]
-    return [each for each in found if each.kl > TIMES * each.kl_bf16], kl > run
 
 
 def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, found: Outputs) -> Tensor:
