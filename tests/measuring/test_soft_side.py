@@ -253,3 +253,19 @@ def test_stochastic_rounding_is_bf16s_in_the_mean(monkeypatch: pytest.MonkeyPatc
     step = 2.0 ** (exact.abs().log2().floor() - 7)
     assert bool(((rounded - exact).abs() < step).all())
     assert bool(((rounded.mean(0) - exact[0]).abs() < step[0] * 0.05).all())
+
+
+@pytest.mark.parametrize(("again", "listed"), [(1.0, 2), (0.005, 0)])
+def test_what_harms_one_row_counts_if_it_harms_others(
+    again: float, listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def divergences(self: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = len(rows) == 2
+        return torch.full((len(rows),), 1.0 if first else again), torch.zeros(len(rows))
+
+    monkeypatch.setattr(soft_side.Rows, "divergences", divergences)
+    monkeypatch.setattr(soft_side.Rows, "bf16", lambda self, rows: torch.full((len(rows),), 1e-3))
+    nothing: Any = None
+    rows = soft_side.Rows(nothing, nothing, nothing, nothing, torch.zeros(3, LENGTH).long(), torch.Generator())
+    found, further = rows.harmed([(3,), (4, 5)])
+    assert [each.ids for each in found] == [[3], [4, 5]][:listed] and bool(further.all())
