@@ -39,10 +39,10 @@ def pytest_configure() -> None:
 
 SLOW = (
     *("launch", "from_a_wheel", "finetune", "family_contract", "journeys", "stock_loading", "trainer", "demo"),
-    *("soft_side", "towers", "least_edit", "least_move", "drift", "make_safe", "certificate", "faults", "pipeline"),
+    *("soft_side", "images", "least_edit", "least_move", "drift", "make_safe", "certificate", "faults", "pipeline"),
     *("convert", "adamw", "determinism", "sentence_encoders", "convert_verdicts", "pipelines", "lanes", "agreement"),
     *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "before_norms", "gradients", "audit_any"),
-    *("images", "adapter", "padding", "regimes", "linears", "attack", "sources", "outputs"),
+    *("adapter", "padding", "regimes", "linears", "attack", "sources", "outputs"),
     *("bound_constraint", "own_eps", "centred_keys", "launching", "bad_input", "follow"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
@@ -90,7 +90,7 @@ def brief_runs() -> Iterator[tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]]:
         yield drawing, probing
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def pictures(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> Iterator[None]:
     brief_runs[0].undo()
     yield

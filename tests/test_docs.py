@@ -16,9 +16,14 @@ from urllib.parse import urlsplit
 
 import click
 import pytest
+import torch
+import transformers
 import yaml
+from support import contract, tiny
+from transformers import AutoModelForSeq2SeqLM
 
-from bf16_to_fp16 import cli
+from bf16_to_fp16 import cli, families
+from bf16_to_fp16.families import known
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -207,8 +212,6 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_python_of_the_pages_runs(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForSeq2SeqLM
-
     monkeypatch.chdir(converted)
     ran = 0
     for path in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("index", "audit", "report"))):
@@ -230,9 +233,6 @@ def test_the_python_of_the_pages_runs(converted: Path, monkeypatch: pytest.Monke
 
 
 def test_the_penalty_in_a_loop_runs_as_the_page_has_it() -> None:
-    import torch
-    from transformers import AutoModelForSeq2SeqLM
-
     (code,) = [code for code in blocks(ROOT / "docs" / "finetuning.md", "python") if "def train(" in code]
     names: dict[str, Any] = {}
     exec(compile(code, "finetuning.md", "exec"), names)
@@ -245,12 +245,6 @@ def test_the_penalty_in_a_loop_runs_as_the_page_has_it() -> None:
 
 def test_the_family_of_the_page_keeps_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's file is a family as it stands: registered here, a small model of it goes through the checks."""
-    import transformers
-    from support import contract, tiny
-
-    from bf16_to_fp16 import families
-    from bf16_to_fp16.families import known
-
     (code,) = [code for code in blocks(ROOT / "docs" / "families.md", "python") if "BLENDERBOT = replace(" in code]
     names: dict[str, Any] = {"__package__": families.__name__, "__name__": f"{families.__name__}.blenderbot"}
     exec(compile(code, "families.md", "exec"), names)

@@ -126,11 +126,6 @@ def test_a_config_that_cannot_be_used_is_refused_before_weights_are_fetched(
     assert hub.count("^GET /.*safetensors") == hub.count("^GET /cdn/") == 0 and hub.count("^GET /.*config.json")
 
 
-def test_what_is_at_out_is_told_first(hub: HubServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine").touch()
-    assert "exists" in refused(capsys, "convert", "org/theirs", tmp_path) and hub.count("^GET /") == 0
-
-
 def test_an_address_is_repeated_as_it_was_given() -> None:
     for address in ("https://huggingface.co/google/flan-t5-base", "https://example.org/a"):
         with pytest.raises(UserError, match=f"^{re.escape(address)} does not exist; give the folder of a checkpoint"):
@@ -162,7 +157,6 @@ def fetched(hub: HubServer, files: dict[str, bytes]) -> list[str]:
 
 
 def test_only_what_stock_code_would_read_is_fetched(hub: HubServer) -> None:
-    """Shards and pickles where there is nothing better."""
     modules = json.dumps([{"path": ""}, {"path": "2_Dense"}]).encode()
     files = {"modules.json": modules, "model.safetensors": save({"w": torch.ones(2)})}
     files |= dict.fromkeys(("2_Dense/model.safetensors", "README.md", "spiece.model", "chat_template.jinja"), b"x")

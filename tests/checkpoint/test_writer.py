@@ -6,9 +6,8 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from support import forked
 
 from bf16_to_fp16.checkpoint import files, formats, writer
 from bf16_to_fp16.checkpoint.files import sha256_of
@@ -291,33 +291,22 @@ def test_a_file_that_is_there_already_is_neither_overwritten_nor_removed(tmp_pat
     assert (tmp_path / "in" / "model.safetensors").read_bytes() == before
 
 
-GROWTH = """
-import sys
-import torch
-
-def peak():
-    return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) / 1024
-
-before = peak()
-from pathlib import Path
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
-from bf16_to_fp16.checkpoint.shards import Write
-from bf16_to_fp16.checkpoint.writer import write_fp16
-for place in sys.argv[1:]:
-    checkpoint = open_checkpoint(place)
-    writes = [
-        Write(i.name, i.shape, i.name, exponent=-2, row_exponents=torch.ones(i.shape[0], dtype=torch.int32))
-        for i in checkpoint.tensors.values()
-    ]
-    out = Path(place, "out")
-    out.mkdir()
-    write_fp16(checkpoint, writes, out)
-print(peak() - before)
-"""
-
-
 def test_memory_does_not_grow_with_the_file_nor_with_its_rows(tmp_path: Path) -> None:
     """Files of 84 MB, of many rows and of few."""
+
+    def peak() -> int:
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+
+    def write_all() -> None:
+        before = peak()
+        for place in places:
+            checkpoint = open_checkpoint(place)
+            rows = {name: torch.ones(info.shape[0], dtype=torch.int32) for name, info in checkpoint.tensors.items()}
+            (place / "out").mkdir()
+            writes = [replace(write, row_exponents=rows[write.name]) for write in as_is(checkpoint, -2)]
+            write_fp16(checkpoint, writes, place / "out")
+        assert 0 < peak() - before < 64 << 20
+
     shapes = [("BF16", (40_960, 1024)), ("BF16", (3, 14 << 20)), ("F32", (6_840, 3072))]
     places = [tmp_path / str(number) for number in range(len(shapes))]
     block = (torch.randn(1 << 18) * 0.05).view(torch.uint8).numpy().tobytes()
@@ -331,10 +320,7 @@ def test_memory_does_not_grow_with_the_file_nor_with_its_rows(tmp_path: Path) ->
             for _ in range(nbytes // len(block)):
                 file.write(block)
             file.write(bytes(nbytes % len(block)))
-    command = [sys.executable, "-c", GROWTH, *map(str, places)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300)
-    assert 0 < float(done.stdout) < 64
+    assert forked.in_a_fork(write_all, tmp_path / "log")[0] == 0, (tmp_path / "log").read_text()
     shutil.rmtree(tmp_path)
 
 

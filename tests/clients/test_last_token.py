@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import exhaustive, sentences, tiny, words
-from support.sentences import embeddings
+from support import exhaustive, tiny, words
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 
@@ -25,6 +24,37 @@ SITE = "model.layers.2.mlp:mul"
 PROMPTS = {"query": "w7 w8 w9 ", "document": ""}
 SAFE = [f"w{i} w{3 * i} import w{5 * i} w{7 * i % 500}" for i in range(20)]
 BROKEN = ["import w5", "import w9 w200 w31 w4"]
+
+
+# The library is imported where it is used: that takes longer than most tests.
+def save(model: Any, folder: Path, *, dense: bool = False, pooling: str = "mean", **options: Any) -> Path:
+    """Add a model to a folder with its tokenizer, and behind it pooling, a normalisation and, with ``dense``, a linear
+    with tanh between them; options: of ``SentenceTransformer``."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+
+    tiny.save(model, folder)
+    torch.manual_seed(0)
+    encoder = Transformer(str(folder))
+    width = encoder.get_embedding_dimension()
+    modules = [encoder, Pooling(width, pooling_mode=pooling)]
+    if dense:
+        modules.append(Dense(width, 16, activation_function=torch.nn.Tanh()))
+        modules[-1].linear.weight.data.mul_(0.3)
+    SentenceTransformer(modules=[*modules, Normalize()], device="cpu", **options).save(str(folder))
+    for weights in folder.glob("*.safetensors"):  # it saves the class without a head, in fp32
+        weights.unlink()
+    return tiny.save(model, folder)
+
+
+def embeddings(folder: Path, texts: list[str], dtype: torch.dtype, **options: Any) -> Tensor:
+    """Return fp64 [texts, width] of modules that all compute in ``dtype``; options: of ``encode``."""
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
+    for module in model:
+        module.to(dtype)
+    return torch.tensor(model.encode(texts, **options)).double()
 
 
 def tokenizer() -> Any:
@@ -55,7 +85,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mlp.down_proj.weight[:, 0] *= 2.0**-8
     folder.mkdir()
     tokenizer().save_pretrained(folder)
-    return sentences.save(model, folder, pooling="lasttoken", prompts=PROMPTS)
+    return save(model, folder, pooling="lasttoken", prompts=PROMPTS)
 
 
 def test_one_text_in_fp16_is_nan_and_audit_attack_and_certificate_find_it(source: Path) -> None:
@@ -96,12 +126,12 @@ KINDS |= {kind: {} for kind in ("gemma3", "gemma2", "llama", "t5-encoder", "t5")
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(["gemma3", "t5-encoder"], KINDS))
 def test_an_embedding_in_fp16_is_that_of_the_source_in_fp32(kind: str, tmp_path: Path) -> None:
-    source = sentences.save(tiny.small(kind, **KINDS[kind]), words.save(tmp_path / "source"), dense=True)
+    source = save(tiny.small(kind, **KINDS[kind]), words.save(tmp_path / "source"), dense=True)
     convert(source, tmp_path / "out")
-    wanted = sentences.embeddings(source, words.TEXTS, torch.float32)
+    wanted = embeddings(source, words.TEXTS, torch.float32)
 
     def cosine(folder: Path, dtype: torch.dtype) -> Tensor:
-        return torch.cosine_similarity(sentences.embeddings(folder, words.TEXTS, dtype), wanted).min()
+        return torch.cosine_similarity(embeddings(folder, words.TEXTS, dtype), wanted).min()
 
     for dtype in (torch.float32, torch.float16):
         assert cosine(tmp_path / "out", dtype) > 0.99999

@@ -30,7 +30,6 @@ def main() -> None:
 
 
 def compute(folder: Path, inputs: Path, out: Path, dtype: torch.dtype) -> None:
-    """Load one folder as its config names it, run it once and save what came out."""
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     model, loading = getattr(transformers, name).from_pretrained(folder, dtype=dtype, output_loading_info=True)
     arrays = {name: torch.from_numpy(array) for name, array in np.load(inputs).items()}

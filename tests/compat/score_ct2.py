@@ -28,7 +28,6 @@ def main() -> None:
 
 
 def score(folder: Path, inputs: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the log-probabilities of the decoder tokens under the converted model, in fp32."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     sources = [
         tokenizer.convert_ids_to_tokens(ids[mask == 1].tolist())

@@ -68,11 +68,6 @@ def pickled(source: Path) -> None:
     torch.save({"a": torch.ones(1), "b": Bomb(source.parent / "code ran")}, source / "pytorch_model.bin")
 
 
-def with_code(source: Path) -> None:
-    of_config(auto_map={"AutoModelForSeq2SeqLM": "code.Model", "AutoConfig": "code.Config"})(source)
-    (source / "code.py").write_text("open('code ran', 'w')\n")
-
-
 def with_code_of_a_tokenizer(source: Path) -> None:
     settings = {"tokenizer_class": "Code", "auto_map": {"AutoTokenizer": ["code.Code", None]}}
     (source / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -108,7 +103,7 @@ ROWS: tuple[tuple[Callable[[Path], object], str, str, str], ...] = (
     (of_weights(lambda t: t[BIAS][0].fill_(1e30)), "--no-audit", BIAS, "repair the tensor"),
     (of_weights(lambda t: t.update(LORA)), "", "lora_A", "remove the tensor"),
     (of_weights(lambda t: t.pop(VALUE)), "", VALUE, "take the whole original checkpoint"),
-    (with_code, "", "auto_map", "give a checkpoint of a stock class"),
+    (of_config(auto_map={"AutoConfig": "code.Config"}), "", "auto_map", "give a checkpoint of a stock class"),
     (with_code_of_a_tokenizer, "--data text.txt", "no usable tokenizer", "put the original's tokenizer there"),
     (of_config(layer_norm_epsilon=1e-40), "", "a norm eps of 1e-40", "write 1e-6 or so"),
     (of_config(num_layers=1), "", "encoder.block.1", "check the config's layer counts"),

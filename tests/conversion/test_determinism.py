@@ -27,7 +27,6 @@ from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.rescaling.planner import make_plan
 from bf16_to_fp16.rescaling.rounding_loss import LossTable, Tables, loss_table
 
-INDEX = "model.safetensors.index.json"
 ONE_FILE = 10**12
 
 
@@ -90,19 +89,11 @@ def test_the_order_of_the_file_system_changes_no_byte(
     assert str(source) in asked
 
 
+GATE, SCORES = "encoder.block.0.layer.1.DenseReluDense.gate", "encoder.block.1.layer.0.SelfAttention.scores"
+CENTRED = ["model.encoder.layers.1.self_attn"]
 EDITS = {
-    "pegasus": Plan(
-        family="pegasus",
-        exponents={"model.encoder.layers.0.neuron": -3},
-        centred_keys=["model.encoder.layers.1.self_attn"],
-    ),
-    "gated": Plan(
-        family="t5",
-        exponents={
-            "encoder.block.0.layer.1.DenseReluDense.gate": -3,
-            "encoder.block.1.layer.0.SelfAttention.scores": -2,
-        },
-    ),
+    "pegasus": Plan(family="pegasus", exponents={"model.encoder.layers.0.neuron": -3}, centred_keys=CENTRED),
+    "gated": Plan(family="t5", exponents={GATE: -3, SCORES: -2}),
     "olmo2": Plan(family="olmo2", exponents={"model.layers.0.mlp.gate": -3}),
 }
 

@@ -212,7 +212,6 @@ def exchanged(file: Path) -> None:
 def test_a_shard_that_changes_while_it_is_read_is_noticed(
     change: Callable[[Path], None], step: ModuleType, moment: str, inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the pass that bounds the signals and the one that writes, and after that."""
     root = faults.place(JOBS["convert"], inputs)
     real = getattr(step, moment)
     shard = sorted((root / "source").glob("*.safetensors"))[-1]

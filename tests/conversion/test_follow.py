@@ -36,7 +36,6 @@ def start() -> tuple[Any, Any, MadeSafe]:
 
 @pytest.fixture
 def made(start: tuple[Any, Any, MadeSafe]) -> tuple[Any, MadeSafe]:
-    """Return a rescaled model of its own, and how it was rescaled."""
     return deepcopy(start)[1:]
 
 
@@ -63,7 +62,6 @@ def test_an_optimizer_that_follows_takes_the_steps_of_the_original(
 
 
 def test_an_optimizer_that_follows_steps_gains_that_are_stored_less_1() -> None:
-    """As close as fp32 holds such a gain."""
     paths = {}
     for way in ("original", "follows"):
         model = tiny.small("gemma3").train()

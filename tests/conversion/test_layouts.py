@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny, tools
 from support.forging import flip
 from support.program import refused
+from support.tools import encoder
 
 from bf16_to_fp16 import audit, certify, convert, undo, verify
 from bf16_to_fp16.checkpoint.packing import tensors_sha256
@@ -23,13 +24,6 @@ from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.recorded import TENSORS
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
-
-SHAPE = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "num_layers": 2}
-
-
-def encoder(kind: str, **changes: Any) -> Any:
-    return tiny.build(kind, **SHAPE | changes)
-
 
 IDS = torch.tensor([[5, 9, 2, 77, 1]])
 

@@ -59,7 +59,6 @@ class Converted:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """A tiny Qwen3 whose gains of queries are 2^13 times louder in one layer."""
     root = tmp_path_factory.mktemp("qwen")
     model = tiny.small("qwen3", factor=1.0)
     model.model.layers[0].self_attn.q_norm.weight.data.mul_(2.0**13)

@@ -22,12 +22,7 @@ from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.report.remedies import INEXACT, LET_EPS_GO, TOO_FEW_BITS
 from bf16_to_fp16.report.schema import Report, read
 
-WIDE: dict[str, Any] = {"d_model": 128, "d_ff": 192, "d_kv": 16, "num_heads": 4, "num_layers": 3}
-WIDE |= {
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "feed_forward_proj": "gated-gelu",
-}
+WIDE = tools.SHAPE | {"d_model": 128, "d_ff": 192, "d_kv": 16, "num_heads": 4, "num_layers": 3}
 IDS = torch.arange(2, 90).view(4, 22)
 
 

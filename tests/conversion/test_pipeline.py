@@ -181,6 +181,10 @@ def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pyt
     assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit"]) == 0
     assert "give --force to replace it" in refused(capsys, "convert", small, tmp_path / "out")
     assert main(["convert", str(small), str(tmp_path / "out"), "--no-audit", "--force"]) == 0
+    (tmp_path / "out" / "text_encoder_2" / "mine.txt").write_text("mine")
+    before = contents(tmp_path / "out")
+    assert "holds text_encoder_2/mine.txt" in refused(capsys, "convert", small, tmp_path / "out", "--force")
+    assert contents(tmp_path / "out") == before
     (tmp_path / "taken").write_text("mine")
     assert main(["convert", str(small), str(tmp_path / "taken"), "--dry-run", "--no-audit"]) == 0
     assert main(["convert", str(small), "--dry-run", "--no-audit"]) == 0
@@ -321,6 +325,7 @@ def test_a_held_stream_that_overflows_is_converted_alone(tmp_path: Path, capsys:
         assert main(["convert", str(folder), str(tmp_path / "out"), "--force", *given]) == 1
         assert f"next: {said}" in " ".join(capsys.readouterr().out.split())
     assert convert(folder, tmp_path / "alone", subfolder="text_encoder", run_model=False).safe
+    assert (tmp_path / "alone" / "tokenizer_config.json").is_file()  # from the pipeline's folder beside the encoder
 
 
 @pytest.mark.parametrize("kind", ["NewPipeline", "LongCatAudioDiTPipeline"])

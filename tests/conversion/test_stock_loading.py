@@ -32,19 +32,9 @@ EXPERTS: dict[str, dict[str, int]] = {
 PEGASUS = ("pegasus", "mbart", "bigbird_pegasus")
 KINDS = ("t5", "gated", "silu", "mt5", "umt5", *PEGASUS, *ENCODERS, *HEADS, *LONG, *SPARSE, *CAUSAL, *EXPERTS)
 MORE = (
-    *(
-        "silu",
-        "mt5",
-        "longt5",
-        "llama",
-        "bigbird_pegasus",
-        "t5-encoder",
-        "umt5-encoder",
-        "t5-states",
-        "t5-token-classifier",
-    ),
-    *("umt5-spans", "longt5-encoder", "switch", "switch-untied", "gemma3-untied", "embeddinggemma", "gemma"),
-    *("mistral", "qwen2", "mixtral", "olmoe"),
+    *("silu", "mt5", "longt5", "llama", "bigbird_pegasus", "t5-encoder", "umt5-encoder", "t5-states"),
+    *("t5-token-classifier", "umt5-spans", "longt5-encoder", "switch", "switch-untied", "gemma3-untied"),
+    *("embeddinggemma", "gemma", "mistral", "qwen2", "mixtral", "olmoe"),
 )
 """Those of ``KINDS`` that only ``make test-all`` converts: others have each of their parts."""
 DEMO = "t5-gated-bytes"

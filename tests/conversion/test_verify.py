@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support import exhaustive, tiny
 from support.contract import random_plan
 from support.folders import rewritten
-from support.forging import flip, forge, report_of
+from support.forging import flip, forge, plan_file, report_of
 from support.program import refused
 
 from bf16_to_fp16 import UserError, audit, certify, cli, convert, verify
@@ -28,7 +28,6 @@ from bf16_to_fp16.json_text import finite
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.report.remedies import OVER, SQUARES_UNSEEN
 from bf16_to_fp16.report.schema import CARD, REPORT
-from bf16_to_fp16.rescaling.plan import describe_plan
 from bf16_to_fp16.results import dump
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -101,7 +100,9 @@ def test_an_untouched_folder_passes_every_check(converted: Path, source: Path) -
     assert result["verified"] and result["verdict"] == "safe" and set(result["checks"].values()) == {"passed"}
     assert result["source"] == {"path": "out", "revision": None} and result["files"] == len(records(converted)) - 1
     assert result["certificate"]["holds"] and set(result["regimes"]) == {"stock", "amp", "half"}
-    assert result["tiers"] == report_of(converted)["tiers"]
+    audited = audit(converted)
+    assert result["tiers"] == audited["tiers"] == report_of(converted)["tiers"]
+    assert audited["proof"] == "certified" and audited["certificate"]["holds"]
 
 
 PLAIN = {
@@ -111,7 +112,6 @@ PLAIN = {
     "the config": (of_config("layer_norm_epsilon", 1e-6), "config.json", "was changed"),
     "a short shard": (lambda f: (f / ONE).write_bytes((f / ONE).read_bytes()[:-4]), ONE, "cut short"),
     "no shard": (lambda f: (f / ONE).unlink(), ONE, "is missing"),
-    "another file": (lambda f: (f / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin", "not in the report"),
     "code": (lambda f: (f / "d").mkdir() or (f / "d" / "x.py").write_text(""), "d/x.py", "not in the report"),
 }
 
@@ -251,8 +251,6 @@ BROKEN: dict[str, tuple[str, object, str]] = {
     "files": ("output.files", [{"name": "a", "sha256": "b"}], "lists something that convert does not write"),
     "verdict": ("verdict", 3, "has no verdict, so convert did not write it"),
     "above": ("output.files.0.name", "../secret", "leaves the folder"),
-    "root": ("output.files.0.name", "/etc/hostname", "leaves the folder"),
-    "null": ("output.files.0.name", "a\0b", "leaves the folder"),
     "schema": ("schema", 2, "schema 2 is not 1"),
     "exponent": ("plan.residual_exponent", 2**40, "lists something that convert does not write"),
 }
@@ -305,17 +303,10 @@ def test_a_run_does_not_withdraw_what_the_bounds_prove(kind: str, tmp_path: Path
     assert problems(tmp_path / "out") == []
 
 
-def test_an_audit_gives_the_tiers_of_the_conversion(converted: Path) -> None:
-    found = audit(converted)
-    assert found["tiers"] == report_of(converted)["tiers"]
-    assert found["proof"] == "certified" and found["certificate"]["holds"]
-
-
 @pytest.mark.usefixtures("first_batch")
 def test_the_replay_wants_the_very_source(source: Path, tmp_path: Path) -> None:
     plan = random_plan(resolve(open_checkpoint(source)), (Kind.VALUE, Kind.RESIDUAL))
-    (tmp_path / "plan.json").write_text(json.dumps({"schema": 1, "target": "half", "plan": describe_plan(plan)}))
-    convert(source, tmp_path / "out", plan=tmp_path / "plan.json", run_model=False)
+    convert(source, tmp_path / "out", plan=plan_file(tmp_path / "plan.json", plan), run_model=False)
     assert problems(tmp_path / "out", original=source) == []
     found = verify(tmp_path / "out", original="shipped:pegasus-bytes")
     assert {p["reason"] for p in found["problems"]} == {"is not the file that was converted"}
@@ -379,16 +370,16 @@ FORGED: dict[str, list[tuple[str, object, str, str]]] = {
         ("certificate.sites.0.bound", 1.0, "certificate", ".bound"),
         ("certificate.sites.0.limit", 7.0, "certificate", ".limit"),
         ("certificate.sites.0.kind", "x", "certificate", ".kind"),
-        ("certificate.sites.0.stack", "decoder", "certificate", ".stack"),
         ("certificate.sites.9.block", 7, "certificate", ".block"),
-        ("certificate.sites.0.role", "x", "certificate", ".role"),
-        ("regimes.half.sites.0.amax", 1.0, "audit", ".amax"),
-        ("fidelity.kl_bf16", 9.0, "fidelity", "fidelity.kl_bf16"),
+        ("regimes.half.sites.0.amax", 1.0, "audit", "regimes.half.sites."),
+        ("regimes.half.amax", 0.5, "audit", "regimes.half.amax"),
+        ("regimes.half.headroom_bits", 14.0, "audit", "regimes.half.headroom_bits"),
+        ("regimes.stock.runs", [], "audit", "regimes.stock.runs"),
+        ("regimes.amp.same_as", "half", "audit", "regimes.amp.same_as"),
         ("fidelity.kl_fp16", 0.5, "fidelity", "fidelity.kl_fp16"),
         ("fidelity.positions", 3, "fidelity", "fidelity.positions"),
         ("signals.0.before", 1e9, "fidelity", "signals."),
         ("weights.lossless_fraction", 0.5, "replay", "weights.lossless_fraction"),
-        ("weights.flushed_to_zero", 9, "replay", "weights.flushed_to_zero"),
         ("source.dtype", "F32", "replay", "source.dtype"),
         ("source.config_changes.dtype.before", "float32", "replay", "source.config_changes"),
     ],
@@ -406,15 +397,6 @@ def test_figures_are_measured_again(folder: Path, source: Path, forged: list[tup
     found = problems(folder, original=source)
     for _, _, check, part in forged:
         assert any(each == check and part in name for each, name, _ in found), (part, found)
-
-
-def test_the_regimes_are_compared_with_what_runs_again(folder: Path) -> None:
-    changes: dict[str, dict[str, Any]] = {"half": {"headroom_bits": 14.0, "amax": 0.5}}
-    changes |= {"stock": {"runs": []}, "amp": {"same_as": "half"}}
-    forge(folder, lambda report: [report["regimes"][name].update(change) for name, change in changes.items()])
-    named = "".join(problem["name"] for problem in verify(folder)["problems"] if problem["check"] == "audit")
-    for regime, change in changes.items():
-        assert all(f"regimes.{regime}.{key}" in named for key in change), named
 
 
 NO_CONVERSIONS = (
@@ -441,14 +423,6 @@ def test_code_of_the_source_is_not_carried_over(source: Path, tmp_path: Path) ->
     report = convert(original, tmp_path / "out", run_model=False).report
     assert {"modeling_t5.py", "Config.json", "setup.SH"} <= set(report["source"]["left_out"])
     assert verify(tmp_path / "out", original=original, run_model=False)["verified"]
-
-
-def test_a_card_that_was_edited_is_told_as_such(folder: Path) -> None:
-    (folder / CARD).write_text((folder / CARD).read_text() + "\nMore of mine.\n")
-    assert not verify(folder, run_model=False)["verified"]
-    forge(folder, {"output": report_of(folder)["output"] | {"card_edited": True}}, views=False)
-    found = verify(folder, run_model=False)
-    assert found["verified"] and "was edited" in found["notes"][0]
 
 
 def test_tensors_that_the_class_does_not_read_fail(tmp_path: Path) -> None:

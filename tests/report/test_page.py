@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import brief, fakes, pages, tiny
+from support import fakes, pages, tiny
 from support.contract import layout_of
 from support.pages import Page, certified, finetuned, hostile, render, table, text_of
 
@@ -25,20 +25,8 @@ from bf16_to_fp16.report.page import MOST_ROWS
 from bf16_to_fp16.report.schema import Report, SignalEntry, read
 from bf16_to_fp16.results import BoundEntry, CertificateEntry
 
-pytestmark = pytest.mark.usefixtures("pictures")
-DRAWN = pytest.mark.usefixtures("drawn")
-
-
-@pytest.fixture
-def drawn() -> None:
-    """Let pages have pictures."""
-
-
-@pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw none for tests of text and tables: that takes most of a page's time."""
-    for name in brief.PICTURES if "drawn" not in request.fixturenames else ():
-        monkeypatch.setattr(pictures, name, lambda _: [])
+DRAWN = pytest.mark.usefixtures("pictures")
+"""With pictures and rows of sites, which take most of a page's time."""
 
 
 def bounds(sites: list[dict[str, Any]], stack: str) -> list[pictures.Point]:
@@ -107,6 +95,7 @@ def test_an_unsafe_report_names_site_regime_and_remedy_and_one_with_a_thin_margi
     assert "No exponent brings these under their limit" in page.text
 
 
+@DRAWN
 def test_an_audit_has_a_page_without_plan_weights_and_fidelity() -> None:
     page = Page(render(fakes.audit()))
     assert page.sections == ["results", "sites", "provenance"]
@@ -145,6 +134,7 @@ def test_infinite_numbers_look_the_same_in_memory_and_from_json() -> None:
     assert text_of(report) == text and "broken" in text and "∞" in text
 
 
+@DRAWN
 def test_a_page_of_eighteen_thousand_sites_is_cut_to_two_megabytes(tmp_path: Path) -> None:
     report = fakes.conversion(blocks=24)
     for name in report["regimes"]:
@@ -158,6 +148,7 @@ def test_a_page_of_eighteen_thousand_sites_is_cut_to_two_megabytes(tmp_path: Pat
     assert f"{18_000 - MOST_ROWS:,} sites with more headroom" in Page(html).text
 
 
+@DRAWN
 def test_every_site_is_in_the_table_in_the_regime_where_it_has_least_headroom() -> None:
     report = fakes.conversion()
     report["regimes"]["amp"]["sites"][5] |= {"amax": 6e4, "headroom_bits": 0.1}
@@ -208,6 +199,7 @@ def test_bound_and_worst_found_stand_on_a_log2_axis_and_an_overflow_at_its_end()
     assert found < bound
 
 
+@DRAWN
 def test_the_site_table_has_the_bound_of_every_site_that_has_one() -> None:
     report = certified()
     for site in report["regimes"]["half"]["sites"]:
@@ -311,6 +303,7 @@ def test_an_attack_has_its_figure_and_what_it_found() -> None:
     assert facts.verdict_sentence(read(Report, report)) == f"Unsafe in fp16: overflows {name}: {found}."
 
 
+@DRAWN
 def test_a_value_over_its_limit_is_so_in_the_table_of_sites() -> None:
     report = fakes.audit()
     broken, passed, unlimited = report["regimes"]["half"]["sites"][:3]
@@ -416,6 +409,7 @@ def test_headroom_and_shares_are_rounded_down_bounds_and_costs_up(write: Any, va
     assert [str(write(value)) for value in values] == said.split("; ")
 
 
+@DRAWN
 def test_the_script_sorts_by_numbers() -> None:
     report = fakes.conversion(blocks=3)
     first = report["regimes"]["half"]["sites"][0]

@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import fakes, tiny
+from support import brief, fakes, tiny
 from support.contract import layout_of
 from support.pages import certified, finetuned, hostile, render
 
 from bf16_to_fp16.report.observed_tiers import tiers_of
 from bf16_to_fp16.results import dump
-
-pytestmark = pytest.mark.usefixtures("pictures")
 
 HOLDING = {"torch": True, "norm-fp16": True, "fp16-accumulate": False}
 TIER_ENTRIES = tiers_of(layout_of(tiny.build("t5-encoder")), HOLDING, {})
@@ -142,10 +140,14 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def written(
+    tmp_path_factory: pytest.TempPathFactory, brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]
+) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
+    brief_runs[0].undo()  # with pictures
     for name, made in PAGES.items():
         (folder / f"{name}.html").write_text(render(made()), encoding="utf-8")
+    brief.draw_nothing(brief_runs[0])
     return {name: folder / f"{name}.html" for name in PAGES}
 
 

@@ -39,7 +39,6 @@ class Job:
     """A command: its words, where ``{root}`` is the folder that it works in; the files there that it begins with are
     ``inputs``, and ``kept`` those besides ``out`` that it may leave."""
 
-    name: str
     command: str
     inputs: tuple[str, ...] = ("source",)
     kept: tuple[str, ...] = ()
@@ -57,21 +56,21 @@ def replaced(root: Path) -> None:
     (root / "out" / "fp16_report.json").write_text(json.dumps(listed))
 
 
-COMMANDS = (
-    Job("convert", "convert {root}/source {root}/out --no-audit --target half"),
-    Job(
-        "convert --force",  # with a plan, so that what it writes is all that it does
-        *("convert {root}/source {root}/out --no-audit --force --plan {root}/converted", ("source", "converted")),
+JOBS = {
+    "convert": Job("convert {root}/source {root}/out --no-audit --target half"),
+    "convert --force": Job(  # with a plan, so that what it writes is all that it does
+        "convert {root}/source {root}/out --no-audit --force --plan {root}/converted",
+        ("source", "converted"),
         prepare=replaced,
     ),
-    Job("undo", "undo {root}/converted {root}/out", ("converted",)),
-    Job("convert a pipeline", "convert {root}/pipeline {root}/out --no-audit", ("pipeline",)),
-    Job(
-        *("finetune", "finetune {root}/recipe.yaml --set source={root}/source --set out={root}/out"),
-        *(("source", "recipe.yaml", "text.txt"), ("out.run",)),
+    "undo": Job("undo {root}/converted {root}/out", ("converted",)),
+    "convert a pipeline": Job("convert {root}/pipeline {root}/out --no-audit", ("pipeline",)),
+    "finetune": Job(
+        "finetune {root}/recipe.yaml --set source={root}/source --set out={root}/out",
+        ("source", "recipe.yaml", "text.txt"),
+        ("out.run",),
     ),
-)
-JOBS = {job.name: job for job in COMMANDS}
+}
 """Every command that writes a folder at a place of the user's."""
 
 

@@ -11,6 +11,7 @@ from bf16_to_fp16.json_text import as_json
 from bf16_to_fp16.report.card import render_card
 from bf16_to_fp16.report.page import render
 from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Output, Report, read
+from bf16_to_fp16.rescaling.plan import Plan, describe_plan
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -61,6 +62,12 @@ def relist(folder: Path, report: dict[str, Any], *, new: bool = False) -> None:
     listed = [entry["name"] for entry in report["output"]["files"]]
     names = [*(n for n in listed if n in there), *(n for n in there if new and n not in listed and n[0] != ".")]
     report["output"] = report["output"] | {"files": [there[name] for name in names]}
+
+
+def plan_file(place: Path, plan: Plan) -> Path:
+    """Write a plan as ``--plan`` takes it."""
+    place.write_text(json.dumps({"schema": 1, "target": "half", "plan": describe_plan(plan)}))
+    return place
 
 
 def flip(path: Path, at: int = -1) -> None:

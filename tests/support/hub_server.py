@@ -363,8 +363,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 if value["oid"] not in self.server.objects:
                     raise Refused(400, "", f"LFS pointer of {value['path']} points to a file that does not exist")
                 files[value["path"]] = self.server.objects[value["oid"]]
-            elif key == "deletedFile":
-                files.pop(value["path"], None)
         branch, pull = revision, None
         if "create_pr" in self.query:
             found.pulls += 1

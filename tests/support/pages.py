@@ -112,7 +112,6 @@ def certificate(*, blocks: int = 3, top: float = 60_000.3, found: bool = True) -
 
 
 def certified(**options: Any) -> dict[str, Any]:
-    """Return the report of a conversion with a certificate."""
     made = certificate(**options)
     over = sorted((s for s in made["sites"] if not s["holds"]), key=lambda s: s["headroom_bits"])
     uncertified = [

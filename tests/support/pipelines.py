@@ -13,7 +13,6 @@ from transformers import ByT5Tokenizer, CLIPTextConfig, CLIPTextModel
 
 CLIP = {"hidden_size": 8, "intermediate_size": 9, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 50}
 CLIP |= {"projection_dim": 8, "max_position_embeddings": 9, "bos_token_id": 0, "eos_token_id": 2}
-"""The shape of a CLIP encoder."""
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"  # a file that is large enough to be linked
 

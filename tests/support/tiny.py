@@ -418,23 +418,22 @@ ENTRIES = (
     Entry({"glm": stock("GlmForCausalLM", LLAMA_SHAPE, pad_token_id=0)}, LLAMA_DRAWN | {"head_dim": (4, 8, 12)}),
     Entry(
         {"smollm3": stock("SmolLM3ForCausalLM", LLAMA_SHAPE, pad_token_id=0, no_rope_layer_interval=2)},
-        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"}
-        | {"attention_bias": (False, True), "no_rope_layer_interval": (1, 2)},
+        ONE_HEAD_DIM | {"attention_bias": (False, True), "no_rope_layer_interval": (1, 2)},
     ),
     Entry({"ernie4_5": stock("Ernie4_5ForCausalLM", LLAMA_SHAPE)}, LLAMA_DRAWN | {"use_bias": (False, True)}),
     Entry(
         {"granite": stock("GraniteForCausalLM", LLAMA_SHAPE, **MULTIPLIERS)},
-        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"}
+        ONE_HEAD_DIM
         | {"residual_multiplier": (0.3, 2.5), "embedding_multiplier": (1.0, 12.0), "logits_scaling": (0.5, 8.0)},
     ),
     Entry(
         {"phi3": stock("Phi3ForCausalLM", LLAMA_SHAPE, pad_token_id=0)}
         | {"phi3-partial": stock("Phi3ForCausalLM", LLAMA_SHAPE, pad_token_id=0, rope_parameters=SIX_OF_TEN)},
-        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"},
+        ONE_HEAD_DIM,
     ),
     Entry(
         {"exaone4": stock("Exaone4ForCausalLM", LLAMA_SHAPE, sliding_window=6, sliding_window_pattern=2)},
-        {key: drawn for key, drawn in LLAMA_DRAWN.items() if key != "head_dim"} | {"sliding_window_pattern": (1, 2)},
+        ONE_HEAD_DIM | {"sliding_window_pattern": (1, 2)},
     ),
     Entry({"qwen2_vl": QWEN2_VL}, VL_DRAWN, alike=("qwen2_vl",)),
     Entry({"qwen2_vl_text": stock("Qwen2VLTextModel", VL_SHAPE)}, VL_DRAWN, alike=("qwen2_vl_text",)),

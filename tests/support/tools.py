@@ -1,7 +1,7 @@
 """Encoders as other tools build them, and the files that they read: the names are those of the published code.
 
 Wan: ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1. Written anew from what its parameters are called and
-what they compute; nothing here comes from the package under test.
+what they compute; nothing of it comes from the package under test.
 """
 
 import math
@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from support import tiny
 from torch import nn
 
 WAN_EPS = 1e-6  # which Wan cannot be told otherwise
 SPIECE = bytes(range(256)) * 5 + b"odd length"  # stands for the bytes of a SentencePiece model
 SPIECE_MODEL = {"spiece_model": torch.tensor(list(SPIECE), dtype=torch.uint8)}
+SHAPE: dict[str, Any] = {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "num_layers": 2}
+
+
+def encoder(kind: str = "t5-encoder", **changes: Any) -> Any:
+    """Return a stock encoder with as many buckets of positions as published ones."""
+    return tiny.build(kind, **SHAPE | changes)
 
 
 class Gain(nn.Module):
