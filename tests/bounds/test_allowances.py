@@ -160,18 +160,6 @@ def test_the_position_bias_is_in_the_bound_of_the_scores() -> None:
     assert seen[site.name] == 300.0 <= site.bound < 301.0
 
 
-def test_the_rounding_of_a_normalised_vector_needs_its_allowance() -> None:
-    """All of it in one channel: √20 lies between two fp16 numbers and rounds up."""
-    half = tiny.build("t5", factor=1.0, d_model=20).half()
-    layout, certificate = certified(half)
-    inputs = adverse_inputs(copy.deepcopy(half).float(), layout, 2, 0)
-    path = "encoder.block.0.layer.0.layer_norm"
-    inputs[path][:] = 60000 * torch.eye(20)[: inputs[path].shape[1]]
-    seen = observe(half, layout, inputs)[f"{path}:to#2"]
-    (site,) = [s for s in certificate.sites if s.name == f"{path}:to#2"]
-    assert math.sqrt(20) * (1 + 2.0**-14) < seen <= site.bound
-
-
 def test_long_sums_in_fp32_need_their_allowance() -> None:
     """2¹⁶ terms that each are a little over half an ulp of the sum that they are added to."""
     weight = torch.cat([torch.ones(1), torch.full((1 << 16,), 2.0**-12 * (1 + 2.0**-9))]).half()

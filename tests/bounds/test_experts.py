@@ -22,17 +22,8 @@ from bf16_to_fp16.measuring.stock import run_everywhere
 def one_neuron_each(louder: int, noise: float = 0.0) -> tuple[Any, Layout, Experts, Tensor]:
     """Return a model of two experts of one neuron, of which the router is sure, its layout and experts, and the
     direction of its norm's output that the louder one answers to."""
-    model = tiny.build(
-        "switch-encoder",
-        0,
-        factor=1.0,
-        num_layers=2,
-        d_ff=1,
-        expert_capacity=64,
-        router_bias=False,
-        router_jitter_noise=noise,
-        dropout_rate=0.0,
-    )
+    own: dict[str, Any] = {"num_layers": 2, "d_ff": 1, "expert_capacity": 64, "router_bias": False, "dropout_rate": 0.0}
+    model = tiny.build("switch-encoder", factor=1.0, router_jitter_noise=noise, **own)
     layout = resolve(ModelTensors(model))
     experts = next(w for w in layout.topology if isinstance(w, Experts))
     with torch.no_grad():

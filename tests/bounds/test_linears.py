@@ -17,25 +17,15 @@ from support.contract import certified
 from torch import Tensor
 
 from bf16_to_fp16 import UserError
-from bf16_to_fp16.bounds import factored, spectral
+from bf16_to_fp16.bounds import factored, linear, spectral
 from bf16_to_fp16.bounds.activations import LOWEST, STEEPEST
 from bf16_to_fp16.bounds.arithmetic import UNIT, Arithmetic
-from bf16_to_fp16.bounds.attention import score_bounds
+from bf16_to_fp16.bounds.attention import ScoreBounds, score_bounds
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.factored import chunks
 from bf16_to_fp16.bounds.feed_forward import PlainNeurons
 from bf16_to_fp16.bounds.findings import Certificate
-from bf16_to_fp16.bounds.linear import (
-    NormOutput,
-    bound_linear,
-    column_norms,
-    in_ball,
-    knapsack,
-    products_of_rows,
-    root_of,
-    row_norms,
-    squared_matrix_vector,
-)
+from bf16_to_fp16.bounds.linear import NormOutput, bound_linear
 from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, largest_eigenvalues, times_rows
 from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.wiring import FeedForward
@@ -155,22 +145,12 @@ def test_eigenvalues_of_many_matrices_are_above_and_close_and_inf_where_they_are
     assert bool((spoilt[[2, 5]] == math.inf).all()) and bool((spoilt[[0, 1, 3, 4, 6]] == found[[0, 1, 3, 4, 6]]).all())
 
 
-def test_the_eigenvalue_bound_does_not_trust_power_iteration() -> None:
-    # Two eigenvalues almost equal, and a start that is orthogonal to the larger one's vector.
-    size = 600
-    matrix = torch.diag(torch.cat([torch.full((size - 1,), 0.5), torch.tensor([0.0])])).double()
-    hidden = torch.zeros(size, dtype=torch.float64)
-    hidden[0], hidden[1] = 1, -1
-    matrix += torch.outer(hidden, hidden) * 2
-    assert largest_eigenvalue(matrix) >= float(torch.linalg.eigvalsh(matrix)[-1])
-
-
 @pytest.mark.parametrize("rows", [torch.zeros(6, 9), torch.eye(9)[:6], torch.arange(54.0).view(6, 9), torch.ones(6, 9)])
 @pytest.mark.parametrize("scale", [1.0, 1e-160, 1e150])
 def test_a_root_times_its_transpose_is_above_the_matrix(rows: torch.Tensor, scale: float) -> None:
     rows = rows.double() * scale
-    matrix = products_of_rows(rows)
-    root, slack = root_of(matrix), float(matrix.trace()) * 2.0**-50
+    matrix = linear.products_of_rows(rows)
+    root, slack = linear.root_of(matrix), float(matrix.trace()) * 2.0**-50
     exact = [[math.fsum(a * b for a, b in zip(x, y, strict=True)) for y in rows.tolist()] for x in rows.tolist()]
     for above, below in ((matrix, torch.tensor(exact, dtype=torch.float64)), (root @ root.t(), matrix)):
         # n units of the trace are added, of which rounding here and there takes a small part.
@@ -179,17 +159,24 @@ def test_a_root_times_its_transpose_is_above_the_matrix(rows: torch.Tensor, scal
 
 
 def test_scores_are_bounded_by_the_norm_of_the_product_of_their_maps() -> None:
-    """Of heads of queries that share heads of keys; the maps of a head and its key are in no way alike."""
+    """Of heads of queries that share heads of keys, each as if it stood alone with its keys; the maps of a head and its
+    key are in no way alike."""
     torch.manual_seed(0)
     size, one = 6, torch.ones(24, dtype=torch.float64)
     source = NormOutput(one, None, math.sqrt(24), 0.0, 0 * one)
-    weights = (torch.randn(4 * size, 24), torch.randn(2 * size, 24) * torch.rand(2 * size, 1) ** 4)
-    query, key = (bound_linear(source, weight, None, Arithmetic()) for weight in weights)
-    bounds = score_bounds(query, key, 4, Arithmetic())
-    queries, keys = (weight.double().view(-1, size, 24) for weight in weights)
-    exact = 24 * torch.linalg.matrix_norm(queries.mT @ keys.repeat_interleave(2, 0), 2)
-    for made, of in ((bounds.product, exact), (bounds.span, 2 * exact)):
-        assert bool((made >= of).all()) and bool((made <= 1.05 * of).all())
+    weights = (torch.randn(4, size, 24), torch.randn(2, size, 24) * torch.rand(2, size, 1) ** 4)
+
+    def bounds(*maps: Tensor) -> ScoreBounds:
+        query, key = (bound_linear(source, each.view(-1, 24), None, Arithmetic()) for each in maps)
+        return score_bounds(query, key, len(maps[0]), Arithmetic())
+
+    made = bounds(*weights)
+    queries, keys = weights[0].double(), weights[1].double().repeat_interleave(2, 0)
+    exact = 24 * torch.linalg.matrix_norm(queries.mT @ keys, 2)
+    for found, of in ((made.product, exact), (made.span, 2 * exact)):
+        assert bool((found >= of).all()) and bool((found <= 1.05 * of).all())
+    alone = [bounds(weights[0][h : h + 1], weights[1][h // 2 : h // 2 + 1]).partial for h in range(4)]
+    torch.testing.assert_close(made.partial, torch.cat(alone), rtol=1e-12, atol=0)
 
 
 def test_a_gram_matrix_in_fp32_is_an_upper_bound() -> None:
@@ -240,9 +227,9 @@ def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
     neurons = PlainNeurons(made, "relu", Arithmetic(), 1.0, Spectra(lambda name: torch.zeros(0)))
     apart = torch.cat([torch.stack(neurons.rows(rows, "out")) for rows in out.split(1000)], 1)
     assert torch.allclose(torch.stack(neurons.rows(out, "out")), apart, rtol=1e-12)
-    assert torch.allclose(column_norms(out), out.norm(dim=0))
-    assert torch.allclose(row_norms(out), out.norm(dim=1))
-    assert torch.allclose(squared_matrix_vector(out, out[0]), out.square() @ out[0])
+    assert torch.allclose(linear.column_norms(out), out.norm(dim=0))
+    assert torch.allclose(linear.row_norms(out), out.norm(dim=1))
+    assert torch.allclose(linear.squared_matrix_vector(out, out[0]), out.square() @ out[0])
 
 
 def test_weights_in_fp32_stay_as_they_are_and_have_the_bounds_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +251,8 @@ def test_the_sums_of_the_largest_bound_every_feasible_choice(seed: int, size: in
     generator = torch.Generator().manual_seed(seed)
     values = torch.rand(3, size, generator=generator, dtype=torch.float64) ** 3
     caps = 0.5 + torch.rand(size, generator=generator, dtype=torch.float64) / 2
-    linear, ball = knapsack(values, caps, budget), in_ball(values, caps, budget)
-    assert bool((linear <= values @ caps + 1e-9).all()) and bool((ball <= values @ caps + 1e-9).all())
+    plain, ball = linear.knapsack(values, caps, budget), linear.in_ball(values, caps, budget)
+    assert bool((plain <= values @ caps + 1e-9).all()) and bool((ball <= values @ caps + 1e-9).all())
     for row in range(3):
         # The two true optima: greedy filling, and min(cap, μ·v) with the μ that uses the budget up.
         order = values[row].argsort(descending=True)
@@ -273,7 +260,7 @@ def test_the_sums_of_the_largest_bound_every_feasible_choice(seed: int, size: in
         for i in order:
             take = min(float(caps[i]), left)
             best, left = best + take * float(values[row, i]), left - take
-        assert math.isclose(float(linear[row]), best, rel_tol=1e-9, abs_tol=1e-12)
+        assert math.isclose(float(plain[row]), best, rel_tol=1e-9, abs_tol=1e-12)
         low, high = 0.0, 1e9
         for _ in range(200):
             middle = (low + high) / 2

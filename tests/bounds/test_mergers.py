@@ -10,9 +10,7 @@ from support import tiny
 from support.contract import certified, layout_of
 from torch import Tensor
 
-from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.wiring import Projector
 from bf16_to_fp16.measuring.batch import run_batch
 from bf16_to_fp16.measuring.probe import images
@@ -128,8 +126,7 @@ def test_an_image_moves_what_a_text_model_gives(kind: str) -> None:
 @torch.no_grad()
 def test_no_output_of_a_tower_passes_the_bound_and_the_worst_reaches_it(served: torch.dtype) -> None:
     model = tiny.build("gemma3-images", 3, factor=2.0).half()
-    layout = resolve(source := ModelTensors(model))
-    certificate = bound(layout, source_weights(source, layout))
+    layout, certificate = certified(model)
     w = layout.family.projector
     assert w is not None
     module = deepcopy(model.get_submodule(w.at)).to(served)
@@ -154,8 +151,7 @@ def test_the_stream_begins_with_the_larger_of_tokens_and_images() -> None:
     for factor in (1.0, 1e-3, 8.0):
         with torch.no_grad():
             projection.mul_(factor)
-        layout = resolve(source := ModelTensors(model))
-        certificate = bound(layout, source_weights(source, layout))
+        layout, certificate = certified(model)
         assert layout.family.projector is not None
         first = next(site for site in certificate.sites if site.kind == "residual" and site.name.endswith("0:add"))
         found.append((certificate.at(layout.family.projector.add), first.bound))
@@ -167,8 +163,7 @@ def test_the_stream_begins_with_the_larger_of_tokens_and_images() -> None:
 def test_a_norm_reads_vectors_as_long_as_images_bring() -> None:
     model = tiny.build("gemma3-images", 3, factor=2.0).half()
     model.model.multi_modal_projector.mm_input_projection_weight.data.mul_(64)
-    layout = resolve(source := ModelTensors(model))
-    certificate = bound(layout, source_weights(source, layout), target="norm-safe")
+    layout, certificate = certified(model, target="norm-safe")
     w, first = layout.family.projector, layout.stacks()[0].sublayers[0].norm
     assert w is not None
     outputs = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0))

@@ -114,18 +114,11 @@ def test_another_model_is_certified_as_if_nothing_had_been_kept(tmp_path: Path) 
     spectra = Spectra(source_weights(source, layout))
     bound(layout, spectra.read, spectra=spectra)
     kept = dict(spectra.found)
-    fresh = Spectra(fp16_weights(other, resolve(other)))
+    own = resolve(other)
+    fresh = Spectra(fp16_weights(other, own))
     for target in ("half", "fp16-accumulate"):
         found, alone = (
-            bounded(
-                other,
-                resolve(other),
-                target,
-                Arithmetic(64),
-                Device("cpu"),
-                Progress(quiet=True),
-                spectra=s.for_others(),
-            )
+            bounded(other, own, target, Arithmetic(64), Device("cpu"), Progress(quiet=True), spectra=s.for_others())
             for s in (spectra, replace(fresh, found={}))
         )
         assert found[0].sites == alone[0].sites and found[1] == alone[1]

@@ -13,7 +13,6 @@ from torch import Tensor
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
-from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.bounds.linear import enclosing_axes, summed_axes
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import effective
@@ -80,30 +79,24 @@ FOLLOWING: dict[str, dict[str, float]] = {
     "residual_multiplier": {"model.layers.1:mul#2": 4, "model.norm (sum of squares)": 16},
     "attention_multiplier": {"model.layers.0.self_attn:mul#5": 4, "model.layers.0.self_attn:add#3": 4},
     "logits_scaling": {"model:div": 1 / 4},
+    "layer_scalar": {"model.layers.1:add#2": 1, "model.layers.1:mul": 4, "model.norm (sum of squares)": 16},
 }
 """By what the bounds of sites grow where the multiplier, which is large, grows to its fourfold."""
 
 
+def multiplied(key: str, number: float) -> Any:
+    """Return a Granite with a number in its config, or a Gemma 4 with its negative behind the second layer."""
+    changes: dict[str, Any] = {} if key == "layer_scalar" else {key: number}
+    model = tiny.build("granite" if changes else "gemma4", factor=1.0, **changes)
+    if not changes:
+        model.model.layers[1].layer_scalar.fill_(-number)
+    return model
+
+
 @pytest.mark.parametrize("key", FOLLOWING)
 def test_bounds_grow_with_what_multiplies_their_sites(key: str) -> None:
-    def at(number: float) -> Certificate:
-        changes: dict[str, Any] = {key: number}
-        return certified(tiny.build("granite", factor=1.0, **changes), target="norm-safe")[1]
-
-    less, more = at(1e3), at(4e3)
+    less, more = (certified(multiplied(key, number), target="norm-safe")[1] for number in (1e3, 4e3))
     for site, grows in FOLLOWING[key].items():
-        before, after = less.at(site), more.at(site)
-        assert before is not None and after == pytest.approx(grows * before, rel=1e-2), site
-
-
-def test_the_number_behind_a_layer_multiplies_the_stream() -> None:
-    def at(number: float) -> Certificate:
-        model = tiny.build("gemma4", factor=1.0)
-        model.model.layers[1].layer_scalar.fill_(-number)
-        return certified(model, target="norm-safe")[1]
-
-    less, more = at(1e3), at(4e3)
-    for site, grows in {"model.layers.1:add#2": 1, "model.layers.1:mul": 4, "model.norm (sum of squares)": 16}.items():
         before, after = less.at(site), more.at(site)
         assert before is not None and after == pytest.approx(grows * before, rel=1e-2), site
 

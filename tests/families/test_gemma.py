@@ -17,8 +17,7 @@ from support.folders import rewritten
 
 from bf16_to_fp16 import UserError, convert, undo
 from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH, Arithmetic
-from bf16_to_fp16.bounds.attention import MASK_ROUNDING, ScoreBounds, score_bounds
-from bf16_to_fp16.bounds.linear import bound_linear, rms_normalised
+from bf16_to_fp16.bounds.attention import MASK_ROUNDING
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.comparison import different_config
 from bf16_to_fp16.families.configs import changes, looked_up, with_value, without_value
@@ -82,14 +81,6 @@ def test_a_tied_head_whose_norm_cannot_be_larger_is_separated(tmp_path: Path) ->
     assert torch.equal(after["lm_head.weight"], before["model.embed_tokens.weight"].half())
     assert torch.equal(after["model.norm.weight"], before["model.norm.weight"].half())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
-
-
-@pytest.mark.parametrize("value", [0.0, -30.0, True, "30", math.inf])
-def test_a_cap_that_is_no_positive_number_is_refused(value: object) -> None:
-    source = ModelTensors(tiny.build("gemma3"))
-    source.config["final_logit_softcapping"] = value
-    with pytest.raises(UserError, match=r"final_logit_softcapping' is .*, not a positive number"):
-        resolve(source)
 
 
 def test_what_stock_code_makes_in_fp32_stays_so_where_all_weights_are_halved(tmp_path: Path) -> None:
@@ -183,7 +174,7 @@ def test_both_stacks_norms_get_the_scaled_eps_and_undo_takes_it_back(tmp_path: P
     result = convert(source, tmp_path / "out", run_model=False)
     r = result.plan.residual_exponent
     before, after = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("source", "out"))
-    assert r < 0
+    assert r < 0 and result.plan.eps == 1e-6 * 4.0**r
     for stack in ("encoder", "decoder"):
         assert after[stack]["rms_norm_eps"] == before[stack]["rms_norm_eps"] * 4.0**r
         base = before[stack]["rope_parameters"]["rope_theta"]
@@ -247,31 +238,3 @@ def test_a_changed_key_inside_is_refused_or_read(stack: str, key: str, value: An
         layout = agreed_layout(open_checkpoint(source))
         for w in layout.topology:
             assert not isinstance(w, Attention) or layout.cap(w) is None or layout.cap(w) == 5.0
-
-
-def test_each_stack_begins_with_an_embedding_of_its_own() -> None:
-    layout = layout_of(tiny.build("t5gemma"))
-    tables = [layout.table(stack.ends) for stack in layout.stacks()]
-    assert tables == ["model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"]
-    assert [layout.tensors[name].shape for name in tables] == [(97, 24), (97, 12)] and not layout.shares_table
-    source = ModelTensors(tiny.build("t5gemma"))
-    del source.tensors["model.encoder.embed_tokens.weight"]
-    with pytest.raises(UserError, match=r"encoder\.embed_tokens\.weight is missing"):
-        resolve(source)
-
-
-def test_several_heads_of_queries_share_the_scores_bound_of_their_head_of_keys() -> None:
-    """As if each stood alone with its keys."""
-    generator = torch.Generator().manual_seed(0)
-    source = rms_normalised(torch.rand(6, generator=generator).double() + 0.5, Arithmetic())
-    queries, keys = torch.randn(12, 6, generator=generator), torch.randn(6, 6, generator=generator)
-
-    def bounds(q: torch.Tensor, k: torch.Tensor) -> ScoreBounds:
-        query, key = (bound_linear(source, rows, None, Arithmetic()) for rows in (q, k))
-        return score_bounds(query, key, len(q) // 3, Arithmetic(), 0.5)
-
-    whole = bounds(queries, keys)
-    for head in range(4):
-        alone = bounds(queries[3 * head : 3 * head + 3], keys[3 * (head // 2) : 3 * (head // 2) + 3])
-        for name in ("product", "partial", "span"):
-            assert float(getattr(whole, name)[head]) == pytest.approx(float(getattr(alone, name)[0]), rel=1e-12)

@@ -22,9 +22,7 @@ from bf16_to_fp16.bounds.certificate import Certificate, bound
 from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.llama import (
-    rotary_factor,
-)
+from bf16_to_fp16.families.llama import rotary_factor
 from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
 from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import Kind

@@ -1,5 +1,6 @@
 """Families: how they are chosen, how heads are tied, what is dropped, refused and never moved."""
 
+import math
 from typing import Any
 
 import pytest
@@ -63,9 +64,9 @@ def test_a_dtype_for_each_part_and_an_end_that_never_comes_are_taken_as_stock_co
 
 STATED: list[tuple[str, str, object]] = [
     *((kind, "attention_bias", True) for kind in ("gemma", "gemma2", "gemma3")),
-    ("gemma3", "attn_logit_softcapping", 50.0),
+    *(("gemma3", "attn_logit_softcapping", 50.0), ("olmoe", "clip_qkv", 8.0), ("glm4_moe", "n_group", 2)),
     *(("switch", "router_dtype", dtype) for dtype in ("float16", "bfloat16")),
-    ("switch", "dense_act_fn", "gated-gelu"),
+    *(("switch", "dense_act_fn", "gated-gelu"), ("qwen3_moe", "mlp_only_layers", 3)),
 ]
 """Values for parts that no record states."""
 OTHERS: list[tuple[str, str, object]] = [
@@ -75,13 +76,23 @@ OTHERS: list[tuple[str, str, object]] = [
     *(("glm4", "intermediate_size", value) for value in ("37", 0, True, 36)),
 ]
 """Numbers that are none, or that weights and stock code do not bear."""
+CAPS = (0.0, -30.0, True, "30", math.inf)
+REFUSED = [
+    *((*case, f"'{case[1]}' is {case[2]!r}") for case in STATED),
+    *((*case, r"config\.json") for case in OTHERS),
+    *(
+        ("gemma3", "final_logit_softcapping", cap, f"'final_logit_softcapping' is {cap!r}, not a positive")
+        for cap in CAPS
+    ),
+    ("glm4_moe", "rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, "3 of 12 channels cannot turn"),
+]
 
 
-@pytest.mark.parametrize(("kind", "key", "value"), STATED + OTHERS)
-def test_a_config_that_says_what_cannot_be_is_refused(kind: str, key: str, value: object) -> None:
+@pytest.mark.parametrize(("kind", "key", "value", "said"), REFUSED)
+def test_a_config_that_says_what_cannot_be_is_refused(kind: str, key: str, value: object, said: str) -> None:
     source = ModelTensors(tiny.build(kind))
     source.config = {**source.config, key: value}
-    with pytest.raises(UserError, match=f"'{key}' is {value!r}" if (kind, key, value) in STATED else r"config\.json"):
+    with pytest.raises(UserError, match=said):
         resolve(source)
 
 

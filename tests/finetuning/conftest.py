@@ -81,8 +81,12 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def opened(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> Open:
 
-    def open_it(kind: str = "byt5", seed: int = 0, path: Path = text_file, **data: Any) -> Corpus:
+    def open_it(
+        kind: str = "byt5", seed: int = 0, path: Path = text_file, changes: dict[str, Any] | None = None, **data: Any
+    ) -> Corpus:
+        """Changes: to the config of the checkpoint."""
         folder, config = checkpoints[kind]
+        config = SimpleNamespace(**vars(config) | (changes or {}))
         return Corpus(Data(path=str(path), **({"held_out": 0.0} | data)), folder, config, seed=seed)
 
     return open_it

@@ -7,23 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import tiny
+from support import learner, tiny
 from support.contract import layout_of
 from support.exhaustive import beyond
 from support.launching import two_ranks
-from support.learner import (
-    Damage,
-    Killed,
-    changed,
-    kept,
-    killed_at,
-    recipe_tree,
-    rows_of,
-    saved,
-    tiny_model,
-    trainer_of,
-    without_edits,
-)
+from support.learner import Damage, kept, recipe_tree, rows_of, saved, tiny_model, without_edits
 
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.conversion.convert import Conversion, convert_by
@@ -229,20 +217,14 @@ def test_what_products_cancel_in_the_stream_still_cancels_when_its_bounds_come_d
 
 
 def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = None, **penalty: Any) -> Recipe:
-    changes = {
-        "device": "cpu",
-        "data": data or {},
-        "schedule": {"steps": 6},
-        "precision": precision,
-        "penalty": {"form": "none", "certify": True} | penalty,
-        "checkpointing": {"every": 2},
-        "evaluation": {"every": 100},
-    }
-    return parse_recipe(changed(recipe_tree(folder, folder / "out"), changes))
+    changes: dict[str, Any] = {"device": "cpu", "precision": precision, "data": data or {}, "schedule": {"steps": 6}}
+    changes |= {"checkpointing": {"every": 2}, "evaluation": {"every": 100}}
+    changes |= {"penalty": {"form": "none", "certify": True} | penalty}
+    return parse_recipe(learner.changed(recipe_tree(folder, folder / "out"), changes))
 
 
 def trainer(recipe: Recipe, folder: Path, run: Path, model: Any = None, damage: Damage = kept) -> Trainer:
-    return trainer_of(recipe, folder, run, model or hard_model(), hard_model(), damage)
+    return learner.trainer_of(recipe, folder, run, model or hard_model(), hard_model(), damage)
 
 
 def test_a_run_ends_with_bounds_that_hold_and_logs_them(folder: Path, tmp_path: Path) -> None:
@@ -272,8 +254,8 @@ def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(folder: Path, tmp_p
     wanted = recipe(folder, form="smooth-max", headroom_bits=2.0)
     whole = trainer(wanted, folder, tmp_path / "whole")
     outcome = whole.train()
-    with pytest.raises(Killed):
-        trainer(wanted, folder, tmp_path / "cut", damage=killed_at(3)).train()
+    with pytest.raises(learner.Killed):
+        trainer(wanted, folder, tmp_path / "cut", damage=learner.killed_at(3)).train()
     assert RunFolder(tmp_path / "cut").steps() == [0, 2]
     again = trainer(wanted, folder, tmp_path / "cut", model=hard_model(seed=9))
     assert again.train() == outcome

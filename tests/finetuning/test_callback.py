@@ -36,13 +36,8 @@ def make(tmp_path: Path) -> Make:
     def trainer(made: Any, optimizer: Any = None, **settings: Any) -> transformers.Trainer:
         given: dict[str, Any] = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
         given |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "logging_steps": 1}
-        given |= {
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "optim": "adamw_torch",
-        }
+        given |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        given |= {"optim": "adamw_torch"}
         arguments = transformers.TrainingArguments(str(tmp_path / "trainer"), **(given | settings))
         return transformers.Trainer(made, arguments, train_dataset=rows(), optimizers=(optimizer, None))
 

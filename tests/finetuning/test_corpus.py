@@ -5,7 +5,6 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -312,21 +311,18 @@ def test_one_row_is_trained_on_and_none_is_held_out(opened: Open, tmp_path: Path
 def test_a_checkpoint_that_text_cannot_be_made_for_is_refused(
     opened: Open, checkpoints: dict[str, tuple[Path, Any]], tmp_path: Path, text_file: Path
 ) -> None:
-    folder, config = checkpoints["t5"]
+    _, config = checkpoints["t5"]
     with pytest.raises(UserError, match="no tokenizer files, and text needs them"):
         Corpus(Data(path=str(text_file)), tmp_path, config)
     t5_like(extra=0).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no sentinels and no mask; give data\.first_sentinel, or targets"):
         Corpus(Data(path=str(text_file)), tmp_path, config)
-    small = SimpleNamespace(**vars(config) | {"vocab_size": 50})
     with pytest.raises(UserError, match="past the vocabulary of 50; the tokenizer belongs to another checkpoint"):
-        next(Corpus(Data(path=str(text_file), first_sentinel=40), folder, small).training_batches())
+        next(opened("t5", changes={"vocab_size": 50}, first_sentinel=40).training_batches())
 
 
-def test_an_encoder_gets_inputs_alone(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> None:
-    folder, config = checkpoints["t5"]
-    encoder = SimpleNamespace(**vars(config) | {"architectures": ["T5EncoderModel"]})
-    corpus = Corpus(Data(path=str(text_file), input_length=30), folder, encoder)
+def test_an_encoder_gets_inputs_alone(opened: Open) -> None:
+    corpus = opened("t5", changes={"architectures": ["T5EncoderModel"]}, input_length=30, held_out=0.1)
     batch = next(corpus.training_batches())
     assert corpus.objective == "text" and batch.labels is None
     assert sorted(batch.inputs()) == ["attention_mask", "input_ids"]
@@ -336,10 +332,7 @@ def test_an_encoder_gets_inputs_alone(checkpoints: dict[str, tuple[Path, Any]], 
     assert corpus.held_out()[0].labels is None
 
 
-def test_no_side_is_longer_than_the_positions(checkpoints: dict[str, tuple[Path, Any]], text_file: Path) -> None:
-    folder, config = checkpoints["byt5"]
-    short = SimpleNamespace(**vars(config) | {"max_position_embeddings": 32})
-    corpus = Corpus(Data(path=str(text_file)), folder, short)
-    for batch in taken(corpus.training_batches(), 10):
+def test_no_side_is_longer_than_the_positions(opened: Open) -> None:
+    for batch in taken(opened(changes={"max_position_embeddings": 32}).training_batches(), 10):
         assert batch.labels is not None
         assert batch.input_ids.shape[1] <= 32 and batch.labels.shape[1] <= 32

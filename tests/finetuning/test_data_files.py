@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import END, PAD, Open, rebuilt, rng, same, taken
+from support.words import rows_in
 
 from bf16_to_fp16.errors import UserError
-from bf16_to_fp16.finetuning.objectives import (
-    GAP_RATIO,
-    gap_sentences,
-    noise_counts,
-    noise_spans,
-    span_corruption,
-    split_sentences,
-    window_length,
-)
+from bf16_to_fp16.finetuning import objectives
 
 datasets = pytest.importorskip("datasets")
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -32,22 +24,10 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 ROWS = [{"input": f"question {k}", "target": "answer " * k + str(k), "note": k} for k in range(5)]
 
 
-def written(folder: Path, kind: str, rows: Sequence[dict[str, Any]]) -> Path:
-    path = folder / f"data{kind}"
-    if kind == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
-        return path
-    lines = map(json.dumps, rows)
-    if kind == ".csv":
-        lines = map(",".join, ([*rows[0]], *([*map(str, row.values())] for row in rows)))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
-
-
 @pytest.mark.parametrize("kind", [".csv", ".parquet"])
 def test_pairs_are_read_from_files(opened: Open, tmp_path: Path, kind: str) -> None:
     """How each kind of file is read is tested beside the probe's (measuring/test_id_choice.py)."""
-    corpus = opened("t5", path=written(tmp_path, kind, ROWS), batch_size=5)
+    corpus = opened("t5", path=rows_in(tmp_path, kind, ROWS), batch_size=5)
     assert corpus.objective == "pairs"
     batch = next(corpus.training_batches())
     assert batch.labels is not None and sorted(row for _, row in batch.examples) == list(range(len(ROWS)))
@@ -77,14 +57,14 @@ NAMED = {"text": "not me", "document": "d", "summary": "s", "target": "t", "numb
 def test_columns_may_have_any_name(
     opened: Open, tmp_path: Path, row: dict[str, Any], columns: dict[str, str], text: str, target: str | None
 ) -> None:
-    corpus = opened("byt5", path=written(tmp_path, ".jsonl", [row]), **columns)
+    corpus = opened("byt5", path=rows_in(tmp_path, ".jsonl", [row]), **columns)
     assert corpus.objective == ("span-corruption" if target is None else "pairs")
     assert corpus.rows.read([0])[0][0] == text
     assert target is None or corpus.rows.read([0])[0][1] == target
 
 
 def test_long_pairs_are_cut_with_their_end(opened: Open, tmp_path: Path) -> None:
-    path = written(tmp_path, ".jsonl", [{"input": "word " * 5000, "target": "other " * 900}])
+    path = rows_in(tmp_path, ".jsonl", [{"input": "word " * 5000, "target": "other " * 900}])
     corpus = opened("t5", path=path, input_length=50, target_length=20)
     batch = next(corpus.training_batches())
     assert batch.labels is not None
@@ -94,12 +74,12 @@ def test_long_pairs_are_cut_with_their_end(opened: Open, tmp_path: Path) -> None
 
 def test_a_cell_is_text_whatever_it_looks_like(opened: Open, tmp_path: Path) -> None:
     cells = ["NA", "null", "12", "1e5", "2020-01-01", "true", "a b"]
-    corpus = opened(path=written(tmp_path, ".csv", [{"text": cell} for cell in cells]))
+    corpus = opened(path=rows_in(tmp_path, ".csv", [{"text": cell} for cell in cells]))
     assert [text for text, _ in corpus.rows.read(range(7))] == cells
 
 
 def test_blank_rows_are_left_out_and_counted(opened: Open, tmp_path: Path) -> None:
-    path = written(tmp_path, ".jsonl", [{"text": text} for text in ("a b", "", "  ", "c d", "\u3000")])
+    path = rows_in(tmp_path, ".jsonl", [{"text": text} for text in ("a b", "", "  ", "c d", "\u3000")])
     corpus = opened(path=path, batch_size=2)
     assert (corpus.describe()["rows"], corpus.describe()["blank"], corpus.describe()["training"]) == (5, 3, 2)
     assert {row for batch in taken(corpus.training_batches(), 4) for _, row in batch.examples} == {0, 3}
@@ -168,13 +148,13 @@ def test_bad_data_is_one_line_of_what_to_do(
 @pytest.mark.parametrize(("side", "column"), [("input", "body"), ("target", "body"), ("input", "note")])
 def test_a_missing_column_is_named(opened: Open, tmp_path: Path, side: str, column: str) -> None:
     with pytest.raises(UserError, match=f"column '{column}'") as caught:
-        opened(path=written(tmp_path, ".jsonl", ROWS), **{f"{side}_column": column})
+        opened(path=rows_in(tmp_path, ".jsonl", ROWS), **{f"{side}_column": column})
     wanted = "holds something that is not text" if column == "note" else "input, target, note"
     assert wanted in str(caught.value)
 
 
 def test_a_row_without_a_target_is_named(opened: Open, tmp_path: Path) -> None:
-    path = written(tmp_path, ".jsonl", [{"input": "a", "target": "b"}, {"input": "c"}])
+    path = rows_in(tmp_path, ".jsonl", [{"input": "a", "target": "b"}, {"input": "c"}])
     with pytest.raises(UserError, match="row 1 has no target; give every row one"):
         next(opened(path=path).training_batches())
 
@@ -189,13 +169,13 @@ SEEDS = st.integers(0, 2**32 - 1)
 def test_every_token_is_kept_and_spans_rebuild_texts(length: int, density: float, mean_span: float, seed: int) -> None:
     tokens = list(range(2, 2 + length))
     sentinels = list(range(5000, 4000, -1))
-    spans = noise_spans(length, density, mean_span, rng(seed))
-    source, target = span_corruption(tokens, spans, sentinels, END)
+    spans = objectives.noise_spans(length, density, mean_span, rng(seed))
+    source, target = objectives.span_corruption(tokens, spans, sentinels, END)
     kept = [token for token in source if token in set(tokens)]
     taken = [token for token in target if token in set(tokens)]
     assert sorted(kept + taken) == tokens
     assert rebuilt(source, target, sentinels) == tokens
-    noise, count = noise_counts(length, density, mean_span)
+    noise, count = objectives.noise_counts(length, density, mean_span)
     assert (len(taken), len(spans)) == (noise, count)
     assert (len(source), len(target)) == (length - noise + count + 1, noise + count + 1)
     if length > 1:
@@ -205,47 +185,33 @@ def test_every_token_is_kept_and_spans_rebuild_texts(length: int, density: float
 
 @given(length=st.integers(2, 5000), density=DENSITIES, mean_span=SPANS)
 def test_density_and_mean_length_are_the_nearest_there_are(length: int, density: float, mean_span: float) -> None:
-    noise, spans = noise_counts(length, density, mean_span)
+    noise, spans = objectives.noise_counts(length, density, mean_span)
     assert 1 <= noise < length
     assert 1 <= spans <= min(noise, length - noise)
     assert abs(noise - length * density) <= 0.5 or noise in (1, length - 1)
     assert abs(spans - noise / mean_span) <= 0.5 or spans in (1, length - noise)
 
 
-def test_the_lengths_are_those_of_t5() -> None:
-    # 512 ids of input are made from 568 of text and leave 114 of target: t5.data's random_spans_helper.
-    assert window_length(512, 114, 0.15, 3.0, 100) == 568
-    assert noise_counts(568, 0.15, 3.0) == (85, 28)
-    assert 568 - 85 + 28 + 1 == 512
-    assert 85 + 28 + 1 == 114
-
-
-@given(
-    input_length=st.integers(4, 600),
-    target_length=st.integers(4, 200),
-    density=DENSITIES,
-    mean_span=SPANS,
-    sentinels=st.integers(1, 100),
-)
+@given(st.integers(4, 600), st.integers(4, 200), DENSITIES, SPANS, st.integers(1, 100))
 @settings(max_examples=100, deadline=None)
 def test_the_window_is_the_longest_that_fits(
     input_length: int, target_length: int, density: float, mean_span: float, sentinels: int
 ) -> None:
     def fits(length: int) -> bool:
-        noise, spans = noise_counts(length, density, mean_span)
+        noise, spans = objectives.noise_counts(length, density, mean_span)
         lengths = (length - noise + spans + 1, noise + spans + 1, spans)
         return all(a <= b for a, b in zip(lengths, (input_length, target_length, sentinels), strict=True))
 
-    window = window_length(input_length, target_length, density, mean_span, sentinels)
+    window = objectives.window_length(input_length, target_length, density, mean_span, sentinels)
     assert all(fits(length) for length in range(1, window + 1))
     assert not fits(window + 1)
 
 
 def test_all_ways_to_place_the_spans_are_equally_likely() -> None:
     # 7 tokens, 3 of noise in 2 spans: 2 ways to cut the noise times 3 to cut the rest.
-    assert noise_counts(7, 0.43, 1.5) == (3, 2)
+    assert objectives.noise_counts(7, 0.43, 1.5) == (3, 2)
     draws = 6000
-    seen = Counter(tuple(noise_spans(7, 0.43, 1.5, rng(k))) for k in range(draws))
+    seen = Counter(tuple(objectives.noise_spans(7, 0.43, 1.5, rng(k))) for k in range(draws))
     assert len(seen) == 6
     spread = math.sqrt(draws / 6 * (5 / 6))
     assert all(abs(count - draws / 6) < 5 * spread for count in seen.values())
@@ -253,38 +219,28 @@ def test_all_ways_to_place_the_spans_are_equally_likely() -> None:
 
 @given(st.text(alphabet="aA.!?。 \n\"')ß", max_size=60))
 def test_sentences_joined_are_the_text(text: str) -> None:
-    sentences = split_sentences(text)
+    sentences = objectives.split_sentences(text)
     assert "".join(sentences) == text
     assert all(sentences)
 
 
 def test_sentences_end_where_people_would_end_them() -> None:
     text = 'It rained. "Why?" She left (at 3.5 p.m. or so!) Then 今日は。明日も。\n\nEnd'
-    assert split_sentences(text) == [
-        "It rained. ",
-        '"Why?" ',
-        "She left (at 3.5 p.m. or so!) ",
-        "Then 今日は。",
-        "明日も。\n\n",
-        "End",
-    ]
+    sentences = ["It rained. ", '"Why?" ', "She left (at 3.5 p.m. or so!) ", "Then 今日は。", "明日も。\n\n", "End"]
+    assert objectives.split_sentences(text) == sentences
 
 
-@given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20),
-    room=st.integers(0, 100),
-    seed=SEEDS,
-)
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20), room=st.integers(0, 100), seed=SEEDS)
 @settings(max_examples=150, deadline=None)
 def test_masked_sentences_are_the_target_and_rebuild_the_text(sizes: list[int], room: int, seed: int) -> None:
     mask, tokens = 7, itertools.count(10)
     sentences = [[next(tokens) for _ in range(size)] for size in sizes]
     limit = max(sizes) + 1 + room
-    source, target = gap_sentences(sentences, mask=mask, end=END, most=limit, rng=rng(seed))
+    source, target = objectives.gap_sentences(sentences, mask=mask, end=END, most=limit, rng=rng(seed))
     if len(sizes) == 1 and sizes[0] > 1:
         half = sizes[0] // 2
         sentences = [sentences[0][:half], sentences[0][half:]]
-    wanted = max(1, min(round(len(sentences) * GAP_RATIO), len(sentences) - 1))
+    wanted = max(1, min(round(len(sentences) * objectives.GAP_RATIO), len(sentences) - 1))
     assert 1 <= source.count(mask) <= wanted
     if sum(sizes) < limit:
         assert source.count(mask) == wanted
@@ -299,5 +255,5 @@ def test_masked_sentences_are_the_target_and_rebuild_the_text(sizes: list[int], 
 
 def test_every_sentence_is_as_likely_to_be_masked() -> None:
     sentences = [[10], [11, 12], [13], [14, 15]]
-    drawn = [gap_sentences(sentences, mask=7, end=END, most=9, rng=rng(k))[1] for k in range(400)]
+    drawn = [objectives.gap_sentences(sentences, mask=7, end=END, most=9, rng=rng(k))[1] for k in range(400)]
     assert all(80 < sum(ids[0] in target for target in drawn) < 120 for ids in sentences)

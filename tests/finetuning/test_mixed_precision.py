@@ -2,12 +2,11 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from support.learner import Fix, Make, amp, losses_of, scaled, steps_of, tiny_model
+from support.learner import Fix, Make, amp, losses_of, tiny_model
 
 from bf16_to_fp16.finetuning.distillation import hidden_error, kl_divergence, task_loss
 from bf16_to_fp16.finetuning.mixed_precision import LossScale, each_norm
@@ -15,7 +14,8 @@ from bf16_to_fp16.finetuning.recipe import Schedule
 from bf16_to_fp16.finetuning.trainer import learning_rate
 
 
-def test_learning_rate_rises_linearly_and_then_falls_as_a_cosine() -> None:
+def test_learning_rate_rises_linearly_in_few_steps_of_a_short_run_and_then_falls_as_a_cosine() -> None:
+    assert [Schedule(steps=steps).warmup_steps for steps in (1000, 30, 1)] == [50, 3, 1]
     schedule = Schedule(steps=150, learning_rate=2.0)
     assert [learning_rate(schedule, step) for step in (0, 24, 49, 50)] == [0.04, 1.0, 2.0, 2.0]
     assert learning_rate(schedule, 100) == pytest.approx(1.0)
@@ -83,13 +83,6 @@ def test_the_cube_of_a_gate_has_a_gradient_under_fp16_as_on_cuda() -> None:
             y = transformers.activations.NewGELUActivation()(x.half())
         y.float().sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, torch.tensor([1.0, 1.083]), atol=2e-3)
-
-
-def test_the_first_loss_scale_is_found_by_skipped_steps(make: Make, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"penalty": {"form": "smooth-max", "headroom_bits": 14.0}, "schedule": {"steps": 12}}
-    skipped = scaled(make("high", **settings), 2.0**20).train().skipped
-    scales = [row["loss_scale"] for row in steps_of(tmp_path / "high")]
-    assert 0 < len(skipped) < 11 and scales[-1] == 2.0 ** (20 - len(skipped))
 
 
 @pytest.mark.parametrize("clip_norm", [1e9, 0.02])

@@ -116,28 +116,16 @@ def trained_on(rank: int | None, kind: str) -> dict[str, Any]:
         if kind != "fsdp":
             gradients.append([float(p.grad.norm()) for p in model.parameters() if p.grad is not None])
         optimizer.step()
-        seen = penalty.observations()
-        first = first or {site: seen[site].amax for site in targets}
-        weights.append([seen[site].weight for site in targets])
+        observed = penalty.observations()
+        first = first or {site: observed[site].amax for site in targets}
+        weights.append([observed[site].weight for site in targets])
         totals.append(float(total))
     sites = list(penalty.observations())
     penalty.detach()
-    parameters = [full(p) for p in model.parameters()]
-    return {
-        "local": local,
-        "sites": sites,
-        "first": first,
-        "weights": weights,
-        "totals": totals,
-        "gradients": gradients,
-        "parameters": [float(p.detach().double().sum()) for p in parameters],
-    }
-
-
-def full(parameter: Any) -> Tensor:
-    if hasattr(parameter, "full_tensor"):
-        return parameter.full_tensor()
-    return parameter
+    whole = [p.full_tensor() if kind == "fsdp" else p for p in model.parameters()]
+    parameters = [float(p.detach().double().sum()) for p in whole]
+    seen = {"local": local, "sites": sites, "first": first, "weights": weights, "totals": totals}
+    return seen | {"gradients": gradients, "parameters": parameters}
 
 
 def reached_alone(model: Any, ids: Tensor) -> dict[str, float]:

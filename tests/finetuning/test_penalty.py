@@ -275,17 +275,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(stop: int) -> None:
     assert any(resumed(None)[0])
 
 
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
-def test_what_hides_the_sites_is_refused_in_a_line() -> None:
-    model = built(train=True)
-    ids = ids_of(2)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    with pytest.raises(UserError, match="use_reentrant"), ActivationPenalty(model):
-        model(input_ids=ids, labels=ids)
-    compiled: Any = torch.compile(built(), backend="eager")
-    with pytest.raises(UserError, match="compile"):
-        ActivationPenalty(compiled).attach()
-    fused = built()
+def test_fused_attention_and_a_second_attachment_are_refused_in_a_line() -> None:
+    fused, ids = built(), ids_of(2)
     fused.set_attn_implementation("sdpa")
     with pytest.raises(UserError, match=r"set_attn_implementation\('eager'\)"):
         ActivationPenalty(fused).attach()

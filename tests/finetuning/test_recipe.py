@@ -12,7 +12,7 @@ from support import fakes
 
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.goals import Command, lost_quality, with_goals
-from bf16_to_fp16.finetuning.recipe import Data, Penalty, Recipe, Schedule, parse_recipe, read_recipe
+from bf16_to_fp16.finetuning.recipe import Data, Penalty, Recipe, parse_recipe, read_recipe
 from bf16_to_fp16.report.card import notice
 from bf16_to_fp16.report.facts import verdict_sentence
 from bf16_to_fp16.report.page import render
@@ -143,12 +143,6 @@ def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "none.yaml")
     assert "is a folder; give the recipe's YAML file" in refusal(tmp_path)
     assert "write it first: bf16-to-fp16 recipe demo > demo.yaml" in refusal(tmp_path / "demo")
-
-
-def test_a_short_run_has_a_short_default_warmup() -> None:
-    assert Schedule(steps=1000).warmup_steps == 50
-    assert Schedule(steps=30).warmup_steps == 3
-    assert Schedule(steps=1).warmup_steps == 1
 
 
 def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> None:

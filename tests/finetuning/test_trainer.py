@@ -90,11 +90,8 @@ ONE_STEP = {"steps": 1}
 
 
 def test_training_learns_and_says_so(make: Make) -> None:
-    trainer = make(
-        schedule={"steps": 20, "learning_rate": 0.03},
-        distillation={"weight": 0.0},
-        evaluation={"every": 10},
-    )
+    schedule = {"steps": 20, "learning_rate": 0.03}
+    trainer = make(schedule=schedule, distillation={"weight": 0.0}, evaluation={"every": 10})
     outcome = trainer.train()
     held = [row["held_out_loss"] for row in outcome.evaluations]
     assert [row["step"] for row in outcome.evaluations] == [0, 10, 20]
@@ -128,13 +125,8 @@ def objective(model: Any, teacher: Any, batches: list[TrainingBatch], share: flo
 @pytest.mark.parametrize("clip_norm", [1e9, 0.01])
 def test_a_step_follows_both_losses(folder: Path, make: Make, fix: Fix, tmp_path: Path, clip_norm: float) -> None:
     fix("mixed_precision", CLIP_NORM=clip_norm)
-    trainer = make(
-        model=tiny_model(seed=3, dropout=0.0),
-        precision="fp32",
-        data={"gradient_accumulation": 2},
-        schedule=ONE_STEP,
-        distillation={"weight": 0.25},
-    )
+    settings = {"data": {"gradient_accumulation": 2}, "schedule": ONE_STEP, "distillation": {"weight": 0.25}}
+    trainer = make(model=tiny_model(seed=3, dropout=0.0), precision="fp32", **settings)
     trainer.train()
     got = {name: p.grad for name, p in trainer.stock.named_parameters()}
     model, teacher = tiny_model(seed=3, dropout=0.0), tiny_model(dropout=0.0)

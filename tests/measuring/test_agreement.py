@@ -263,32 +263,27 @@ def test_an_untied_embedding_needs_its_copies_and_its_head(folders: Folders, tmp
     agreed_layout(open_checkpoint(folder))
 
 
-@pytest.mark.parametrize("kind", ["t5", "umt5"])
-def test_a_layout_that_scales_the_head_otherwise_is_refused(kind: str, folders: Folders) -> None:
-    """The factor before the head is what stock code of the installed version applies."""
+@pytest.mark.parametrize("kind", ["t5", "umt5", "pegasus"])
+def test_a_layout_whose_modules_do_otherwise_is_refused(kind: str, folders: Folders) -> None:
+    """The factor before the head, too, is what stock code of the installed version applies."""
     checkpoint = open_checkpoint(folders(kind))
     layout = resolve(checkpoint)
     check_agreement(checkpoint, layout)
-    with pytest.raises(UserError, match="before the head"):
-        check_agreement(checkpoint, replace(layout, head_scale=1.0 if layout.head_scale != 1.0 else 0.25))
+    attention = next(w for w in layout.topology if isinstance(w, Attention))
+    feed_forward = next(w for w in layout.topology if isinstance(w, FeedForward))
 
+    def topology(part: Attention | FeedForward, **changes: Any) -> dict[str, Any]:
+        return {"topology": tuple(replace(w, **changes) if w is part else w for w in layout.topology)}
 
-def test_a_layout_whose_modules_do_otherwise_is_refused(folders: Folders) -> None:
-    for kind in ("t5", "pegasus"):
-        checkpoint = open_checkpoint(folders(kind))
-        layout = resolve(checkpoint)
-        attention = next(w for w in layout.topology if isinstance(w, Attention))
-        feed_forward = next(w for w in layout.topology if isinstance(w, FeedForward))
-        for whole, part, named in (
-            (feed_forward, {"activation": "gelu"}, "'gelu'"),
-            (attention, {"scaled": not attention.scaled}, "scaling"),
-        ):
-            other = tuple(replace(w, **part) if w is whole else w for w in layout.topology)
-            with pytest.raises(UserError, match=named):
-                check_agreement(checkpoint, replace(layout, topology=other))
-        family = replace(layout.family, eps=3e-4, eps_key=None)
-        with pytest.raises(UserError, match=r"eps\w* is"):
-            check_agreement(checkpoint, replace(layout, family=family))
+    others: list[tuple[dict[str, Any], str]] = [
+        (topology(feed_forward, activation="silu"), "'silu'"),
+        (topology(attention, scaled=not attention.scaled), "scaling"),
+        ({"family": replace(layout.family, eps=3e-4, eps_key=None)}, r"eps\w* is"),
+        ({"head_scale": 1.0 if layout.head_scale != 1.0 else 0.25}, "before the head"),
+    ]
+    for changes, named in others:
+        with pytest.raises(UserError, match=named):
+            check_agreement(checkpoint, replace(layout, **changes))
 
 
 IDS = torch.tensor([[5, 9, 2, 77, 1]])

@@ -2,6 +2,7 @@
 past their window."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support import causal, tiny
+from support import tiny
+from support.observed import model_of
 from support.words import TEXTS
 
+from bf16_to_fp16.measuring import stock
 from bf16_to_fp16.measuring.batch import (
     DATA,
     GENERATE,
@@ -27,14 +30,6 @@ from bf16_to_fp16.measuring.batch import (
 from bf16_to_fp16.measuring.fidelity import fidelity, output_on
 from bf16_to_fp16.measuring.probe import audit_batches, batches, images, random_rows, rows_of
 from bf16_to_fp16.measuring.regimes import LOSS_SCALE, audit_model
-from bf16_to_fp16.measuring.stock import (
-    by_signature,
-    config_of,
-    gives_probabilities,
-    is_causal,
-    predicts_tokens,
-    takes_decoder_ids,
-)
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
@@ -153,6 +148,7 @@ def test_the_inputs_are_listed_by_kind_with_their_shapes() -> None:
     assert sum(len(b.input_ids) for b in made) == sum(entry["rows"] for entry in listed["batches"])
     encoder = describe_batches(batches(tiny.config("t5-encoder"), None, None), seed=0)
     assert {entry["decoder"] for entry in encoder["batches"]} == {None}
+    assert describe_batches([], seed=0, data="org/name")["data"] == {"name": "org/name", "rows": 0}
 
 
 def test_the_inputs_digest_tells_the_same_tokens_from_others(source: Path, tmp_path: Path) -> None:
@@ -174,16 +170,6 @@ def test_the_inputs_digest_tells_the_same_tokens_from_others(source: Path, tmp_p
     assert describe_batches(one, seed=0)["sha256"] != describe_batches(other, seed=0)["sha256"]
 
 
-def test_of_data_the_inputs_name_the_file_without_its_folder_and_the_rows(source: Path, tmp_path: Path) -> None:
-    path = tmp_path / "texts.txt"
-    path.write_text("\n".join(TEXTS))
-    listed = describe_batches(batches(tiny.config("t5"), source, str(path)), seed=3, data=str(path))
-    assert listed["data"] == {"name": "texts.txt", "rows": 4}
-    assert [entry["kind"] for entry in listed["batches"]] == ["data", "generate"]
-    assert str(tmp_path) not in json.dumps(listed)
-    assert describe_batches([], seed=0, data="org/name")["data"] == {"name": "org/name", "rows": 0}
-
-
 def test_the_row_about_an_image_is_dealt_out_whole() -> None:
     (batch,) = images(tiny.build("gemma3-images").config)
     assert batch.rows(slice(0, None, 4)) is batch
@@ -195,7 +181,7 @@ def rows(batch: Batch) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", ["gemma3", "llama", "qwen3"])
 def test_the_probe_of_a_causal_model_is_run_by_it_and_has_both_paddings_and_a_generation(kind: str) -> None:
-    model = causal.make(kind)
+    model = model_of(kind)
     made = batches(model.config, None, None)
     assert all(batch.decoder_input_ids is None for batch in made)
     for what in (PADDED, SHORT):
@@ -213,7 +199,7 @@ def test_the_probe_of_a_causal_model_is_run_by_it_and_has_both_paddings_and_a_ge
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])  # one names its first token, one its end
 def test_rows_of_texts_begin_where_the_model_has_a_token_for_it(kind: str) -> None:
-    config = causal.make(kind, bos_token_id=5 if kind == "llama" else None, eos_token_id=[7, 8]).config
+    config = model_of(kind, bos_token_id=5 if kind == "llama" else None, eos_token_id=[7, 8]).config
     made = batches(config, None, None)
     firsts = {row[0] for batch in made if batch.kind in (LONG, PADDED) for row in rows(batch)}
     assert (firsts == {5}) == (kind == "llama")
@@ -236,12 +222,12 @@ def test_rows_of_texts_begin_where_the_model_has_a_token_for_it(kind: str) -> No
     ],
 )
 def test_one_row_is_longer_than_a_sliding_window(changes: dict[str, Any], longest: int) -> None:
-    made = batches(causal.make("gemma3", **changes).config, None, None)
+    made = batches(model_of("gemma3", **changes).config, None, None)
     assert max(batch.input_ids.shape[1] for batch in made) == longest
 
 
 def test_the_head_is_left_out_where_logits_pass_the_budget_and_only_the_head() -> None:
-    model = causal.make("llama", vocab_size=100_000)
+    model = model_of("llama", vocab_size=100_000)
     made = [batch for batch in batches(model.config, None, None) if not batch.generate]
     without = [batch for batch in made if not batch.head]
     assert without and made[0].head and any(batch.kind == SHORT and batch.head for batch in made)
@@ -257,7 +243,7 @@ def test_a_text_and_its_target_are_one_row(tmp_path: Path) -> None:
     transformers.ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)  # which ends every text with 1
     lines = [{"text": "ab", "target": "cde"}, {"text": "ab"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    config = causal.make("llama", vocab_size=259).config
+    config = model_of("llama", vocab_size=259).config
     given, generated = batches(config, tmp_path, str(tmp_path / "data.jsonl"))
     assert given.kind == DATA and sorted(rows(given)) == [[100, 101, 1], [100, 101, 102, 103, 104]]
     assert generated.generate and bool(generated.attention_mask[:, -1].all())
@@ -266,19 +252,19 @@ def test_a_text_and_its_target_are_one_row(tmp_path: Path) -> None:
 
 
 def test_the_divergence_of_a_causal_model_is_that_of_its_next_tokens() -> None:
-    model = causal.make("gemma3")
+    model = model_of("gemma3", initializer_range=0.02)
     given = [batch for batch in batches(model.config, None, None) if batch.kind == PADDED]
     with torch.no_grad():
         exact = [output_on(batch, run_batch(model, batch)) for batch in given]
-        low = [output_on(batch, run_batch(causal.make("gemma3").bfloat16(), batch)) for batch in given]
-    found = fidelity(exact, None, low, probabilities=gives_probabilities(config_of(model)))
+        low = [output_on(batch, run_batch(deepcopy(model).bfloat16(), batch)) for batch in given]
+    found = fidelity(exact, None, low, probabilities=stock.gives_probabilities(stock.config_of(model)))
     assert found.measure == "kl" and found.positions == sum(int(batch.attention_mask.sum()) for batch in given)
     assert 0 < found.kl_fp16 < 1e-3
     assert fidelity(exact, None, exact, probabilities=True).kl_fp16 == 0
 
 
 def test_in_training_it_is_pulled_by_its_next_tokens_and_a_token_alone_has_none() -> None:
-    model = causal.make("llama")
+    model = model_of("llama")
     model.lm_head.weight.data.mul_(1e3)
     given = batches(model.config, None, None)[0]
     alone = Batch("one token", given.input_ids[:, :1], given.attention_mask[:, :1])
@@ -306,11 +292,11 @@ def test_in_training_it_is_pulled_by_its_next_tokens_and_a_token_alone_has_none(
 )
 def test_a_class_says_itself_what_it_takes_and_gives(name: str, decoder: bool, predicts: bool, ends: bool) -> None:
     config = transformers.PretrainedConfig(architectures=[name], is_encoder_decoder=not decoder)
-    assert (takes_decoder_ids(config), predicts_tokens(config)) == (decoder, predicts)
-    assert is_causal(config) == (predicts and not decoder)
-    stock = by_signature(name)
-    assert stock is not None and stock.reads_end_token == ends
+    assert (stock.takes_decoder_ids(config), stock.predicts_tokens(config)) == (decoder, predicts)
+    assert stock.is_causal(config) == (predicts and not decoder)
+    known = stock.by_signature(name)
+    assert known is not None and known.reads_end_token == ends
 
 
 def test_what_is_no_model_describes_nothing() -> None:
-    assert by_signature("BertTokenizer") is None and by_signature("MyOwnModel") is None
+    assert stock.by_signature("BertTokenizer") is None and stock.by_signature("MyOwnModel") is None

@@ -32,14 +32,6 @@ def native_and_fast(x: Tensor, w: Tensor, b: Tensor) -> list[tuple[Tensor, Tenso
     return list(zip(native, fast, strict=True))
 
 
-def test_fast_products_equal_the_native_ones_where_they_overflow() -> None:
-    x, w = torch.full((8, 64), 300.0).half(), torch.full((4, 64), 300.0).half()
-    w[2:] *= -1
-    for native, fast in native_and_fast(x, w, torch.ones(4).half()):
-        assert bool(native.isinf().all())
-        assert torch.equal(native, fast)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_fast_products_are_fp32_products_rounded_once(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -224,16 +224,6 @@ def test_what_breaks_under_one_attention_survives_the_other(attention: tuple[str
     assert both.broken
 
 
-def test_gradients_carry_the_loss_scale(tmp_path: Path) -> None:
-    model = load(saved("gated", tmp_path), torch.float32)
-    inputs = batches(model.config, None, None)[:1]
-    amax = []
-    for scale in (LOSS_SCALE, 8 * LOSS_SCALE):
-        result = audit_model(model, inputs, regime="stock", loss_scale=scale, attention=("eager",))
-        amax.append(site(result, "lm_head:grad").amax)
-    assert amax[1] == 8 * amax[0] > 0
-
-
 def test_the_seed_is_that_of_dropout(tmp_path: Path) -> None:
     folder = saved("t5-encoder", tmp_path)
     one, again, other = (half_of(folder, attention=("eager",), train_mode=True, seed=seed) for seed in (1, 1, 2))

@@ -2,9 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,23 +153,6 @@ def test_a_compiled_model_is_refused_before_and_after_the_tap_was_entered() -> N
     with Tap(model, lambda name, x: None), pytest.raises(UserError, match="compile"):
         model.encoder.block[0] = torch.compile(model.encoder.block[0], backend="eager")
         run_batch(model, batch)
-
-
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
-@pytest.mark.parametrize("tap_the_wrapper", [True, False])
-def test_ddp_adds_nothing_to_the_names(tap_the_wrapper: bool) -> None:
-    model = built("gated", train=True)
-    batch = padded(model)
-    plain = tapped(model, batch)
-    wrapper = nn.parallel.DistributedDataParallel(model)
-    assert tapped(wrapper if tap_the_wrapper else model, batch, wrapper).keys() == plain.keys()
 
 
 def test_checkpoint_wrappers_add_nothing_to_the_names() -> None:

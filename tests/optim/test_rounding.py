@@ -96,25 +96,6 @@ def test_too_large_a_value_is_the_last_one_and_inf_and_nan_stay(dtype: torch.dty
         assert rounding.stochastic(nans.clone(), dtype, bits).to(dtype).isnan().all()
 
 
-def rounded(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    seed: int,
-    step: int = 0,
-    parameter: int = 0,
-    offset: int = 0,
-    chunk: int = 1 << 16,
-) -> Tensor:
-    """Return x rounded as a step rounds a parameter that begins at index ``offset``, in pieces of ``chunk``."""
-    flat, pieces = x.float().flatten(), []
-    for start, stop, block, first in rounding.index_blocks(offset, offset + flat.numel(), chunk):
-        key = rounding.make_key(seed, step, parameter, block, first)
-        bits = rounding.random_bits(rounding.counters(stop - start), key)
-        pieces.append(rounding.stochastic(flat[start - offset : stop - offset], dtype, bits).to(dtype))
-    return torch.cat(pieces).view(x.shape)
-
-
 @DTYPES
 def test_nearest_is_the_cast_except_that_it_saturates(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -155,24 +136,18 @@ def test_random_bits_are_the_documented_hash() -> None:
     assert tuple([x & 0xFFFF for x in each.tolist()] for each in rounding.more_bits(got, key)) == wanted
 
 
-@DTYPES
-def test_a_tensor_rounds_the_same_in_any_pieces(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(11, 1000) * torch.tensor([10.0**-e for e in range(11)])[:, None]
-    whole = rounded(x, dtype, seed=1, step=2, parameter=3)
-    assert whole.shape == x.shape and whole.dtype == dtype
-    for chunk in (1000, 777, 7, 1 << 20):
-        assert torch.equal(rounded(x, dtype, seed=1, step=2, parameter=3, chunk=chunk), whole)
-    parts = [rounded(x[row], dtype, seed=1, step=2, parameter=3, offset=1000 * row) for row in range(11)]
-    assert torch.equal(torch.stack(parts), whole)
-    for other in ({"seed": 2}, {"step": 3}, {"parameter": 4}, {"offset": 1}):
-        assert not torch.equal(rounded(x, dtype, **({"seed": 1, "step": 2, "parameter": 3} | other)), whole)
+def bits_of(begin: int, end: int, chunk: int = 1 << 16) -> Tensor:
+    """Return the bits of a parameter's elements from one index to another, in pieces of ``chunk``."""
+    pieces = []
+    for start, stop, block, first in rounding.index_blocks(begin, end, chunk):
+        key = rounding.make_key(0, 0, 0, block, first)
+        pieces.append(rounding.random_bits(rounding.counters(stop - start), key))
+    return torch.cat(pieces)
 
 
-def test_indices_beyond_a_block_have_bits_of_their_own() -> None:
-    x = torch.full((64,), 1 + 2.0**-8)
-    start = (1 << 31) - 32
-    across = rounded(x, BF16, seed=0, offset=start)
-    assert torch.equal(across[:32], rounded(x[:32], BF16, seed=0, offset=start, chunk=5))
-    assert torch.equal(across[32:], rounded(x[32:], BF16, seed=0, offset=1 << 31))
-    assert not torch.equal(across[32:], rounded(x[:32], BF16, seed=0))
+def test_bits_are_the_same_in_any_pieces_and_others_beyond_a_block() -> None:
+    block = 1 << 31
+    across = bits_of(block - 32, block + 32)
+    for chunk in (1, 5, 1000):
+        assert torch.equal(across, bits_of(block - 32, block + 32, chunk))
+    assert torch.equal(across[32:], bits_of(block, block + 32)) and not torch.equal(across[32:], bits_of(0, 32))

@@ -1,7 +1,6 @@
 """What an exponent costs, on a few weights by hand, and the tables of what a power of two costs."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,12 +50,13 @@ AXES: dict[str, tuple[Axis | None, ...]] = {
     "k": (divided_by("query_key"), divided_by("norm")),
     "gate": (None, divided_by("norm")),
 }
-ONES = [[1.0, 1.0], [1.0, 1.0]]
+GAINS, ONES = [1.0, 1.0], [[1.0, 1.0], [1.0, 1.0]]
 LIMIT = FP16_MAX / 2**1.25
+Weights = dict[str, list[Any]]
 
 
 def by_hand(
-    weights: Mapping[str, list[Any]],
+    weights: Weights,
     amax: dict[str, float] | None = None,
     squares: dict[str, list[float]] | None = None,
     norm_max: float = 1.0,
@@ -90,12 +90,7 @@ def price(search: PlanSearch) -> float:
 def test_a_channel_weighs_what_its_readers_make_of_it() -> None:
     """Mean square times the energy of the weights that read it, all readers alike; for queries and keys the product of
     the mean squares; where nothing was seen, all channels alike."""
-    weights: dict[str, list[Any]] = {
-        "norm": [1.0, 1.0],
-        "v": [[3.0, 1.0], [0.0, 0.0]],
-        "o": [[1.0, 2.0], [1.0, 0.0]],
-        "gate": [[1.0, 1.0]],
-    }
+    weights: Weights = {"norm": GAINS, "v": [[3.0, 1.0], [0.0, 0.0]], "o": [[1.0, 2.0], [1.0, 0.0]], "gate": [GAINS]}
     squares = {"o:input": [4.0, 1.0], "norm:output": [1.0, 9.0], "q:output": [1.0, 2.0], "k:output": [3.0, 4.0]}
     search = PlanSearch(*by_hand(weights, squares=squares))
     signals = search.layout.signals
@@ -109,11 +104,7 @@ def test_a_channel_weighs_what_its_readers_make_of_it() -> None:
 
 
 def test_a_channel_costs_lost_energy_and_noise_by_its_share_and_each_inexact_weight() -> None:
-    weights: dict[str, list[Any]] = {
-        "norm": [1.0, 1.0],
-        "v": [[1.0, 2.0**-10], [0.5, 0.5]],
-        "o": [[1.0, 2.0], [1.0, 0.0]],
-    }
+    weights: Weights = {"norm": GAINS, "v": [[1.0, 2.0**-10], [0.5, 0.5]], "o": [[1.0, 2.0], [1.0, 0.0]]}
     squares = {"v:output": [4.0, 1.0], "o:input": [4.0, 1.0]}
     search = PlanSearch(*by_hand(weights, squares=squares))
     costs = next(search.channel_costs(search.layout.signals["value"], [-3]))
@@ -128,7 +119,7 @@ def test_a_channel_costs_lost_energy_and_noise_by_its_share_and_each_inexact_wei
 
 
 def test_a_channel_moves_for_more_than_its_restraint_and_streams_are_decided_without() -> None:
-    search = PlanSearch(*by_hand({"norm": [1.0, 1.0], "v": ONES, "o": ONES}))
+    search = PlanSearch(*by_hand({"norm": GAINS, "v": ONES, "o": ONES}))
     signal = search.layout.signals["value"]
     costs = torch.ones(signal.size, 2 * CHANNEL_RANGE + 1, dtype=torch.float64)
     costs[:, CHANNEL_RANGE - 1] = 0
@@ -138,12 +129,7 @@ def test_a_channel_moves_for_more_than_its_restraint_and_streams_are_decided_wit
 
 
 def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_alone_scales_lose() -> None:
-    weights: dict[str, list[Any]] = {
-        "embed": [[1.0, 1.0], [1.0, 2.0**-16]],
-        "norm": [1.0, 1.0],
-        "v": [[1.0, 2.0], [0.0, 0.0]],
-        "o": ONES,
-    }
+    weights: Weights = {"embed": [[1.0, 1.0], [1.0, 2.0**-16]], "norm": GAINS, "v": [[1.0, 2.0], [0.0, 0.0]], "o": ONES}
     search = PlanSearch(*by_hand(weights, squares={"norm:input": [2.0**-16, 1.0]}))
     # At −10 the embedding's 2⁻¹⁶ vanishes; channels weigh 1 : 4, as v reads them.
     lost = 2.0**-32 / (3 + 2.0**-32)
@@ -155,7 +141,7 @@ def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_a
 def test_a_stream_whose_norm_no_exponent_brings_under_256_is_named() -> None:
     """‖h‖₂ of 2³⁵ at the smallest exponent, −24, is 2¹¹: over 2⁸, less what fp16 adds in
     summing two squares, with its margin by 4.25 bits."""
-    model = by_hand({"embed": ONES, "norm": [1.0, 1.0], "v": ONES, "o": ONES}, norm_max=2.0**35)
+    model = by_hand({"embed": ONES, "norm": GAINS, "v": ONES, "o": ONES}, norm_max=2.0**35)
     planned = make_plan(*model, target="norm-safe")
     assert planned.plan.residual_exponent == -24
     assert {v.signal: v.excess_bits for v in planned.violations} == {"norm (input)": pytest.approx(4.25, abs=1e-2)}
@@ -163,11 +149,7 @@ def test_a_stream_whose_norm_no_exponent_brings_under_256_is_named() -> None:
 
 
 def test_once_a_signal_is_settled_the_tables_of_its_weights_other_axes_are_of_the_scaled_weights() -> None:
-    weights: dict[str, list[Any]] = {
-        "norm": [1.0, 1.0],
-        "v": [[1.0, 2.0**-20], [1.0, 1.0]],
-        "o": [[1.0, 2.0], [3.0, 4.0]],
-    }
+    weights: Weights = {"norm": GAINS, "v": [[1.0, 2.0**-20], [1.0, 1.0]], "o": [[1.0, 2.0], [3.0, 4.0]]}
     search = PlanSearch(*by_hand(weights, amax={"v:output": 2.0**20, "o:input": 2.0**20}))
     v, o = search.layout.tensors["v"], search.layout.tensors["o"]
 
@@ -188,14 +170,14 @@ def test_what_a_moved_gain_makes_needless_moves_back() -> None:
     """Values and gate both have bits at 2⁻²⁷; values alone could move up by 3, but the gain must for the gate, and then
     serves both."""
     small = [[2.0**-20 * (1 + 2.0**-7)] * 2] * 2
-    layout, weights, ranges = by_hand({"embed": ONES, "norm": [1.0, 1.0], "v": small, "o": ONES, "gate": small})
+    layout, weights, ranges = by_hand({"embed": ONES, "norm": GAINS, "v": small, "o": ONES, "gate": small})
     assert make_plan(layout, weights, ranges).plan.exponents == {"norm": -3}
     without = {name: tensor for name, tensor in layout.tensors.items() if name != "gate"}
     assert make_plan(replace(layout, tensors=without), weights, ranges).plan.exponents == {"value": 3}
 
 
 def test_what_is_chosen_for_the_other_axis_of_a_reader_changes_what_a_channel_weighs() -> None:
-    search = PlanSearch(*by_hand({"norm": [1.0, 1.0], "v": [[1.0, 0.0], [0.0, 1.0]], "o": ONES}))
+    search = PlanSearch(*by_hand({"norm": GAINS, "v": [[1.0, 0.0], [0.0, 1.0]], "o": ONES}))
     norm, v = search.layout.signals["norm"], search.layout.tensors["v"]
     assert search.importance(norm).tolist() == [0.5, 0.5]
     search.chosen["value"] = torch.tensor([2, 0], dtype=torch.int32)
@@ -216,14 +198,10 @@ def test_gains_that_are_stored_less_one_cost_what_their_rounding_takes() -> None
 
 
 def test_norms_drift_unless_the_fixed_eps_is_that_of_the_stream() -> None:
-    layout, weights, ranges = by_hand({"norm": [1.0, 1.0], "v": ONES, "o": ONES})
+    layout, weights, ranges = by_hand({"norm": GAINS, "v": ONES, "o": ONES})
     for eps, drifting in ((None, (False, False)), (layout.eps, (False, True)), (4 * layout.eps, (True, False))):
         search = PlanSearch(replace(layout, held_eps=eps), weights, ranges)
         assert (search.drifts(0), search.drifts(1)) == drifting
-
-
-def at(table: LossTable, exponent: int) -> list[float]:
-    return [float(table.lossy[0, exponent + GRID]), float(table.error[0, exponent + GRID])]
 
 
 def test_a_table_does_not_depend_on_how_the_weight_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +217,7 @@ def test_a_table_does_not_depend_on_how_the_weight_is_cut(monkeypatch: pytest.Mo
 def test_the_total_of_a_table_is_one_channel() -> None:
     table = loss_table(torch.tensor([[2.0**-20, 1.0], [2.0**-21, 4.0]]), 0)
     total = table.total
-    assert at(total, -7) == [2, 2.0**-40 + 2.0**-42]
+    assert [float(each[0, GRID - 7]) for each in (total.lossy, total.error)] == [2, 2.0**-40 + 2.0**-42]
     assert total.energy.tolist() == [17 + 2.0**-40 + 2.0**-42] and total.amax.tolist() == [4] and total.count == 4
 
 
@@ -319,10 +297,3 @@ def test_a_weight_comes_back_from_fp16_block_by_block_as_it_does_at_once(
     assert found.dtype == torch.float32 and torch.equal(found, at_once(weight, exponents, offset))
     # fp16 cannot hold the most of it.
     assert not torch.equal(found, weight)
-
-
-def test_rows_of_a_table_come_back_as_the_table_does() -> None:
-    """A walk reads of an embedding only the rows of its ids."""
-    table = torch.randn(9, 4, generator=torch.Generator().manual_seed(1))
-    exponents = torch.tensor([[3, -2, 0, 7]], dtype=torch.int32)
-    assert torch.equal(through_fp16(table[2:5], exponents), through_fp16(table, exponents)[2:5])

@@ -14,9 +14,10 @@ from bf16_to_fp16.measuring.sites import Site
 from . import tiny
 
 
-def model_of(kind: str, attention: str = "eager") -> Any:
-    torch.manual_seed(0)
-    model = tiny.KINDS[kind]().eval()
+def model_of(kind: str, attention: str = "eager", seed: int = 0, **changes: Any) -> Any:
+    """Return a random fp32 model in eval mode, as it is drawn."""
+    torch.manual_seed(seed)
+    model = tiny.KINDS[kind](**changes).eval()
     model.config.architectures = [type(model).__name__]
     model.set_attn_implementation(attention)
     return model

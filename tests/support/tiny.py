@@ -106,8 +106,9 @@ def gemma4_images(**changes: Any) -> Any:
     return model
 
 
-PATCHES_OF_GEMMA4 = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-PATCHES_OF_GEMMA4 |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2}
+TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "patch_size": 4}
+TOWER |= {"num_attention_heads": 2}
+PATCHES_OF_GEMMA4 = TOWER | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2}
 PATCHES_OF_GEMMA4 |= {"position_embedding_size": 16}
 NOT_GEMMA4 = ("query_pre_attn_scalar", "sliding_window_pattern")
 ONE_FOR_BOTH: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_hidden_layers": 3}
@@ -139,8 +140,7 @@ def switch(kind: str = "SwitchTransformersForConditionalGeneration", **changes: 
     return model
 
 
-VISION = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+VISION = TOWER | {"model_type": "siglip_vision_model", "image_size": 16}
 
 
 def gemma3_images(**changes: Any) -> Any:
@@ -212,8 +212,7 @@ def mistral3(kind: str = "mistral", **changes: Any) -> Any:
     tied = changes.pop("tie_word_embeddings", False)
     own = {"rope_parameters": GROWING} if kind == "ministral3" else {}
     text = LLAMA_SHAPE | {"model_type": kind, "sliding_window": None} | own | changes
-    tower = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-    tower |= {"num_attention_heads": 2, "head_dim": 8, "patch_size": 4, "image_size": 32}
+    tower = TOWER | {"model_type": "pixtral", "head_dim": 8, "image_size": 32}
     config = transformers.Mistral3Config(
         text_config=text, vision_config=tower, image_token_index=96, tie_word_embeddings=tied
     )
@@ -300,7 +299,7 @@ LLAMA_DRAWN |= {"intermediate_size": range(1, 51), "num_hidden_layers": (1, 2)}
 VL_SHAPE = {key: value for key, value in LLAMA_SHAPE.items() if key != "head_dim"}
 VL_SHAPE |= {"rope_parameters": MROPE | {"mrope_section": [1, 1, 1]}}
 GEMMA_DRAWN = LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)}
-ONE_HEAD_DIM = {key: values for key, values in LLAMA_DRAWN.items() if key != "head_dim"}
+ONE_HEAD_DIM = {key: values for key, values in LLAMA_DRAWN.items() if key != "head_dim"}  # hidden size by heads
 MBARTS = {"mbart": "ForConditionalGeneration", "mbart-states": "Model"}
 VL_DRAWN = {key: value for key, value in LLAMA_DRAWN.items() if key in ("intermediate_size", "num_hidden_layers")}
 ENTRIES = (

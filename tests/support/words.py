@@ -1,6 +1,9 @@
-"""Short texts, and a folder of a tiny model with a tokenizer of their words."""
+"""Short texts, files of rows, and a folder of a tiny model with a tokenizer of the texts' words."""
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from support import tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -18,3 +21,18 @@ def save(folder: Path) -> Path:
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)
     return tiny.save(tiny.build("t5"), folder)
+
+
+def rows_in(folder: Path, kind: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """Write rows to a .jsonl, .csv, .parquet or, of their texts, .txt file in a folder; return the file."""
+    path = folder / f"data{kind}"
+    if kind == ".parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return path
+    lines = [row["text"] for row in rows] if kind == ".txt" else [json.dumps(row) for row in rows]
+    if kind == ".csv":
+        lines = [",".join(map(str, each)) for each in (rows[0], *(row.values() for row in rows))]
+    path.write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    return path
