@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 @shared.subfolder
 @shared.config
 @shared.seed
-@shared.sweep
 @shared.device
 @click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
 @shared.json_file

@@ -42,8 +42,8 @@ def field_option(name: str) -> Callable[[Any], Any]:
     return click.option(flag.name, name, help=flag.help, **flag.click, **more)
 
 
-data, seed, sweep, max_length, subfolder, config, device = map(
-    field_option, ("data", "seed", "sweep", "max_length", "subfolder", "config", "device")
+data, seed, max_length, subfolder, config, device = map(
+    field_option, ("data", "seed", "max_length", "subfolder", "config", "device")
 )
 
 json_file = click.option(

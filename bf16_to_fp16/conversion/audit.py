@@ -55,7 +55,7 @@ class Subject:
 
 
 def subject_of(
-    checkpoint: Checkpoint, attention: Sequence[str], attacks: bool, progress: Progress, data: str | None, **probe: Any
+    checkpoint: Checkpoint, attention: Sequence[str], attacks: bool, progress: Progress, data: str | None, seed: int
 ) -> Subject:
     if not is_known(checkpoint.config):
         if attacks:
@@ -64,7 +64,7 @@ def subject_of(
                 f" {checkpoint.config.get('model_type')}; leave out --attack"
             )
         model = open_any(checkpoint.folder, attention, progress)
-        inputs = batches_of(model, data, **probe)
+        inputs = batches_of(model, data, seed)
         blind = {"blind_padding": any(batch.blind for batch in inputs)}
         return Subject(model.name, model.attention, inputs, partial(audit_any, model, inputs), known=blind)
     layout = layout_with_notes(checkpoint, progress)
@@ -76,7 +76,7 @@ def subject_of(
         known |= {"target": BOUNDED_FOR, "older": differences(layout, checkpoint.config) if converted else []}
     if layout.only_class is not None:
         known["model_class"] = layout.only_class
-    inputs = checkpoint_batches(checkpoint, layout, data, **probe)
+    inputs = checkpoint_batches(checkpoint, layout, data, seed)
     run = partial(audit_folder, checkpoint.folder, inputs=inputs, attention=attention)
     return Subject(layout.family.name, attention, inputs, run, layout, converted, known)
 
@@ -92,7 +92,6 @@ def audit(
     attack_steps: int | None = None,
     subfolder: str | None = None,
     seed: int = 0,
-    sweep: bool = False,
     device: str | torch.device = "auto",
     config: str | Path | None = None,
     progress: Progress | bool | None = None,
@@ -101,7 +100,7 @@ def audit(
 
     Its many parameters are the command's options. data: text to run in addition to the built-in probe. train_mode: run
     with dropout and a backward pass under a loss scale. attention: some of ``ATTENTIONS``. attack_steps: gradient steps
-    of a search for each site's worst input. sweep: the probe runs every id. device: auto, cpu, cuda, cuda:N or mps.
+    of a search for each site's worst input. device: auto, cpu, cuda, cuda:N or mps.
     config: the config.json of one file of weights, else inferred. Raises ``UserError`` for unusable input."""
     progress = progress_of(progress)
     if attack_steps is not None and attack_steps < 1:
@@ -111,7 +110,7 @@ def audit(
     checkpoint = opened_with_notes(source, subfolder, config, progress)
     regimes = tuple(regime for regime in REGIMES if regime in regimes)
     attacks = attack_steps is not None
-    subject = subject_of(checkpoint, tuple(attention), attacks, progress, data, seed=seed, sweep=sweep)
+    subject = subject_of(checkpoint, tuple(attention), attacks, progress, data, seed)
     family, layout, converted = subject.family, subject.layout, subject.converted
     how: dict[str, Any] = {"regimes": regimes, "train_mode": train_mode, "seed": seed}
     with progress.step(f"Auditing {', '.join(regimes)}") as advance:

@@ -204,7 +204,6 @@ class Options:
         metavar="SIZE",
     )
     seed: int = option(0, "--seed", "Seed of the built-in probe.", type=int, show_default=True)
-    sweep: bool = option(False, "--sweep", "Run every id of a large vocabulary, not a choice of them.", is_flag=True)
     device: str | torch.device = option(
         "auto",
         "--device",
@@ -236,8 +235,6 @@ class Options:
             raise UserError("--layout writes one file; leave out either it or --max-shard-size")
         Arithmetic(self.max_length)  # raises for an unusable length
         check_data(self.data, run_model=self.run_model)
-        if self.sweep and not self.run_model:
-            raise UserError("--no-audit runs nothing, so --sweep has no use; leave out one of them")
         for name, own in (
             ("--margin", self.margin_bits == MARGIN_BITS),
             ("--eps", self.eps == OF_CONFIG),

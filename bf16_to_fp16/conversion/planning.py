@@ -113,10 +113,7 @@ def open_source(
     options.check_layout(layout, checkpoint.name)
     layout = replace(layout, held_eps=options.held_eps(layout))
     check_norms(checkpoint, layout)
-    inputs: list[Batch] = []
-    if options.run_model:
-        data, seed = options.data, options.seed
-        inputs = checkpoint_batches(checkpoint, layout, data, seed, sweep=options.sweep)
+    inputs = checkpoint_batches(checkpoint, layout, options.data, options.seed) if options.run_model else []
     return Opened(checkpoint, layout, inputs, device)
 
 

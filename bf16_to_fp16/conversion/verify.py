@@ -27,7 +27,7 @@ from ..families.other_class import read_as
 from ..families.resolve import resolve
 from ..measuring import probe
 from ..measuring.agreement import agreed_layout
-from ..measuring.batch import SWEEP, Batch, describe_batches
+from ..measuring.batch import Batch, describe_batches
 from ..measuring.regimes import Audited
 from ..measuring.soft_side import LEAST
 from ..measuring.source_runs import observe_source
@@ -288,10 +288,10 @@ def run_again(
     progress: Progress,
 ) -> Rerun:
     said, config = report.inputs or schema.Inputs(), load_config(checkpoint.folder)
-    seed, sweep = said.seed or 0, any(entry.kind == SWEEP for entry in said.batches)
+    seed = said.seed or 0
     with torch.random.fork_rng(devices=[]):
         chosen = probe.usable(said.chosen, config)
-        inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, sweep=sweep, chosen=chosen)
+        inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, chosen=chosen)
         in_fp32 = [] if before is None else in_fp32_too(inputs, before, plan_of(report))
         ran = audited(checkpoint, inputs, in_fp32, device, progress, train=report.target == "train", seed=seed)
     return Rerun(inputs, in_fp32, ran, describe_batches(inputs, seed=seed, data=data)["sha256"] == said.sha256)

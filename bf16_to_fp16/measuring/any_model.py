@@ -82,10 +82,10 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
     return AnyModel(folder, names[0], inputs, kept, begins and stock.is_language_model)
 
 
-def batches_of(model: AnyModel, data: str | None, seed: int, *, sweep: bool = False) -> list[Batch]:
+def batches_of(model: AnyModel, data: str | None, seed: int) -> list[Batch]:
     """Return the batches of the probe and of the user's text: all with logits, and with generation if the class can
     generate. Raises UserError for unusable data."""
-    made = probe.batches(model.config, None, None, seed=seed, sweep=sweep)
+    made = probe.batches(model.config, None, None, seed=seed)
     if data is not None:
         made += probe.batches(model.config, model.folder, data, seed=seed)
     return [replace(batch, head=True) for batch in made if model.generates or not batch.generate]

@@ -57,15 +57,14 @@ def batches(
     seed: int = 0,
     examples: int = 32,
     length: int = 512,
-    sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
     """Return the batches of ``data``, by the tokenizer in ``source``; without data, the built-in probe. data: see
-    ``texts``. examples, length: caps, in examples and tokens. sweep: run every id. chosen: the probe's ids by reason,
+    ``texts``. examples, length: caps, in examples and tokens. chosen: the probe's ids by reason,
     by default random ones. Raises UserError for unusable data or tokenizer."""
     length = min(length, stock.longest_sequence(config))
     if data is None:
-        inputs = _probe(config, seed, length, sweep, chosen)
+        inputs = _probe(config, seed, length, chosen)
     elif source is None:
         raise UserError(f"{data}: text needs the checkpoint's tokenizer; give a checkpoint folder")
     else:
@@ -82,7 +81,6 @@ def audit_batches(
     data: str | None,
     *,
     seed: int = 0,
-    sweep: bool = False,
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
@@ -91,9 +89,9 @@ def audit_batches(
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
-    if chosen is None and not sweep:
+    if chosen is None:
         chosen = chosen_ids(config, *opened, seed=seed)
-    inputs = batches(config, None, None, seed=seed, sweep=sweep, chosen=chosen)
+    inputs = batches(config, None, None, seed=seed, chosen=chosen)
     if data is not None:
         inputs += batches(config, folder, data, seed=seed)
     return inputs
@@ -134,7 +132,7 @@ def _begun(config: Any, ids: Tensor) -> Tensor:
     return ids
 
 
-def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
+def _probe(config: Any, seed: int, length: int, chosen: Mapping[str, Sequence[int]] | None) -> list[Batch]:
     generator, vocabulary = seeded(seed), stock.vocabulary_of(config)
 
     def ids(rows: int, columns: int) -> Tensor:
@@ -160,7 +158,7 @@ def _probe(config: Any, seed: int, length: int, sweep: bool, chosen: Mapping[str
         row = _begun(config, torch.randint(0, vocabulary, (1, past), generator=generator))
         inputs.append(_unpadded(config, kinds.LONG, f"one sequence of {past} tokens", row, row))
     inputs += [*_short(config, min(length, _SHORT), generator), *images(config)]
-    if sweep or vocabulary <= id_choice.WHOLE:
+    if vocabulary <= id_choice.WHOLE:
         inputs += _sweep(config, vocabulary, min(length, 128))
     else:
         ids_by_reason = id_choice.drawn(vocabulary, stock.special_ids(config), generator) if chosen is None else chosen
@@ -336,11 +334,9 @@ def generation(config: Any, batch: Batch) -> Batch:
     return Batch("generate with cache and beams", ids, mask, generate=True, kind=kinds.GENERATE)
 
 
-def checkpoint_batches(
-    checkpoint: Checkpoint, layout: Layout, data: str | None, seed: int, *, sweep: bool = False
-) -> list[Batch]:
+def checkpoint_batches(checkpoint: Checkpoint, layout: Layout, data: str | None, seed: int) -> list[Batch]:
     config, opened, folder = stock.load_config(checkpoint.folder), (checkpoint, layout), checkpoint.folder
     beside = tokenizer_beside(checkpoint.home, checkpoint.subfolder)  # where pipelines have it
     if beside is not None and has_tokenizer(beside) and not has_tokenizer(folder):
         folder = beside
-    return audit_batches(config, folder, data, seed=seed, sweep=sweep, opened=opened)
+    return audit_batches(config, folder, data, seed=seed, opened=opened)

@@ -187,7 +187,7 @@ def test_no_control_character_is_printed(capsys: pytest.CaptureFixture[str]) -> 
 
 GIVEN = (
     "--target half --data x.txt --no-audit --subfolder encoder --config c.json --plan r.json --layout single"
-    " --eps fixed --margin 0.5 --max-length 512 --max-shard-size 7B --seed 3 --sweep"
+    " --eps fixed --margin 0.5 --max-length 512 --max-shard-size 7B --seed 3"
 )
 """Every option that changes the output, in the order of the fields."""
 

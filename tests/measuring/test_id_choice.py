@@ -13,14 +13,13 @@ from support import tiny
 from support.contract import layout_of
 from support.words import TEXTS, rows_in
 
-from bf16_to_fp16 import cli
 from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import TensorSource
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.measuring import id_choice, probe, texts
-from bf16_to_fp16.measuring.batch import CHOSEN, SWEEP, Batch, describe_batches, run_batch
+from bf16_to_fp16.measuring.batch import CHOSEN, Batch, describe_batches, run_batch
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.probe import audit_batches, batches, chosen_ids
 
@@ -143,9 +142,11 @@ def test_the_table_is_read_once_in_parts(tmp_path: Path, monkeypatch: pytest.Mon
     assert ids_of(model, open_checkpoint(folder)) == in_parts
 
 
-def test_what_is_chosen_reaches_nearly_as_far_as_every_id_at_every_site() -> None:
+def test_what_is_chosen_reaches_nearly_as_far_as_every_id_at_every_site(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
-    swept = largest(model, batches(model.config, None, None, sweep=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(id_choice, "WHOLE", VOCABULARY)
+        swept = largest(model, batches(model.config, None, None))
 
     def ratios(ids: Any) -> torch.Tensor:
         found = largest(model, batches(model.config, None, None, chosen=ids))
@@ -178,7 +179,7 @@ def test_logits_fit_a_budget_that_the_vocabulary_does_not_change(vocabulary: int
     assert any(b.kind == "random ids" for b in made)
 
 
-def test_a_report_lists_the_ids_that_verify_and_the_sweep_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_lists_the_ids_that_verify_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bf16_to_fp16.conversion.verify import verify
 
     model = tiny.KINDS["t5-encoder"](vocab_size=VOCABULARY, num_layers=1)
@@ -195,13 +196,6 @@ def test_a_report_lists_the_ids_that_verify_and_the_sweep_run(tmp_path: Path, mo
     monkeypatch.setattr(probe, "audit_batches", kept)
     assert verify(tmp_path / "out")["verified"]
     assert describe_batches(ran[0], seed=0) == inputs
-    json_file = tmp_path / "swept.json"
-    assert cli.main(["convert", str(source), str(tmp_path / "swept"), "--sweep", "--json", str(json_file)]) == 0
-    swept = json.loads(json_file.read_text())
-    assert SWEEP in [entry["kind"] for entry in swept["inputs"]["batches"]] and swept["inputs"]["chosen"] == {}
-    assert swept["command"].endswith("--sweep")
-    assert cli.main(["convert", str(source), str(tmp_path / "none"), "--sweep", "--no-audit"]) == 2
-    assert verify(tmp_path / "swept")["verified"]
 
 
 @pytest.mark.parametrize("listed", [{}, {"cover": [3000]}, {"cover": list(range(257))}])

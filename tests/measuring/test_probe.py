@@ -14,7 +14,7 @@ from support import tiny
 from support.observed import model_of
 from support.words import TEXTS
 
-from bf16_to_fp16.measuring import stock
+from bf16_to_fp16.measuring import id_choice, stock
 from bf16_to_fp16.measuring.batch import (
     DATA,
     GENERATE,
@@ -35,9 +35,12 @@ pytestmark = pytest.mark.usefixtures("whole_probe")
 
 
 @pytest.mark.parametrize("vocabulary", [97, 5000, 40000])
-def test_the_sweep_shows_every_id_once_on_each_side(vocabulary: int) -> None:
+def test_a_vocabulary_run_whole_shows_every_id_once_on_each_side(
+    vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(id_choice, "WHOLE", vocabulary)
     config = tiny.config("t5", vocab_size=vocabulary)
-    sweep = [b for b in batches(config, None, None, sweep=True) if b.kind == SWEEP]
+    sweep = [b for b in batches(config, None, None) if b.kind == SWEEP]
     encoder = torch.cat([b.input_ids.flatten() for b in sweep])
     decoder = torch.cat([b.decoder_input_ids.flatten() for b in sweep if b.decoder_input_ids is not None])
     assert torch.equal(encoder.sort().values, torch.arange(vocabulary))
@@ -131,8 +134,9 @@ def test_the_decoder_is_told_of_its_padding_with_and_without_the_head() -> None:
     assert all(torch.equal(mask, batch.decoder_attention_mask) for mask in told)
 
 
-def test_the_inputs_are_listed_by_kind_with_their_shapes() -> None:
-    made = batches(tiny.config("t5", vocab_size=5000), None, None, sweep=True)
+def test_the_inputs_are_listed_by_kind_with_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_choice, "WHOLE", 5000)
+    made = batches(tiny.config("t5", vocab_size=5000), None, None)
     listed = describe_batches(made, seed=0)
     assert listed["seed"] == 0 and listed["data"] is None
     assert [tuple(entry.values()) for entry in listed["batches"]] == [
