@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from support import masks
-from support.penalised import LOGITS, SCORES, One, Scaled, built, gradients, ids_of, reached, same, two, waiting
+from support.penalised import LOGITS, SCORES, One, Scaled, built, gradients, ids_of, reached, two, waiting
+from support.steps import same
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

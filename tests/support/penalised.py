@@ -33,10 +33,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def reached(model: Any, ids: Tensor) -> dict[str, float]:
     with ActivationPenalty(model, weight=0.0, train_mode=True) as penalty:
         model(input_ids=ids, labels=ids)
