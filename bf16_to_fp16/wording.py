@@ -81,7 +81,7 @@ def over_limit(value: float, limit: float = FP16_MAX) -> str:
 
 
 def headroom_by_bound(bits: float) -> str:
-    """Return headroom, or a bound's excess rounded up: "5.6 × over"; "none" from eight million on."""
+    """Return headroom, or a bound's excess rounded up: "5.6 × over"; "none" if it is over eight million times."""
     return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{rounded_up(2.0**-bits, 2):,g} × over"
 
 

@@ -13,7 +13,7 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.
 
 
 def check_bounded(layout: Layout, folder: str = "") -> None:
-    """Raise UserError for an eps or an activation without a bound. folder: the config.json's, for the message."""
+    """Raise UserError for an eps below fp32's range or an activation without a bound. folder: that of config.json."""
     where = f"{folder}/config.json".removeprefix("/")
     if layout.eps < 2.0**-126:
         raise UserError(

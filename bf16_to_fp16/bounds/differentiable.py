@@ -261,7 +261,7 @@ class _Walk(LiveWeights):
         self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
     def head(self, head: Head, final: NormOutput) -> None:
-        """Record the sites of a head's linears; of a language model's with and without ``logits_bias``."""
+        """Record the sites of a head's linears and, where a language model has one, of the sum with ``logits_bias``."""
         layout, (first, *others) = self.layout, head.linears
         offset = None
         if layout.stock.is_language_model and layout.family.logits_bias:

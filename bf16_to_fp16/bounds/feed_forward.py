@@ -206,8 +206,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the two parts of ``rows``, fp64 [part, sign, d]: from the weights w, still to be multiplied by
-        ``scale``, and from the centres c."""
+        """Return the two terms of ``rows``, fp64 [term, sign of ``out``, d]: what w·n adds at a scale of 1, and what
+        the constants c and m add."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.made.matrix.columns_first(dtype)

@@ -214,14 +214,13 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
 
 
 def lengthened(mean: float, eps: float, width: int) -> float:
-    """Return the largest ratio of a LayerNorm's output length to √d if its fp32 mean and standard deviation are off by
-    ``norm_units`` of ``mean``.
+    """Return by what factor rounding in fp32 can lengthen a LayerNorm's output beyond √d, for inputs of this mean.
 
-    Let the deviations have rms s. All are off by the same e, the mean's error, to which they are orthogonal, and are
-    divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the square of the
-    quotient's rms is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), whose maximum is the larger eigenvalue
-    of ((1, √q), (√q, 2q)); for s < e it is at most 2q. A sum of products, some of them negative, may come out as
-    −(2⁻²⁴·mean)²/2, which is taken off eps."""
+    The mean and the standard deviation are off by e, ``norm_units`` of ``mean``. Let the deviations have rms s. All are
+    off by the same e, to which they are orthogonal, and are divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t =
+    s − e = τ√eps and q = e²/eps, the square of the quotient's rms is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q +
+    2q)/(τ² + 1), whose maximum is the larger eigenvalue of ((1, √q), (√q, 2q)); for s < e it is at most 2q. A sum of
+    products, some of them negative, may come out as −(2⁻²⁴·mean)²/2, which is taken off eps."""
     unit = UNIT32 * mean
     eps -= unit * unit / 2
     if eps <= 0:

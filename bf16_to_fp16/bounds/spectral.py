@@ -117,10 +117,10 @@ class Spectra:
 
     @full_precision()
     def carried(self, matrix: Tall) -> float | None:
-        """Return a bound for ``matrix`` from the one in ``found`` under its label; None if too loose (``CARRIED``).
+        """Return a bound for ``matrix`` from that of the source's matrix of its label; None if too loose (``CARRIED``).
 
-        Elements of both matrices are off by at most five units of the working dtype, and by two more where they are
-        multiplied by s."""
+        Rounding moves elements of both by at most five units of the working dtype, and by two more where they are
+        multiplied by ``scale``."""
         kept, value = self.found[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:

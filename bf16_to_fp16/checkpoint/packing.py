@@ -63,7 +63,7 @@ def pack(
         entries[SPIECE] = headers.entry_of("U8", shape, end, *shape)
     header = headers.header_of(entries)
     if len(header) > files.LONGEST_HEADER:
-        raise UserError(f"{target.name}: its header would have {len(header):,} bytes; leave out --layout")
+        raise UserError(f"{target.name}: a header of {len(header):,} bytes cannot be read; leave out --layout")
     with created(target) as out, files.reading(weights) as source, writing(target):
         write_all(out, memoryview(header))
         for part in hashing(source, tensors, running, naming):

@@ -58,7 +58,7 @@ from .editing import (
 from .opening import layout_with_notes, opened_with_notes, say_where_saved_again
 from .options import Destination, Options
 
-ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that the drift of a fixed eps may cause for a proof
+ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that a fixed eps may cause for a proof: half of fp16's
 MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
 """Bytes of loss tables kept for the next plan: five plans may be made with LayerNorm's fixed eps, else one or two."""
 
@@ -347,5 +347,5 @@ def uncorrected(planned: Planned) -> Planned:
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
-    """Return whether a drift's divergence is at most ``share`` of bf16's; the default is half of fp16's divergence."""
+    """Return whether the divergence that a drift causes is at most ``share`` of bf16's."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share

@@ -190,7 +190,7 @@ def spare_padding(config: Mapping[str, object]) -> float:
 
 
 def padding_entry(config: Mapping[str, object]) -> int | None:
-    """Return ``spare_padding`` as the report has it: None instead of inf if no row may be padded."""
+    """Return ``spare_padding`` as reports store it: None, instead of inf, if padding is not allowed."""
     spare = spare_padding(config)
     return None if spare == math.inf else int(spare)
 

@@ -39,7 +39,7 @@ class TensorSource(Protocol):
 
     @property
     def source(self) -> str:
-        """The name to use in messages."""
+        """The name of this source, for messages."""
 
     @property
     def config(self) -> Mapping[str, object]: ...

@@ -1,5 +1,5 @@
-"""Find the stack, block and role of a module or site from its name. Roles are read from the first block of each stack
-under the stock defaults; without a known family a name tells less."""
+"""Find the stack, block and role of a module or site: with its family's layout, or, of any class, from its name
+alone."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _roles(sublayer: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
 
 
 def places_by_name(sites: Iterable[str]) -> dict[str, Place]:
-    """Return places by name alone, for any class; all operations of an attention have the role "scores"."""
+    """Return each site's place, from its name alone. The operations of an attention all have the role "scores"."""
     names = list(sites)
     attentions = {name.removesuffix(":scores") for name in names if name.endswith(":scores")}
 

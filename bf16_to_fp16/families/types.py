@@ -13,9 +13,9 @@ from .wiring import Projector, StockAttributes, Topology
 
 @dataclass(frozen=True)
 class Part:
-    """Signals and tensors that belong together: a sublayer, an embedding, a head. Signals of the same name in several
-    parts are one signal, with all their ``seen`` entries. ``topology``: the connections of its modules; None for states
-    that users read, which have none."""
+    """Signals and tensors that belong together: a sublayer, an embedding, a head. Parts share signals by name: such a
+    signal is seen wherever one of them sees it. ``topology``: how the modules are connected; None for outputs that only
+    users read."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()

@@ -251,18 +251,19 @@ MOST_MEAN = 1024.0  # largest mean magnitude of another model's outputs for whic
 class Projector:
     """The part that brings another model's outputs into the stream: a norm, and linears behind it.
 
-    ``at``: the module that computes both. ``pool``: the site that averages several outputs into each input of the norm,
-    "" for none. ``add``: the site where they replace embeddings, or join the stream. ``norm``: module path, with an eps
-    of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm. Beside a large mean a LayerNorm may lose the
-    variation, so its bounds hold for outputs whose mean is at most ``MOST_MEAN``. ``joined``: how many of the norm's
-    outputs the first linear reads at once; ``by_channel``: interleaved by channel. ``shares_eps``: whether the norm has
-    the text model's eps, which scales with the stream's exponent, so that its output drifts.
+    ``at``: the module that contains norm and linears. ``pool``: the site that averages the other model's outputs before
+    the norm, "" for none. ``add``: the site where the results replace embeddings, or join the stream. ``norm``: module
+    path, with an eps of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm. Beside a large mean a
+    LayerNorm may lose the variation, so its bounds hold for outputs whose mean is at most ``MOST_MEAN``. ``joined``:
+    how many of the norm's outputs the first linear reads at once; ``by_channel``: interleaved by channel.
+    ``shares_eps``: whether the norm has the text model's eps, which scales with the stream's exponent, so that its
+    output drifts.
 
     ``weight``: tensor of the only linear, [inputs, outputs]; "" if there are modules instead: ``merging`` ("" for
     none), then those of ``feed_forward``, if any. ``tower``: the other model's module, of which nothing is known: its
-    tensors are carried over unchanged, and no bound covers its inside. ``behind``: the site of the stream's sum to
-    which these outputs are added, "" if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the
-    field of the stock class's output that has these outputs, "" for none."""
+    tensors are carried over unchanged, and no bound covers its inside. ``behind``: the sum to which the results are
+    added, "" if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the field of the stock class's
+    output that has the results, "" for none."""
 
     at: str
     add: str

@@ -205,8 +205,7 @@ class WholeWeights:
         return self._leaves[id(weight)] if id(weight) in self._leaves else self._gathered(weight)
 
     def leaves(self, names: Iterable[str]) -> list[Tensor]:
-        """Return full weights as leaves of a graph. Until ``write``, ``read`` gives these leaves by each of their
-        names."""
+        """Return unsharded weights as leaves for autograd. Until ``write``, ``read`` returns the same leaves."""
         leaves = []
         for name in names:
             weight = self._named[name]

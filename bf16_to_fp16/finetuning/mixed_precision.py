@@ -113,7 +113,7 @@ class MixedPrecision:
 
 
 def recomputation(device: torch.device) -> dict[str, Any]:
-    """Return the arguments of ``torch.utils.checkpoint`` that make a recomputed forward equal one in ``whole_step``."""
+    """Return the arguments with which ``torch.utils.checkpoint`` recomputes the same values as in ``whole_step``."""
     given: dict[str, Any] = {"use_reentrant": False}
     return given | ({"context_fn": lambda: (WidePowers(), WidePowers())} if device.type == "cpu" else {})
 

@@ -150,7 +150,7 @@ class Conventions:
 
     @property
     def objective(self) -> Objective | None:
-        """The objective that these ids allow for an encoder-decoder; None if they allow none."""
+        """The training objective for which an encoder-decoder has the special ids; None if there is none."""
         if self.mask is not None:
             return "gap-sentences"
         if self.span_mask is not None:

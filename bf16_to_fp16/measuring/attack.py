@@ -252,8 +252,8 @@ def attack(
     """Return each site's findings after ``steps`` gradient steps; one in ``TOKEN_SHARE`` of them searches over tokens.
 
     model: a stock model in eval mode with the weights that run in fp16, in any dtype; it is not changed. sites: audit
-    names to attack, by default all goals; a repeated name gets more rows. A site behind an attention's scores is
-    attacked through the scores. length: positions of encoder and decoder inputs. Deterministic for a seed, on every
+    names to attack, by default all sites and norms; a repeated name gets more rows. A site behind an attention's scores
+    is attacked through the scores. length: positions of encoder and decoder inputs. Deterministic for a seed, on every
     device."""
     half, wide = copy.deepcopy(model).half(), copy.deepcopy(model).float()
     for copied in (half, wide):

@@ -175,8 +175,8 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return the router's logits, each token's values in its first expert (``feed_forward_outputs`` but the last),
-        and the output. The output is the weighted sum of the experts' and the shared one's."""
+        """Return the router's logits, then for each token the values inside its first expert, last the output. The
+        output is the weighted sum of all chosen experts' outputs, plus the shared expert's."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []

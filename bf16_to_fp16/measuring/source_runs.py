@@ -32,7 +32,7 @@ from .meter import RangeObserver
 
 @dataclass(frozen=True)
 class Observed:
-    """The fp32 ranges of modules on all inputs, and the outputs on compared inputs."""
+    """What runs of the source gave: the modules' fp32 ranges, and the outputs to which others are compared."""
 
     ranges: Mapping[str, ModuleRange]
     reference: Reference
@@ -102,10 +102,10 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the fp32 source's outputs with eps·4^-r in its norms, which equals rescaled weights with a fixed eps.
+    """Return the fp32 source's outputs with eps·4^-r in its norms, as rescaled weights with a fixed eps give them.
 
-    Corrected gains are rounded to fp16. If some gains are stored minus an offset, all weights are rounded: the losses
-    from rounding and from eps then have a similar size, and both must be in the comparison."""
+    Gains that the plan corrects are rounded to fp16. If some gains are stored minus an offset, all weights are rounded:
+    the losses from rounding and from eps then have a similar size, and both must be in the comparison."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

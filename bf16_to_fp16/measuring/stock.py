@@ -214,7 +214,7 @@ def without_values(
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
-    """Run a stock model. A head that reads only the end token runs at every position, so that no row needs one."""
+    """Run a stock model. A head that reads only the end token runs at every position: rows may lack that token."""
     stock, head = layout.stock, layout.head
     if not stock.reads_end_token or head is None:
         model(**inputs)

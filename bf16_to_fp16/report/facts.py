@@ -205,7 +205,7 @@ def scaled_outputs(report: schema.Report) -> str:
 
 
 def giving_states(report: schema.Report) -> str:
-    """Return the class that returns the last states of the same stacks, or ""."""
+    """Return the stock class whose output is the model's last hidden states, "" if there is none."""
     family, decodes = named(report.family), "cross_attentions" in report.outputs
     return "" if family is None else family.giving_states(decodes=decodes) or ""
 

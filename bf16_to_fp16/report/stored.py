@@ -88,6 +88,6 @@ def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Ten
         except ValueError:
             values = b""
         if hashlib.sha256(values).hexdigest() != entry.sha256 or len(values) != math.prod(shape) * dtype.itemsize:
-            raise UserError(f"the original of {name} in the report was changed; take the one that convert wrote")
+            raise UserError(f"the source's {name} in the report was changed; take the report that convert wrote")
         tensors[name] = torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
     return tensors

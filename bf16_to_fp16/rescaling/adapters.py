@@ -147,8 +147,8 @@ def uniform(name: str, target: str, exponent: int | Tensor) -> int:
     first = int(exponent[0])
     if bool((exponent != first).any()):
         raise UserError(
-            f"{name}: a DoRA magnitude is the length of a row, and the columns of {target} were scaled by different"
-            " powers of two, so that lengths do not follow; merge the adapter into the original and convert that"
+            f"{name}: a DoRA magnitude is the length of a row, which has no power of two where the columns of {target}"
+            " have different ones; merge the adapter into the original and convert that"
         )
     return first
 

@@ -25,7 +25,7 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 @dataclass(eq=False)
 class WeightLosses:
-    """The losses of weights, and the drift of the norms that read ``stream``. ``make_plan`` describes the fields."""
+    """The precision weights lose, and the drift of norms that read ``stream``. ``make_plan`` describes the fields."""
 
     layout: Layout
     weights: TensorReader
