@@ -333,5 +333,5 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return each head's part of a weight or bias: [heads, …], if fused of the linear ``number``."""
+    """Return a weight or bias by head, [heads, …]; of several fused linears that of the one with this ``number``."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)

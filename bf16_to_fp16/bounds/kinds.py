@@ -58,8 +58,8 @@ class Line(StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """``remedy``: for a bound over its limit. ``line``: the curve in figures, None if not drawn; every output counts as
-    an attention's. ``limit_in_training``: lower where the derivative of gelu_new is computed."""
+    """``remedy``: for a bound over its limit. ``line``: the curve in figures, None if not drawn; outputs of
+    feed-forwards have an attention's too. ``limit_in_training``: lower where the derivative of gelu_new is computed."""
 
     remedy: Remedy = Remedy.RESCALE
     line: Line | None = None

@@ -71,7 +71,7 @@ class LiveWeights:
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[Rows]:
-        """Return the rows of each linear on its source. fused: their counts in a shared matrix, or ()."""
+        """Return the rows of each linear on its source. fused: how many rows each has in a shared matrix, else ()."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]

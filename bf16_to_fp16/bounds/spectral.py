@@ -80,7 +80,7 @@ class Spectra:
 
     read: returns the source's weights. found: by a matrix's label, the matrix without its weights' values, and the
     bound. fixed: the present weights are not the source's, so no bounds are added to ``found``. kept: other results, by
-    the names of their weights and by arguments. about: the weights' names for the next of these."""
+    the names of their weights and by arguments. about: the names for the next such result."""
 
     read: TensorReader
     found: dict[str, tuple[Tall, float]] = field(default_factory=dict)

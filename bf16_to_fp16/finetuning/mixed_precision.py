@@ -82,12 +82,11 @@ class MixedPrecision:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
-        """Divide the gradients by the loss scale, clip them to ``CLIP_NORM``, move the scale, and return the norm that
-        the unscaled gradient had; where that is an overflow, infinite or NaN, they are left as they are.
+        """Divide the gradients by the loss scale, clip them to ``CLIP_NORM`` and move the scale. Return the norm of the
+        unscaled gradient; if that is inf or NaN, the gradients are left as they are.
 
-        units: of each parameter, in which its gradient counts in what is clipped; with the tensors' sizes a rescaled
-        model is clipped as it would have been before.
-        """
+        units: by which each parameter's gradient is multiplied in the norm to clip; with the weights' sizes, a rescaled
+        model is clipped as it would have been before."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]

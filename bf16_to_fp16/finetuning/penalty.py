@@ -249,7 +249,8 @@ class ActivationPenalty:
         return not unknown and amax > self._floor(site)
 
     def _floor(self, site: str) -> float:
-        """Smaller values have no gradient. It is below the target, which another call or rank may exceed."""
+        """Return the |x| up to which values get no gradient. It is below the target, which other calls or ranks may
+        exceed."""
         return self._target[site] / 2**MOST_SLACK_BITS
 
     def _weight(self, site: str) -> float:

@@ -136,8 +136,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 
 def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
-    """Return each stack's figure with a caption. upper: a function that writes the largest upper value. lower: the
-    lower ones' name."""
+    """Return each stack's figure with a caption. upper: a function that writes the largest upper value in words. lower:
+    what to call lower values."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []

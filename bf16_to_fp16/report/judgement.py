@@ -134,8 +134,8 @@ def too_inexact(
     edits: float = 0.0,
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the source than bf16 and ``max_kl``, or if an ``exact`` plan's output
-    differs in fp32. If the output is ``proven``, its ``edits`` may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
+    """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``, or if an ``exact`` plan's
+    output differs in fp32. If it is ``proven``, its ``edits`` may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:

@@ -31,7 +31,7 @@ MOST_EDITS = 3  # edits that are named, the dearest
 
 
 def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = (), *, then: str = "") -> None:
-    """Print the outcome of a conversion to a folder or one file. notes: on a one-file source."""
+    """Print the outcome of a conversion to a folder or one file. notes: further lines."""
     screen = console()
     if report.signals:
         screen.print(source_line(report))

@@ -21,7 +21,7 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return, by signal, column exponents to use instead of the ``needed`` row exponents where few suffice."""
+    """Return, by signal, column exponents to use instead of ``needed`` row exponents where a few columns suffice."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if made_by(signal := columns_read_by(layout, each.gate)) in needed:
@@ -42,9 +42,9 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return ``cuts`` of gates and queries, deepened so that tokens with these channels keep their stream's direction.
 
-    At such a token the first cut gate's output is nearly all of the stream. A cut of 2^-k makes that 2^-k, so behind
-    later norms the channel is 2^k as large. Later queries then need k bits more; 2^-2k makes later gates' outputs 2^-k
-    as well."""
+    At such a token the first cut gate's output is nearly all of the stream. A cut of 2^-k scales it by 2^-k, so behind
+    later norms the channel is 2^k times as large. Later queries then need k bits more, and later gates 2^-2k, which
+    scales their outputs by 2^-k too."""
     deeper: dict[str, list[int]] = {}
     for stack in layout.stacks():
         readers = [(part, signals_of(layout, part, cuts)) for part in stack.sublayers]

@@ -56,7 +56,7 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 @dataclass(frozen=True)
 class Solution:
     """The exponents of one signal's channels and their costs. ``cost``: of these exponents, with a price if a proof is
-    given up (``fallback``). ``free``: the least if bounds need not hold. ``unmoved``: of exponent 0 everywhere.
+    given up (``fallback``). ``free``: the least cost if bounds need not hold. ``unmoved``: of exponent 0 everywhere.
     ``index``: each channel's exponent, plus 24."""
 
     cost: float
@@ -68,7 +68,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Total:
-    """The cost of a stream exponent, whether it holds the stream for every input, and the number of proofs given up."""
+    """The cost of a stream exponent, whether the stream fits for every input, and the number of proofs given up."""
 
     cost: float
     holds: bool

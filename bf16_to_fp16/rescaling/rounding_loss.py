@@ -134,7 +134,7 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 @dataclass(frozen=True)
 class _Span:
     """The binades ``low`` to ``high`` of a weight's elements, given the other axis's exponents. ``zero``: the lowest
-    binade without them; zeros get its place in histograms. ``narrow``: whether bf16 holds all elements."""
+    binade before these exponents, where histograms put zeros. ``narrow``: whether bf16 holds all elements."""
 
     low: int
     high: int

@@ -112,7 +112,7 @@ class WeightLosses:
         return exponent
 
     def branch_drift(self, norm: str, exponent: int) -> float:
-        """Return the mean squared relative change of a norm's output under an ``exponent`` beside the stream's."""
+        """Return the mean squared relative change of a norm's output for an ``exponent`` on top of the stream's."""
         seen = self.ranges[norm].norm
         return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
 
