@@ -1,7 +1,6 @@
 """One file of weights is a source like a folder: the config told from it, and foreign names."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +180,8 @@ def test_what_a_file_lacks_is_told(name: str, t5: Path, tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
-def test_gguf_and_what_is_no_weights_is_refused(t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copy(t5, tmp_path / "t5.gguf")
-    assert "GGUF" in refused(capsys, "certify", tmp_path / "t5.gguf")
-    (tmp_path / "notes.txt").write_text("weights")
-    assert "is not a folder" in refused(capsys, "certify", tmp_path / "notes.txt")
+def test_options_that_do_not_fit_a_file_are_refused(
+    t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "leave out --subfolder" in refused(capsys, "certify", t5, "--subfolder", "a")
     assert "none.json does not exist" in refused(capsys, "certify", t5, "--config", tmp_path / "none.json")

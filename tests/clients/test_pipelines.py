@@ -39,7 +39,8 @@ CLIP |= {"projection_dim": 8, "max_position_embeddings": 218}
 class Case:
     """A pipeline class, that of its transformer (or the like), its encoders and tokenizers, the transformer's shape and
     what it gives for what ``encode_prompt`` returns, and what this takes besides the prompt. encoders: the components
-    to be converted. quiet: the transformer's linears whose weights ``quietly`` makes small."""
+    to be converted. quiet: weights that bring the states of an encoder, which are large, to the size of what is added
+    to them there, as in trained ones; else the next norm would hide any factor."""
 
     kind: str
     transformer: str
@@ -51,7 +52,9 @@ class Case:
     quiet: tuple[str, ...] = ()
 
     def build(self) -> Any:
-        transformer = quietly(model(self.transformer, **self.shape), *self.quiet)
+        transformer = model(self.transformer, **self.shape)
+        for name in self.quiet:
+            transformer.get_parameter(name).data.mul_(2.0**-18)
         others = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), "vae": None, "transformer": transformer}
         return getattr(diffusers, self.kind)(**others, **self.parts())
 
@@ -76,10 +79,6 @@ def encoder(kind: str, **changes: Any) -> Any:
     return pipelines.encoder(kind, **changes).to(torch.bfloat16)
 
 
-def headless(kind: str, **changes: Any) -> Any:
-    return encoder(kind, **changes).model
-
-
 def loud(model: Any) -> Any:
     """Return a tiny encoder, whose stream fits fp16, with a neuron in each layer that does not: its row is larger by a
     power of two and its column smaller, which changes nothing that the encoder computes."""
@@ -91,14 +90,8 @@ def loud(model: Any) -> Any:
     return model
 
 
-def t5(kind: str = "t5-encoder") -> dict[str, Any]:
-    return {"text_encoder": encoder(kind), "tokenizer": transformers.ByT5Tokenizer(extra_ids=125)}
-
-
-def of_bytes() -> Any:
-    tokenizer = causal.tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return tokenizer
+def t5(kind: str = "t5-encoder", place: str = "") -> dict[str, Any]:
+    return {f"text_encoder{place}": encoder(kind), f"tokenizer{place}": transformers.ByT5Tokenizer(extra_ids=125)}
 
 
 def clip_tokenizer() -> Any:
@@ -123,31 +116,20 @@ def model(kind: str, **shape: Any) -> Any:
     return made
 
 
-def quietly(transformer: Any, *weights: str) -> Any:
-    """Return a transformer whose linears of these names bring the states of an encoder, which are large, to the size of
-    what is added to them there, as in trained ones; else the next norm would hide any factor."""
-    with torch.no_grad():
-        for name in weights:
-            transformer.get_parameter(name).mul_(2.0**-18)
-    return transformer
-
-
 def of_clip(*places: str, projected: bool = False) -> dict[str, Any]:
     made = [{f"text_encoder{n}": clip(projected), f"tokenizer{n}": clip_tokenizer()} for n in places]
     return {name: part for each in made for name, part in each.items()}
 
 
-def t5_at(place: str) -> dict[str, Any]:
-    return {f"{name}{place}": part for name, part in t5().items()}
-
-
 def of_bytes_with(encoder: Any, place: str = "") -> dict[str, Any]:
-    return {f"text_encoder{place}": encoder, f"tokenizer{place}": of_bytes()}
+    tokenizer = causal.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    return {f"text_encoder{place}": encoder, f"tokenizer{place}": tokenizer}
 
 
 def hidream_encoders() -> dict[str, Any]:
     llama = loud(encoder("llama", num_hidden_layers=3, factor=10.0, attn_implementation="eager"))
-    return of_clip("", "_2", projected=True) | t5_at("_3") | of_bytes_with(llama, "_4")
+    return of_clip("", "_2", projected=True) | t5(place="_3") | of_bytes_with(llama, "_4")
 
 
 AT = torch.tensor([500.0])
@@ -158,7 +140,7 @@ LATENTS, FRAMES = (1, 4, 8, 8), (1, 4, 1, 4, 4)
 
 CASES = (
     Case(
-        *("FluxPipeline", "FluxTransformer2DModel", lambda: of_clip("") | t5_at("_2")),
+        *("FluxPipeline", "FluxTransformer2DModel", lambda: of_clip("") | t5(place="_2")),
         SMALL
         | {"num_single_layers": 1, "joint_attention_dim": WIDTH, "pooled_projection_dim": 8, "axes_dims_rope": AXES},
         lambda net, e: net(torch.randn(1, 4, 4), e[0], e[1], AT / 1000, img_ids=torch.zeros(4, 3), txt_ids=e[2]),
@@ -171,7 +153,7 @@ CASES = (
         lambda net, e: net(torch.randn(FRAMES), AT.long(), e[0]),
     ),
     Case(
-        *("SanaPipeline", "SanaTransformer2DModel", lambda: of_bytes_with(headless("gemma2"))),
+        *("SanaPipeline", "SanaTransformer2DModel", lambda: of_bytes_with(encoder("gemma2").model)),
         SAME
         | {"sample_size": 8, "caption_channels": WIDTH}
         | {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16, "cross_attention_dim": 32},

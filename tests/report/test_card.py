@@ -10,7 +10,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from support import fakes, tiny
-from support.pages import certificate, certified
+from support.pages import certified
 
 from bf16_to_fp16.checkpoint.reader import Checkpoint
 from bf16_to_fp16.report import card as cards
@@ -137,6 +137,10 @@ def test_hostile_names_cannot_leave_their_place(tmp_path: Path) -> None:
     outside = re.sub(r"(`+).*?\1", "", written.text)
     assert not re.search(r"(?<!\\)<(script|b)>", outside)
     assert "one \\| two \\<b\\>bold" in written.text
+    unproven = certified(top=900_000.0)
+    unproven["uncertified"][0] |= {"name": "place|0", "remedy": "remedy|0"}
+    text = card(tmp_path, unproven).text
+    assert "| `place\\|0` | " in text and "What helps: remedy\\|0." in text
     assert prose("max |x|_y\n*z*") == "max \\|x\\|\\_y \\*z\\*"
     assert span("plain") == "`plain`" and span("a``b") == "``` a``b ```"
 
@@ -171,19 +175,6 @@ def test_the_usage_brings_the_tokenizer_where_there_is_one(tmp_path: Path) -> No
         report["source"]["carried_over"] = [name]
         assert ("AutoTokenizer" in card(tmp_path, report).text) is has
     compile(text.split("```python\n")[1].split("```")[0], "usage", "exec")
-
-
-def test_a_certificate_says_what_it_covers_and_what_it_does_not(tmp_path: Path) -> None:
-    proof = certificate() | {"headroom_bits": 0.2999, "max_length": 512}
-    text = card(tmp_path, certified() | {"certificate": proof}).text
-    proven, leaves = text.split("## What is proven")[1].split("They say nothing about")
-    assert "No input can make any operation overflow" in proven and "every input of up to 512 positions" in proven
-    assert "(`--target train`)" in leaves and "(0.29 bits) (proven; a proof needs no margin)" in text
-    assert "## What is proven" not in card(tmp_path, fakes.conversion()).text
-    unproven = certified(top=900_000.0)
-    unproven["uncertified"][0] |= {"name": "place|0", "remedy": "remedy|0"}
-    text = card(tmp_path, unproven).text
-    assert "| `place\\|0` | " in text and "What helps: remedy\\|0." in text and "No input can make any" not in text
 
 
 def test_a_finetunes_card_says_recipe_original_and_how_far_it_went(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import signal
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,26 +229,17 @@ def limited(seconds: float = SECONDS) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def command_line(*arguments: str) -> Callable[[Path], None]:
-    """Return what runs the command line and raises AssertionError unless it ends as it should."""
-
-    def act(root: Path) -> None:
-        said, out = io.StringIO(), io.StringIO()
-        before = sorted(root.iterdir())
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(out):
-            status = cli.main([a.format(root=root) for a in arguments])
-        errors = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
-        assert status in (0, 1, 2), status
-        assert len(errors) == (status == 2), said.getvalue()
-        assert all(len(error) < 2000 for error in errors), errors[0][:3000]
-        if status == 2:
-            assert sorted(root.iterdir()) == before
-
-    return act
-
-
-CONVERT = command_line("convert", "{root}/in", "{root}/out", "--no-audit")
-UNDO = command_line("undo", "{root}/in", "{root}/out")
+def check_command(root: Path, command: str, *options: str) -> None:
+    """Run a command from ``in`` to ``out``; raise AssertionError unless it ends as it should."""
+    said, out = io.StringIO(), io.StringIO()
+    before = sorted(root.iterdir())
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(out):
+        status = cli.main([command, f"{root}/in", f"{root}/out", *options])
+    errors = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+    assert status in (0, 1, 2), status
+    assert len(errors) == (status == 2), said.getvalue()
+    assert all(len(error) < 2000 for error in errors), errors[0][:3000]
+    assert status < 2 or sorted(root.iterdir()) == before
 
 
 def run(good: Originals, case: Case) -> str:
@@ -274,8 +265,5 @@ def run(good: Originals, case: Case) -> str:
         except UserError as error:
             assert "\n" not in str(error) and 0 < len(str(error)) < 2000, str(error)[:3000]
             return "refused"
-        if folder == "converted":
-            UNDO(root)
-        else:
-            CONVERT(root)
+        check_command(root, *(["undo"] if folder == "converted" else ["convert", "--no-audit"]))
         return "accepted" if (root / "out").exists() else "refused"
