@@ -38,7 +38,9 @@ def demo(
 ) -> tuple[dict[str, Any], str, str, Path]:
     """Return the demo's JSON by name, its standard output and error, and where it wrote; whole in ``make test-all``."""
     root, whole = tmp_path_factory.mktemp("demo"), pytestconfig.getoption("--exhaustive")
-    done = command(warm_python, "demo", "--json", "report.json", cwd=root, whole=whole)
+    words: list[str | Path] = [warm_python, "-m", "bf16_to_fp16", "demo", "--json", "report.json"]
+    environment = os.environ | {"NO_COLOR": "1"} | ({"WHOLE_RUNS": "1"} if whole else {})
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
     reports = {r["name"]: r for r in json.loads((root / "report.json").read_text())["demos"]}
     return reports, done.stdout, done.stderr, root / "fp16-demo"
@@ -94,17 +96,6 @@ def test_the_demo_ends_with_the_table_of_the_readme(demo: Any, pytestconfig: pyt
                 continue
             one, other = (float(cell.rstrip("% ×").replace(",", "")) for cell in (a, b))
             assert one == pytest.approx(other, rel=0.05)
-
-
-def command(python: Path, *arguments: str, cwd: Path, whole: bool = False) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [python, "-m", "bf16_to_fp16", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"NO_COLOR": "1"} | ({"WHOLE_RUNS": "1"} if whole else {}),
-    )
 
 
 @pytest.mark.parametrize(

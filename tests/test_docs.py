@@ -40,13 +40,6 @@ def test_the_site_builds_and_every_link_in_it_leads_somewhere(tmp_path: Path) ->
     assert not [name for name, html in written.items() if "fonts.g" in html]
 
 
-def relative_links(path: Path) -> Iterator[str]:
-    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not urlsplit(link).scheme:
-            yield link
-
-
 def slugs(path: Path) -> set[str]:
     """Return the anchors of a Markdown file's headings, as repository viewers make them."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -55,7 +48,8 @@ def slugs(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
 def test_a_link_in_the_repository_leads_to_a_file_and_a_heading(path: Path) -> None:
-    for link in relative_links(path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in (link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not urlsplit(link).scheme):
         place, _, anchor = link.partition("#")
         target = (path.parent / place).resolve() if place else path
         assert target.exists(), link
@@ -189,30 +183,20 @@ def test_every_script_and_test_shown_exists() -> None:
     assert len(shown) > 2
 
 
-def snippets() -> list[Any]:
-    return [
-        pytest.param(code, id=f"{path.stem}-{i}") for path in TEXTS for i, code in enumerate(blocks(path, "python"))
-    ]
+SNIPPETS = {f"{path.stem}-{i}": code for path in TEXTS for i, code in enumerate(blocks(path, "python"))}
 
 
-@pytest.mark.parametrize("code", snippets())
+@pytest.mark.parametrize("code", SNIPPETS.values(), ids=SNIPPETS)
 def test_a_python_block_compiles_and_its_names_exist(code: str) -> None:
     compile(code, "block", "exec")
     for line in re.findall(r"^from bf16_to_fp16[\w.]* import .+$", code, re.MULTILINE):
         exec(line, {})
 
 
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which the demo stands under the names of the pages, converted."""
-    folder = tmp_path_factory.mktemp("pages")
-    assert cli.main(["convert", DEMO, str(folder / "flan-t5-base-fp16")]) == 0
-    (folder / "bf16_to_fp16").symlink_to(ROOT / "bf16_to_fp16")
-    return folder
-
-
-def test_the_python_of_the_pages_runs(converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(converted)
+def test_the_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", DEMO, "flan-t5-base-fp16"]) == 0
+    Path("bf16_to_fp16").symlink_to(ROOT / "bf16_to_fp16")
     ran = 0
     for path in (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("index", "audit", "report"))):
         for code in blocks(path, "python"):

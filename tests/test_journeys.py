@@ -36,18 +36,14 @@ Program = Callable[..., str]
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with ``model``, a T5 that overflows, and its text."""
-    save(overflowing(load(saved(tmp_path / "model", 60, dropout=0.0), torch.float32)), tmp_path / "model")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def overflowing(model: Any) -> Any:
-    """Multiply the stream by 2^18, and not the logits."""
+    model = load(saved(tmp_path / "model", 60, dropout=0.0), torch.float32)
     for name, weight in model.named_parameters():
-        if name == "shared.weight" or name.endswith((".o.weight", ".wo.weight")):
+        if name == "shared.weight" or name.endswith((".o.weight", ".wo.weight")):  # the stream, and not the logits
             weight.data.mul_(2.0**18)
     model.decoder.final_layer_norm.weight.data.mul_(2.0**-18)
-    return model
+    save(model, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -21,15 +21,9 @@ PLACES = [f"/{top}/" for top in ("wor" + "k", "tm" + "p", "hom" + "e", "roo" + "
 FOREIGN = re.compile("|".join([*map(re.escape, HOSTS), *(rf"(?<![\w.~/}}-]){place}\w" for place in PLACES)]))
 
 
-def foreign_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if FOREIGN.search(line)]
-
-
 def test_no_file_names_a_place_on_one_machine_or_a_package_registry() -> None:
-    found = {
-        str(path.relative_to(ROOT)): lines for path in parsed.tracked() if (lines := foreign_lines(parsed.text(path)))
-    }
-    assert found == {}
+    lines = [(path, line) for path in parsed.tracked() for line in parsed.text(path).splitlines()]
+    assert [place for place in lines if FOREIGN.search(place[1])] == []
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "tests/compat/constraints.txt"])

@@ -21,15 +21,6 @@ ONE_LAYER = {f"{side}_{what}": n for side in ("encoder", "decoder") for what, n 
 ONE_LAYER |= {"vocab_size": 97, "d_model": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
 
 
-def cohere2(folder: Path, factor: float) -> Path:
-    torch.manual_seed(0)
-    ids = {"pad_token_id": 0, "eos_token_id": [1, 2]}
-    model = transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**SMALL, **ids, num_key_value_heads=2))
-    model.model.layers[1].mlp.down_proj.weight.data.mul_(factor)
-    model.bfloat16().save_pretrained(folder)
-    return folder
-
-
 def bart(folder: Path) -> Path:
     torch.manual_seed(0)
     config = transformers.BartConfig(max_position_embeddings=64, **ONE_LAYER)
@@ -38,7 +29,12 @@ def bart(folder: Path) -> Path:
 
 
 def test_a_decoder_that_overflows_is_named_where_it_does_with_its_true_size(tmp_path: Path) -> None:
-    report = audit(cohere2(tmp_path / "m", 1e9))
+    torch.manual_seed(0)
+    ids = {"pad_token_id": 0, "eos_token_id": [1, 2]}
+    model = transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**SMALL, **ids, num_key_value_heads=2))
+    model.model.layers[1].mlp.down_proj.weight.data.mul_(1e9)
+    model.bfloat16().save_pretrained(tmp_path / "m")
+    report = audit(tmp_path / "m")
     assert (report["verdict"], report["proof"], report["family"]) == ("unsafe", "observed", "Cohere2ForCausalLM")
     assert report.get("certificate") is None
     site = "model.layers.1:add#2"

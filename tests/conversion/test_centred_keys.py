@@ -37,20 +37,15 @@ from bf16_to_fp16.rescaling.plan import Plan
 DTYPES = {"pegasus": torch.bfloat16, "mbart": torch.float32}
 
 
-def plan_of(source: Path, folder: Path) -> tuple[Path, Plan]:
-    """Write and return a plan that moves queries, keys and norms and centres all keys but those of one attention."""
-    layout = resolve(open_checkpoint(source))
-    plan = random_plan(layout, (Kind.NORM, Kind.QUERY_KEY))
-    plan = plan.model_copy(update={"centred_keys": [w.at for w in centrable(layout)[1:]]})
-    return plan_file(folder / "plan.json", plan), plan
-
-
 @pytest.fixture(scope="module", params=sorted(DTYPES))
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Plan]:
+    """Convert by a plan that moves queries, keys and norms and centres all keys but those of one attention."""
     root, kind = tmp_path_factory.mktemp(request.param), request.param
     source = tiny.save(tiny.small(kind, factor=1.0, dtype=DTYPES[kind]), root / "source", DTYPES[kind])
-    path, plan = plan_of(source, root)
-    assert convert(source, root / "out", plan=path).safe
+    layout = resolve(open_checkpoint(source))
+    centred = {"centred_keys": [w.at for w in centrable(layout)[1:]]}
+    plan = random_plan(layout, (Kind.NORM, Kind.QUERY_KEY)).model_copy(update=centred)
+    assert convert(source, root / "out", plan=plan_file(root / "plan.json", plan)).safe
     return source, root / "out", plan
 
 

@@ -246,10 +246,6 @@ LAST = {
 Pairs = dict[str, tuple[Path, Path]]
 
 
-def kept(told: str) -> list[str]:
-    return re.findall(r'model\.get_submodule\("([^"]+)"\)\.float\(\)', told)
-
-
 def loud(kind: str, folder: Path) -> Path:
     """Save a model whose images overflow the stream, of weights that fp16 holds before and after."""
     model = tiny.build(kind)
@@ -319,6 +315,7 @@ def test_a_tower_that_overflows_alone_is_named(kind: str, tmp_path: Path, capsys
     out = tmp_path / "out"
     result = convert(tiny.save(model, tmp_path / "source"), out)
     told = result.report["next"]
+    paths = re.findall(r'model\.get_submodule\("([^"]+)"\)\.float\(\)', told)
     assert not result.safe and told.startswith("only the vision tower overflows")
     assert {entry["remedy"] for entry in result.report["unsafe"]} == {told}
     close = result.report["fidelity"]
@@ -329,7 +326,7 @@ def test_a_tower_that_overflows_alone_is_named(kind: str, tmp_path: Path, capsys
         verified = verify(out)
         assert verified["problems"][-1]["remedy"] == told
         print_verification(read(Verification, verified))
-        assert capsys.readouterr().out.count("get_submodule") == len(kept(told))
+        assert capsys.readouterr().out.count("get_submodule") == len(paths)
         with pytest.raises(UserError, match=r"\(only the vision tower overflows\) and is not published; give --allow"):
             prepare(out)
     report = read(Report, result.report)
@@ -339,10 +336,10 @@ def test_a_tower_that_overflows_alone_is_named(kind: str, tmp_path: Path, capsys
     card, page = ((out / name).read_text() for name in ("README.md", "fp16_report.html"))
     unproven = report.model_copy(update={"certificate": None})
     assert verdict_line(unproven).plain.endswith("; in the text model nothing overflowed on what was run")
-    assert all(f'\nmodel.get_submodule("{path}").float()  # its vision tower' in card for path in kept(told))
+    assert all(f'\nmodel.get_submodule("{path}").float()  # its vision tower' in card for path in paths)
     for text in (card, html.unescape(page)):
-        assert proven in text and all(f'model.get_submodule("{path}").float()' in text for path in kept(told))
-    wanted, paths = seen(out), kept(told)
+        assert proven in text and all(f'model.get_submodule("{path}").float()' in text for path in paths)
+    wanted = seen(out)
     assert not seen(out, torch.float16).isfinite().all()
     assert (seen(out, torch.float16, paths) - wanted).abs().max() <= 0.05 * wanted.abs().max()
 

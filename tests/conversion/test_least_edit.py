@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from support import judge, tiny
+from support.folders import rewritten
 from support.forging import copied
 
 from bf16_to_fp16 import cli, convert, undo, verify
@@ -27,20 +27,6 @@ from bf16_to_fp16.wording import power, scientific
 
 DEMO = Path(__file__).parents[2] / "bf16_to_fp16" / "demo_data" / "t5-gated-bytes"
 FLOOR = 1e-9  # divergences under it are the noise of fp32
-
-
-def saturated_demo(folder: Path) -> Path:
-    """Write the demo T5 with nine loud gates and a loud head of queries, as rewarded training leaves them."""
-    shutil.copytree(DEMO, folder)
-    with safe_open(folder / "model.safetensors", "pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    gate, heads = "encoder.block.1.layer.1.DenseReluDense", "encoder.block.1.layer.0.SelfAttention.q.weight"
-    weights[f"{gate}.wi_0.weight"][:9] *= 2.0**16
-    weights[f"{gate}.wo.weight"][:, :9] *= 2.0**-13
-    size = json.loads((folder / "config.json").read_text())["d_kv"]
-    weights[heads][:size] *= 2.0**12
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 def saturated_t5(folder: Path, loud: list[int]) -> Path:
@@ -68,8 +54,14 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Converted:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    """The demo T5 with nine loud gates and a loud head of queries, as rewarded training leaves them."""
     root = tmp_path_factory.mktemp("demo")
-    source = saturated_demo(root / "source")
+    source = Path(shutil.copytree(DEMO, root / "source"))
+    gate, heads = "encoder.block.1.layer.1.DenseReluDense", "encoder.block.1.layer.0.SelfAttention.q.weight"
+    with rewritten(source / "model.safetensors") as weights:
+        weights[f"{gate}.wi_0.weight"][:9] *= 2.0**16
+        weights[f"{gate}.wo.weight"][:, :9] *= 2.0**-13
+        weights[heads][: json.loads((source / "config.json").read_text())["d_kv"]] *= 2.0**12
     return Converted(source, root / "out", convert(source, root / "out").report)
 
 
@@ -199,7 +191,7 @@ def test_max_kl_accepts_what_costs_more_than_bf16(tmp_path: Path) -> None:
     assert all(entry["kind"] == "inexact" and "--max-kl" in entry["remedy"] for entry in plain["unsafe"])
     close = read(Report, plain).fidelity
     assert close and too_inexact(close, max_kl=kl / 2) and not too_inexact(close, max_kl=2 * kl)
-    kl = max(kl, *(entry["kl"] for entry in plain["exceptions"] if len(entry["ids"]) == 1))  # accepted as well
+    kl = max([kl, *(entry["kl"] for entry in plain["exceptions"] if len(entry["ids"]) == 1)])  # accepted as well
     most, out, plan = f"{2 * kl:.2g}", tmp_path / "out", tmp_path / "plain"
     assert cli.main(["convert", str(source), str(out), "--max-kl", most, "--plan", str(plan)]) == 0
     report = loads((out / REPORT).read_bytes())

@@ -121,23 +121,16 @@ TURNED: dict[str, tuple[str, dict[str, Any]]] = {
 """Rotary positions as transformers 5 saves them, other than 4.57's defaults."""
 
 
-@pytest.fixture(scope="module")
-def turned(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
-    """Return (source, converted) folders of models with rotary positions of their own, all without caps on scores."""
-    root = tmp_path_factory.mktemp("turned")
-    made: Pairs = {}
+def test_rotary_positions_saved_by_5_are_read_by_4(tmp_path: Path, warm_python: Path, compat_python: Path) -> None:
+    """Of models without caps on scores."""
+    turned: Pairs = {}
     for name, (kind, positions) in TURNED.items():
         few = tiny.few_layers(kind) | {"vocab_size": VOCABULARY, "rope_parameters": positions}
         few |= {"max_position_embeddings": 8} if name == "dynamic" else {}
         few |= {"attn_logit_softcapping": None, "sliding_window": 64} if kind == "t5gemma" else {}
-        source = tiny.save(tiny.build(kind, **few), root / name)
-        made[name] = source, root / f"{name}-fp16"
-        result = convert(source, made[name][1], target="half", run_model=False)
+        turned[name] = tiny.save(tiny.build(kind, **few), tmp_path / name), tmp_path / f"{name}-fp16"
+        result = convert(*turned[name], target="half", run_model=False)
         assert result.safe and len(result.report["older"]) == (kind == "t5gemma")
-    return made
-
-
-def test_rotary_positions_saved_by_5_are_read_by_4(turned: Pairs, warm_python: Path, compat_python: Path) -> None:
     folders = [folder for pair in turned.values() for folder in pair]
     five, four = (compute_logits(folders, python) for python in (warm_python, compat_python))
     for number, name in enumerate(turned):
