@@ -15,17 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
-from bf16_to_fp16.bounds.attention import (
-    capped_span,
-    rotation_error,
-    soft_capped,
-    summed_scores,
-    turned,
-    turned_score_bounds,
-)
-from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, rms_normalised
+from bf16_to_fp16.bounds.attention import capped_span, soft_capped, summed_scores
+from bf16_to_fp16.bounds.linear import NormOutput, bound_linear
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
-from bf16_to_fp16.families.wiring import Rotary
 from bf16_to_fp16.measuring.observer import SiteObserver
 
 
@@ -340,34 +332,6 @@ def test_scores_that_cancel_need_their_roundings() -> None:
         next(s.bound for s in certified(half, arithmetic)[1].sites if s.name == site) for arithmetic in arithmetics
     )
     assert exact * (1 + 2 * UNIT) ** 20 < seen <= whole < split
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.0**-20])
-def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: float) -> None:
-    """One pair of channels, in every direction and turned by every angle, in fp16 as stock code computes it."""
-    source = rms_normalised(torch.full((2,), scale, dtype=torch.float64), Arithmetic(), once=True)
-    rotary = Rotary("")
-    made = turned(source, Arithmetic(), 1, rotary)
-    ways = torch.linspace(0, 2 * math.pi, 1201, dtype=torch.float64)[:, None]
-    left, right = (scale * math.sqrt(2) * ways.cos()).half(), (scale * math.sqrt(2) * ways.sin()).half()
-    angles = torch.linspace(0, 2 * math.pi, 997)[None]
-    cos, sin = angles.cos().half(), angles.sin().half()
-    x, y = (left * cos + -right * sin).double(), (right * cos + left * sin).double()
-    before = scale * (1 + source.relative) * source.radius + math.sqrt(2) * float(source.absolute[0])
-    assert before < float(torch.maximum(x.abs(), y.abs()).max()) <= float(made.bound[0, 0])
-    assert before < float(torch.hypot(x, y).max()) <= float(made.gain[0, 0]) * made.radius + float(made.absolute[0, 0])
-    # The norm's roundings may go up where those of the rotation do.
-    assert float(made.gain[0, 0]) >= scale * (1 + source.relative) * (1 + rotation_error(Arithmetic())[0])
-    # Against a key so large that what a subnormal query gains by its roundings counts.
-    large = rms_normalised(torch.full((2,), 256.0, dtype=torch.float64), Arithmetic(), once=True)
-    key = turned(large, Arithmetic(), 1, rotary)
-    scores = turned_score_bounds(made, key, 1, Arithmetic(splits=0), 1.0)
-    most = float(torch.hypot(x, y).max()) * 256 * math.sqrt(2)
-    assert most <= float(scores.product[0]) and 2 * most <= float(scores.span[0])
-    if scale == 1:
-        assert most > 0.99 * float(scores.product[0])
-    else:
-        assert most > float(made.gain[0, 0] * key.gain[0, 0]) * 2 * (1 + 2 * UNIT) ** 2 + 4 * TINY
 
 
 @pytest.mark.parametrize("cap", [30.0, 2051.0, 2.0**-9 + 2.0**-22])

@@ -194,9 +194,7 @@ def test_bad_input_is_one_line_and_nothing_at_out(
 class FullOnce(TorchDispatchMode):
     """A device whose memory is full in the twelfth backward through an embedding, and never again."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.embedding_dense_backward.default:

@@ -355,9 +355,7 @@ def test_checkpointing_changes_no_bit(waits: bool) -> None:
 
 def test_a_device_is_not_waited_for_in_the_forward_and_the_result_is_the_same() -> None:
     class Reads(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.count = 0
+        count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.count += "_local_scalar_dense" in str(func)

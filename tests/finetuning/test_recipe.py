@@ -293,13 +293,6 @@ def test_what_a_search_breaks_is_unsafe_and_goes_on_however_much_headroom_the_au
     assert result.verdict == "unsafe" and result.unsafe[0].remedy == said and not result.short
 
 
-def test_a_useless_result_is_unsafe_however_little_of_it_overflows() -> None:
-    result = after(finetuned(3.0, kl=1060.0))[0]
-    said = "1.06×10³ nats per token from the original on held-out data"
-    assert result.verdict == "unsafe" and said in verdict_sentence(result)
-    assert after(finetuned(3.0, kl=1060.0), quality={"max_kl": None})[0].verdict == "safe"
-
-
 @pytest.mark.parametrize(
     ("found", "missed"),
     [
@@ -323,10 +316,14 @@ def test_the_worst_kind_of_input_is_judged_and_no_result_has_to_be_nearer_than_b
         return [entry.reason for entry in lost_quality(recipe, run)]
 
     assert lost(held_out_divergence=0.1, held_out_agreement=0.9) == []
+    assert lost(held_out_divergence=1060.0) == [
+        "1.06×10³ nats per token from the original on held-out data, at most 0.2 (quality.max_kl)"
+    ]
     assert lost(held_out_divergence=0.3, unlike_divergence=4.0) == [
         "4 nats per token from the original on code, figures and other languages, at most 0.2 (quality.max_kl)"
     ]
-    assert lost(audit=(4.9, 0.61)) == [] and lost(recipe(quality={"max_kl": None}), (9e9, 0.0)) == []
+    assert lost(audit=(4.9, 0.61)) == []
+    assert lost(recipe(quality={"max_kl": None}), (9e9, 0.0), held_out_divergence=1060.0) == []
     wanted = "5.5 nats per token from the original on the audit's inputs, at most 5 (quality.max_kl)"
     assert lost(audit=(5.5, 0.6), held_out_divergence=0.205) == [wanted]
     (reason,) = lost(audit=(0.1, 0.5), held_out_agreement=0.65, unlike_agreement=0.8)

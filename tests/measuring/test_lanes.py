@@ -46,6 +46,14 @@ WAYS = {
 }
 
 
+def batch_of(*ids: int) -> Batch:
+    row = torch.tensor([ids])
+    return Batch("", row, torch.ones_like(row), row, torch.ones_like(row))
+
+
+FEW_IDS = batch_of(5, 9)
+
+
 def run(model: Any, batch: Batch, amp: bool) -> list[Tensor]:
     with torch.no_grad(), torch.autocast("cpu", torch.float16) if amp else nullcontext():
         if not batch.generate:
@@ -71,7 +79,7 @@ def two_at_once() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Checkpoints that overflow in fp16: tied and untied heads, in shards, without Pegasus's positions and bias."""
+    """Checkpoints that overflow in fp16: tied and untied heads, in shards."""
     root = tmp_path_factory.mktemp("lanes")
     small: dict[str, Any] = {"num_layers": 2, "num_decoder_layers": 1}
     made = {kind: tiny.build(kind, **small) for kind in ("t5", "gated", "umt5", "t5-encoder")}
@@ -193,6 +201,13 @@ def test_what_convert_observes_is_what_a_whole_model_shows_on_every_batch(folder
         assert found.ranges[path].scores == seen.scores
 
 
+def assert_walked_as_whole(folder: Path, batch: Batch, dtype: torch.dtype = torch.float32, half: bool = False) -> None:
+    walk, whole = Walk(open_checkpoint(folder)), load(folder, dtype, half=half)
+    lane = walk.add(partial(run, batch=batch, amp=False), dtype, half=half)
+    walk.run()
+    assert torch.equal(lane.result[0], run(whole, batch, False)[0])
+
+
 def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -201,12 +216,7 @@ def test_positions_and_bias_that_no_file_holds_are_those_that_stock_code_makes(t
     kept = {n: t for n, t in tensors.items() if "embed_positions" not in n and n != "final_logits_bias"}
     assert len(kept) == len(tensors) - 3
     save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    whole = load(folder, torch.float16, half=True)
-    batch = batches(whole.config, None, None)[0]
-    walk = Walk(open_checkpoint(folder))
-    lane = walk.add(lambda model: run(model, batch, False), torch.float16, half=True)
-    walk.run()
-    assert torch.equal(lane.result[0], run(whole, batch, False)[0])
+    assert_walked_as_whole(folder, batch_of(*range(3, 43)), torch.float16, half=True)
 
 
 def test_a_router_that_casts_its_own_weights_does_so_in_each_lane_and_pass(tmp_path: Path) -> None:
@@ -253,8 +263,8 @@ def test_a_table_that_cannot_be_read_is_told_without_a_word_of_torchs(
         raise UserError("gone")
 
     monkeypatch.setattr(Checkpoint, "read_some_rows", fails)
-    walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5]])
-    walk.add(lambda model: run_batch(model, Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1))), torch.float32)
+    walk = Walk(open_checkpoint(folders["t5"]))
+    walk.add(lambda model: run_batch(model, FEW_IDS), torch.float32)
     with pytest.raises(UserError, match="gone"):
         walk.run()
     assert not [each for each in recwarn if "always_call" in str(each.message)]
@@ -263,19 +273,13 @@ def test_a_table_that_cannot_be_read_is_told_without_a_word_of_torchs(
 def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) -> None:
     model = tiny.build("pegasus", encoder_layers=1, decoder_layers=1, pad_token_id=90)
     folder = tiny.save(model, tmp_path)
-    ids = torch.tensor([[5, 90, 7]])
-    batch = Batch("", ids, torch.ones_like(ids), ids, torch.ones_like(ids))
-    walk = Walk(open_checkpoint(folder))
-    lane = walk.add(lambda model: run(model, batch, False), torch.float32)
-    walk.run()
-    assert torch.equal(lane.result[0], run(load(folder, torch.float32), batch, False)[0])
+    assert_walked_as_whole(folder, batch_of(5, 90, 7))
 
 
 @pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1)])
 def test_lanes_run_at_once_on_shared_threads(how: dict[str, Any], at_once: int, folders: dict[str, Path]) -> None:
     """Those under autocast one after another on all of them."""
-    walk, ids = Walk(open_checkpoint(folders["t5"])), torch.tensor([[5, 9]])
-    batch, meet, inside = Batch("", ids, ids.clip(max=1), ids, ids.clip(max=1)), threading.Barrier(at_once), list[int]()
+    walk, meet, inside = Walk(open_checkpoint(folders["t5"])), threading.Barrier(at_once), list[int]()
     seen: list[tuple[int, int]] = []
 
     def looks(model: Any) -> None:
@@ -284,7 +288,7 @@ def test_lanes_run_at_once_on_shared_threads(how: dict[str, Any], at_once: int, 
         seen.append((len(inside), torch.get_num_threads()))
         meet.wait(20)
         inside.clear()
-        run_batch(model, batch)
+        run_batch(model, FEW_IDS)
 
     torch.set_num_threads(3)
     for _ in range(3):
@@ -319,15 +323,14 @@ def test_lanes_that_may_not_run_at_once_do_not_beside_one_that_may(folders: dict
 def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict[str, Path]) -> None:
     walk = Walk(open_checkpoint(folders["t5"]))
     ended, before = [], threading.active_count()
-    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
 
     def fails(model: Any) -> None:
         model.encoder.final_layer_norm.register_forward_hook(lambda *_: (_ for _ in ()).throw(error("here")))
-        run_batch(model, batch)
+        run_batch(model, FEW_IDS)
 
     def waits(model: Any) -> None:
         try:
-            run_batch(model, batch)
+            run_batch(model, FEW_IDS)
         finally:
             ended.append(model)
 
@@ -340,8 +343,7 @@ def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict
 
 def test_an_interrupt_before_a_lane_starts_is_one(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     walk, before, start = Walk(open_checkpoint(folders["t5"])), threading.active_count(), threading.Thread.start
-    batch = batches(load(folders["t5"], torch.float32).config, None, None)[0]
-    lanes = [walk.add(partial(run, batch=batch, amp=False), torch.float32) for _ in range(2)]
+    lanes = [walk.add(partial(run_batch, batch=FEW_IDS), torch.float32) for _ in range(2)]
 
     def interrupted(thread: threading.Thread) -> None:
         if thread is lanes[1].thread:

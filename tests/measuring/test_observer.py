@@ -28,9 +28,7 @@ def total(sites: dict[str, Site], what: str) -> int:
 class Counter(TorchDispatchMode):
     """Floating outputs that share no memory with an input, counted without any of the observer's knowledge."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -34,6 +34,10 @@ from bf16_to_fp16.measuring.regimes import LOSS_SCALE, audit_model
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
 
+def rows(batch: Batch) -> list[list[int]]:
+    return [ids[mask == 1].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+
+
 @pytest.mark.parametrize("vocabulary", [97, 5000, 40000])
 def test_a_vocabulary_run_whole_shows_every_id_once_on_each_side(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
@@ -60,12 +64,12 @@ def test_short_rows_have_every_length_and_special_token_with_and_without_end_pad
     config = tiny.config(kind)
     right, left = (b for b in batches(config, None, None) if b.kind == SHORT)
     end = config.eos_token_id
-    rows = [ids[mask == 1].tolist() for ids, mask in zip(right.input_ids, right.attention_mask, strict=True)]
-    assert rows == [ids[mask == 1].tolist() for ids, mask in zip(left.input_ids, left.attention_mask, strict=True)]
-    assert {len(row) for row in rows if row[-1] != end} == set(range(1, 9))
-    assert {len(row) for row in rows if row[-1] == end} >= set(range(2, 9))
+    short = rows(right)
+    assert short == rows(left)
+    assert {len(row) for row in short if row[-1] != end} == set(range(1, 9))
+    assert {len(row) for row in short if row[-1] == end} >= set(range(2, 9))
     for special in {config.pad_token_id, end, config.vocab_size - 1}:
-        assert [special] in rows and [special, end] in rows
+        assert [special] in short and [special, end] in short
     assert bool(right.attention_mask[:, 0].all()) and bool(left.attention_mask[:, -1].all())
     assert not left.attention_mask[:, 0].all() and not right.attention_mask[:, -1].all()
     assert (right.decoder_input_ids is None) is (kind == "t5-encoder")
@@ -76,14 +80,14 @@ def test_short_rows_have_every_length_and_special_token_with_and_without_end_pad
 def test_random_rows_have_all_lengths_and_ends_and_special_tokens(kind: str) -> None:
     config = tiny.config(kind)
     made = [random_rows(config, seed=seed, left=seed % 2 == 1) for seed in range(60)]
-    rows = [ids[mask == 1].tolist() for b in made for ids, mask in zip(b.input_ids, b.attention_mask, strict=True)]
+    drawn = [row for batch in made for row in rows(batch)]
     # As many from 1 to 7 as from 8 to 63, end tokens apart.
-    lengths = [len(row) - (row[-1] == config.eos_token_id) for row in rows]
-    assert min(lengths) <= 1 and max(lengths) >= 60 and max(map(len, rows)) <= 65
+    lengths = [len(row) - (row[-1] == config.eos_token_id) for row in drawn]
+    assert min(lengths) <= 1 and max(lengths) >= 60 and max(map(len, drawn)) <= 65
     assert 0.4 < sum(length < 8 for length in lengths) / len(lengths) < 0.6
-    assert 0.45 < sum(row[-1] == config.eos_token_id for row in rows) / len(rows) < 0.6
+    assert 0.45 < sum(row[-1] == config.eos_token_id for row in drawn) / len(drawn) < 0.6
     specials = {config.pad_token_id, config.eos_token_id, config.vocab_size - 1}
-    assert specials <= {token for row in rows for token in row[:-1]}
+    assert specials <= {token for row in drawn for token in row[:-1]}
     for batch in made[:2]:
         first, last = batch.attention_mask[:, 0].all(), batch.attention_mask[:, -1].all()
         assert (bool(first), bool(last)) == ((True, False) if batch is made[0] else (False, True))
@@ -177,10 +181,6 @@ def test_the_inputs_digest_tells_the_same_tokens_from_others(source: Path, tmp_p
 def test_the_row_about_an_image_is_dealt_out_whole() -> None:
     (batch,) = images(tiny.build("gemma3-images").config)
     assert batch.rows(slice(0, None, 4)) is batch
-
-
-def rows(batch: Batch) -> list[list[int]]:
-    return [ids[mask == 1].tolist() for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "llama", "qwen3"])
