@@ -57,15 +57,6 @@ def embeddings(folder: Path, texts: list[str], dtype: torch.dtype, **options: An
     return torch.tensor(model.encode(texts, **options)).double()
 
 
-def tokenizer() -> Any:
-    """Return a tokenizer of words that puts an end behind each text, whose state is the text's."""
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=[("<end>", 1)])
-    names = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>", "padding_side": "left"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names)
-
-
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder. One gated neuron reads what the word makes of the stream where nothing is before it."""
@@ -83,8 +74,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         mlp.gate_proj.weight[0] = (direction * 300).bfloat16()
         mlp.up_proj.weight[0] = (direction * 270).bfloat16()
         mlp.down_proj.weight[:, 0] *= 2.0**-8
+    # Of words; an end is put behind each text, whose state is the text's.
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("$A <end>", special_tokens=[("<end>", 1)])
+    names = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>", "padding_side": "left"}
     folder.mkdir()
-    tokenizer().save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
     return save(model, folder, pooling="lasttoken", prompts=PROMPTS)
 
 

@@ -27,10 +27,7 @@ class Outcome:
 
 
 def run_script(python: str | Path, script: str, *arguments: str | Path) -> None:
-    """Run a script of this folder in another environment.
-
-    Raises RuntimeError with the end of its standard error where it fails.
-    """
+    """Run a script of this folder in another environment; raise RuntimeError with the end of its errors."""
     done = subprocess.run([python, "-I", HERE / script, *arguments], stderr=subprocess.PIPE, text=True, timeout=300)
     if done.returncode != 0:
         raise RuntimeError(f"{script} failed in {python}:\n{done.stderr[-3000:]}")

@@ -8,6 +8,7 @@ its imports already starts at once, so that many moments can be tried.
 import errno
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -113,13 +114,11 @@ def watch(root: Path, act: Callable[[int, str], None]) -> None:
 
     An exception that ``act`` raises comes out of the call.
     """
-    count = 0
+    numbers = itertools.count(1)
     inside = f"{root}/"
 
     def moment(name: str) -> None:
-        nonlocal count
-        count += 1
-        act(count, name)
+        act(next(numbers), name)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in AUDITED:

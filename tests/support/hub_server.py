@@ -42,11 +42,9 @@ def as_the_hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Fault:
-    """Something that goes wrong with the next ``times`` requests whose method and path match.
-
-    status: answered instead of the real thing, with ``headers`` and ``body``. cut: bytes after which the connection
-    breaks, of what is sent (GET) or received (PUT).
-    """
+    """Something that goes wrong with the next ``times`` requests whose method and path match. status: answered instead
+    of the real thing, with ``headers`` and ``body``. cut: bytes sent (GET) or received (PUT) before the connection
+    breaks."""
 
     method: str
     path: str
@@ -65,8 +63,6 @@ class Fault:
 
 @dataclass
 class Repo:
-    """A repository: files of every commit, branches, and whether it is private."""
-
     private: bool
     owner: str
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -87,12 +83,8 @@ class Repo:
 
 class HubServer(http.server.ThreadingHTTPServer):
     """The server and its memory: ``repos`` by id, ``objects`` by SHA-256, every request in ``seen``, ``faults``.
-
-    It carries out one request at a time (under ``turn``), so that what it holds between two is the same in every run.
-
     ``leaks``: requests for stored files that came with a token. ``ranges``: downloads of the rest of a file.
-    ``before``: called before a request is carried out.
-    """
+    ``before``: called before a request is carried out. ``turn``: one request at a time, alike in every run."""
 
     daemon_threads = True
 
@@ -148,8 +140,6 @@ class Refused(Exception):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """One connection."""
-
     server: HubServer
     protocol_version = "HTTP/1.1"
 
@@ -178,7 +168,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def serve(self) -> None:
-        """Answer one request, or let a fault do it."""
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query))
         self.limit: int | None = None
@@ -231,8 +220,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def json(self) -> Any:
         return json.loads(self.body)
 
-    # --- who may do what ---------------------------------------------------------------------------------------------
-
     def user(self) -> tuple[str, bool] | None:
         """Return whose token came with the request and whether it may write; None without one."""
         header = self.headers.get("Authorization")
@@ -255,8 +242,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if oid is None:
             raise Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return found, oid
-
-    # --- routes ------------------------------------------------------------------------------------------------------
 
     def whoami(self) -> None:
         self.reply(200, {"name": self.writer()[0], "type": "user"})
@@ -297,7 +282,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         entries: list[dict[str, Any]] = []
         for path, data in found.commits[oid].items():
             entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": git_oid(data)}
-            if is_large(path):
+            if path.endswith(LARGE):
                 digest = hashlib.sha256(data).hexdigest()
                 entry["lfs"] = {"oid": digest, "size": len(data), "pointerSize": 130}
             entries.append(entry)
@@ -309,7 +294,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for file in self.json()["files"]:
             path, base64_ok = file["path"], base64.b64decode(file["sample"])
             assert len(base64_ok) <= 512
-            mode = "lfs" if is_large(path) else "regular"
+            mode = "lfs" if path.endswith(LARGE) else "regular"
             entry = {"path": path, "uploadMode": mode, "shouldIgnore": False}
             if path in here:
                 data = here[path]
@@ -379,7 +364,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.reply(404, None, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": oid})
             return
         headers = {"X-Repo-Commit": oid, "ETag": f'"{git_oid(data)}"'}
-        if is_large(path):
+        if path.endswith(LARGE):
             digest = hashlib.sha256(data).hexdigest()
             self.server.objects[digest] = data
             elsewhere = self.server.endpoint.replace("127.0.0.1", "localhost")
@@ -402,10 +387,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.server.ranges += 1
         begin, end = int(match[1]), int(match[2] or len(data) - 1)
         self.reply(206, data[begin : end + 1], headers | {"Content-Range": f"bytes {begin}-{end}/{len(data)}"})
-
-
-def is_large(path: str) -> bool:
-    return path.endswith(LARGE)
 
 
 def git_oid(data: bytes) -> str:
