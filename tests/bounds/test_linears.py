@@ -25,10 +25,12 @@ from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.factored import chunks
 from bf16_to_fp16.bounds.feed_forward import PlainNeurons
 from bf16_to_fp16.bounds.findings import Certificate
-from bf16_to_fp16.bounds.linear import NormOutput, bound_linear
+from bf16_to_fp16.bounds.linear import NormOutput, bound_linear, rms_normalised
 from bf16_to_fp16.bounds.spectral import Spectra, gram, largest_eigenvalue, largest_eigenvalues, times_rows
 from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.wiring import FeedForward
+
+NORM = rms_normalised(torch.ones(24, dtype=torch.float64), Arithmetic(exact=True))
 
 
 def test_a_linears_bound_is_reached_so_that_one_percent_less_would_be_caught() -> None:
@@ -162,12 +164,10 @@ def test_scores_are_bounded_by_the_norm_of_the_product_of_their_maps() -> None:
     """Of heads of queries that share heads of keys, each as if it stood alone with its keys; the maps of a head and its
     key are in no way alike."""
     torch.manual_seed(0)
-    size, one = 6, torch.ones(24, dtype=torch.float64)
-    source = NormOutput(one, None, math.sqrt(24), 0.0, 0 * one)
-    weights = (torch.randn(4, size, 24), torch.randn(2, size, 24) * torch.rand(2, size, 1) ** 4)
+    weights = (torch.randn(4, 6, 24), torch.randn(2, 6, 24) * torch.rand(2, 6, 1) ** 4)
 
     def bounds(*maps: Tensor) -> ScoreBounds:
-        query, key = (bound_linear(source, each.view(-1, 24), None, Arithmetic()) for each in maps)
+        query, key = (bound_linear(NORM, each.view(-1, 24), None, Arithmetic()) for each in maps)
         return score_bounds(query, key, len(maps[0]), Arithmetic())
 
     made = bounds(*weights)
@@ -221,9 +221,7 @@ def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
     torch.manual_seed(0)
     weight, out = torch.randn(40, 24).half(), torch.randn(8000, 40, dtype=torch.float64)
     assert len(list(chunks(out))) > 1
-    one = torch.ones(24, dtype=torch.float64)
-    source = NormOutput(one, None, math.sqrt(24), 0.0, 0 * one)
-    made = bound_linear(source, weight, None, Arithmetic())
+    made = bound_linear(NORM, weight, None, Arithmetic())
     neurons = PlainNeurons(made, "relu", Arithmetic(), 1.0, Spectra(lambda name: torch.zeros(0)))
     apart = torch.cat([torch.stack(neurons.rows(rows, "out")) for rows in out.split(1000)], 1)
     assert torch.allclose(torch.stack(neurons.rows(out, "out")), apart, rtol=1e-12)
@@ -235,10 +233,9 @@ def test_the_bounds_of_a_matrix_do_not_depend_on_its_parts() -> None:
 def test_weights_in_fp32_stay_as_they_are_and_have_the_bounds_of_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(factored, "WIDE", 0)  # what large weights are multiplied in
     weight, out = torch.randn(40, 24).bfloat16(), -torch.rand(8, 40).bfloat16()
-    one = torch.ones(24, dtype=torch.float64)
-    source, found = NormOutput(one, None, math.sqrt(24), 0.0, 0 * one), []
+    found = []
     for dtype in (torch.bfloat16, torch.float32):
-        made, moving = bound_linear(source, weight, None, Arithmetic()), out.to(dtype)
+        made, moving = bound_linear(NORM, weight, None, Arithmetic()), out.to(dtype)
         neurons = PlainNeurons(made, "relu", Arithmetic(), 1.0, Spectra(lambda name: torch.zeros(0)))
         found.append(torch.stack(neurons.rows(moving, "out")))
         assert torch.equal(moving, out.to(dtype))
