@@ -38,8 +38,8 @@ def main() -> int:
         descriptor, path = tempfile.mkstemp(prefix="bf16-to-fp16-bug-", suffix=".txt")
         with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{sys.argv}\n" + "".join(traceback.format_exception(error)))
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        print(f"bug: {said}; please report it with the traceback in {path}", file=sys.stderr)
+        summary = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        print(f"bug: {summary}; please report it with the traceback in {path}", file=sys.stderr)
         return 70
     finally:
         import signal

@@ -72,8 +72,8 @@ def computes_in_bf16(device: Any) -> bool:
 
 
 def how_to_mend(capability: tuple[int, int]) -> str:
-    which = f"torch=={LAST_FOR_VOLTA}" if capability < OLDEST_IN_NEW_BUILDS else "torch"
-    return f"pip install --force-reinstall {which} (other builds: https://pytorch.org/get-started/locally/)"
+    package = f"torch=={LAST_FOR_VOLTA}" if capability < OLDEST_IN_NEW_BUILDS else "torch"
+    return f"pip install --force-reinstall {package} (other builds: https://pytorch.org/get-started/locally/)"
 
 
 def check_torch_uses_cards() -> None:

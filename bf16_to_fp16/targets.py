@@ -50,7 +50,7 @@ TIERS = (  # from the weakest to the strictest
 class Target:
     name: str
     where: str
-    made: str
+    help: str
     squares: bool = False  # whether norms square the residual stream in fp16
 
 

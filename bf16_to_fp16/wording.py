@@ -52,10 +52,10 @@ def bits(value: float) -> str:
 
 def below_limit(value: float | None) -> str:
     """Return "3.2 × below the limit (1.7 bits)" or "past the limit"."""
-    said = headroom(value)
-    if said[0].isdigit():
-        return said.replace("×", "× below the limit")
-    return "all of fp16's range below the limit" if said == "all" else "past the limit"
+    text = headroom(value)
+    if text[0].isdigit():
+        return text.replace("×", "× below the limit")
+    return "all of fp16's range below the limit" if text == "all" else "past the limit"
 
 
 def reached(value: float | None) -> str:

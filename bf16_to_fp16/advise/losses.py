@@ -93,17 +93,17 @@ def advise_losses(log: str | Path, *, z: float = 6.0, window: int = 64) -> dict[
     if window < 16 or not z > 0:
         raise UserError(f"a window of {window} and a z of {z:g} compare nothing; give at least 16, and a positive z")
     curve = read_log(log)
-    found = events(curve, z=z, window=window)
-    if len(curve) < window // 2 and not found:
+    anomalies = events(curve, z=z, window=window)
+    if len(curve) < window // 2 and not anomalies:
         raise UserError(f"{log}: {len(curve)} losses are too few for a --window of {window}; log every step")
-    rows = [{name: None if value == math.inf else value for name, value in vars(event).items()} for event in found]
+    rows = [{name: None if value == math.inf else value for name, value in vars(event).items()} for event in anomalies]
     return {
         "mode": "losses",
         "log": str(log),
         "losses": len(curve),
         "first_step": min(step for step, _ in curve),
         "last_step": curve[-1][0],
-        "events": [row | {"cause": CAUSES[event.kind]} for row, event in zip(rows, found, strict=True)],
+        "events": [row | {"cause": CAUSES[event.kind]} for row, event in zip(rows, anomalies, strict=True)],
     }
 
 

@@ -110,8 +110,8 @@ class Arithmetic:
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_length <= MOST_POSITIONS:
-            said = shortened(self.max_length)
-            raise UserError(f"a maximum length of {said} is no number of positions; give 1 to {MOST_POSITIONS}")
+            length = shortened(self.max_length)
+            raise UserError(f"a maximum length of {length} is no number of positions; give 1 to {MOST_POSITIONS}")
 
     @property
     def unit(self) -> float:

@@ -198,12 +198,12 @@ def pair_order(size: int, rotary: Rotary) -> Tensor:
     return torch.cat([half[number] for number in (0, 1) for half in halves if len(half) == 2])
 
 
-def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
+def rotated(linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
     """Return a linear's outputs after rotation by any angles and multiplication by a factor of at most ``factor``.
 
     A rotation keeps the length of a pair, except for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
     c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²)."""
-    size = made.norms.numel() // heads
+    size = linear.norms.numel() // heads
     order, half = pair_order(size, rotary), size // 2
     relative, tiny = rotation_error(arithmetic)
     if factor != 1.0:  # rounded, as is its product
@@ -219,13 +219,13 @@ def rotated(made: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmeti
 
     grams, peaks = [], []
     for h in range(heads):
-        rows = made.matrix[h * size : (h + 1) * size][order] * (made.radius * both)
+        rows = linear.matrix[h * size : (h + 1) * size][order] * (linear.radius * both)
         gram = products_of_rows(rows)
         one, other, mixed = gram.diagonal()[:half], gram.diagonal()[half:], gram[:half, half:].diagonal()
         grams.append(gram)
         peaks.append(((one + other) / 2 + torch.hypot((one - other) / 2, mixed)).sqrt() * COMPUTED)
-    longest, shifts = torch.stack(peaks), ordered(made.centre)
-    centres, errors = lengths(shifts), lengths(ordered(made.error)) + math.sqrt(2) * tiny
+    longest, shifts = torch.stack(peaks), ordered(linear.centre)
+    centres, errors = lengths(shifts), lengths(ordered(linear.error)) + math.sqrt(2) * tiny
     bound = torch.empty(heads, size, dtype=torch.float64)
     bound[:, order] = (longest + centres + errors).repeat(1, 2)
     return Rotated(tuple(grams), shifts, longest, centres, errors, bound.flatten())

@@ -53,10 +53,10 @@ class AttentionSites:
         context = attention.gathered(values, keep, self.seen_at_once)
         self.note(f"{sublayer.at}:context", SiteKind.CONTEXT, context.bound)
         weight, bias = findings.weight(sublayer.output)
-        made = attention.attention_output(context, weight, bias, self.heads, self.seen_at_once)
+        projection = attention.attention_output(context, weight, bias, self.heads, self.seen_at_once)
         read: Spread = (self.kv_heads, self.heads // self.kv_heads, len(context.bound) // self.kv_heads)
         entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
-        return findings.project(sublayer.output, weight, made, entering, mean_square)
+        return findings.project(sublayer.output, weight, projection, entering, mean_square)
 
     def summed(self, source: NormOutput, square: Tensor) -> Normed:
         """Bound sums over blocks of positions and their norm; return the input of keys and values."""
@@ -64,15 +64,15 @@ class AttentionSites:
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)
         self.note(f"{self.sublayer.at}:sum", SiteKind.BLOCK_SUM, sums)
-        made, made_square = self.findings.normalised(self.sublayer.block_norm, sums, square * size, longest)
-        return either(source, made), torch.maximum(square, made_square)
+        normed, normed_square = self.findings.normalised(self.sublayer.block_norm, sums, square * size, longest)
+        return either(source, normed), torch.maximum(square, normed_square)
 
     def scores(self, query: tuple[LinearBound, Tensor], key: tuple[LinearBound, Tensor]) -> None:
         """Bound the scores. query, key: each a linear's bounds and mean squares."""
         sublayer, rotary = self.sublayer, self.sublayer.rotary
         if rotary is None:
-            made = attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale)
-            self.scored(made, max(largest(query[0].bound), largest(key[0].bound)))
+            scores = attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale)
+            self.scored(scores, max(largest(query[0].bound), largest(key[0].bound)))
         elif sublayer.query_norm:
             norms = (sublayer.query_norm, *query, self.heads), (sublayer.key_norm, *key, self.kv_heads)
             normed = (self.head_norm(*each) for each in norms)
@@ -83,17 +83,17 @@ class AttentionSites:
         else:
             self.rotated_scores(rotary, query[0], key[0])
 
-    def head_norm(self, path: str, made: LinearBound, square: Tensor, heads: int) -> tuple[NormOutput, int]:
+    def head_norm(self, path: str, linear: LinearBound, square: Tensor, heads: int) -> tuple[NormOutput, int]:
         """Bound the norm of queries, keys or values; return its output and the number of heads that it spans. square:
         mean squares of its input."""
         together = heads if self.sublayer.norms_whole else 1
-        bound, square = (x.view(heads // together, -1) for x in (made.bound, square))
+        bound, square = (x.view(heads // together, -1) for x in (linear.bound, square))
         longest = float(bound.norm(dim=1).max())
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
 
-    def normed_values(self, made: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
+    def normed_values(self, linear: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
         """Return the bounds of normed values, as of a linear with an identity matrix, and their mean squares."""
-        source, _ = self.head_norm(self.sublayer.value_norm, made, square, self.kv_heads)
+        source, _ = self.head_norm(self.sublayer.value_norm, linear, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)
 
@@ -128,15 +128,15 @@ class AttentionSites:
             self.note(f"{self.sublayer.at}:{operation}", SiteKind.ROTATION, most)
         return most
 
-    def scored(self, made: attention.ScoreBounds, factors: float) -> None:
+    def scored(self, scores: attention.ScoreBounds, factors: float) -> None:
         """Record the steps from every head's products to its attention weights. factors: bound of queries and keys."""
         sublayer, findings = self.sublayer, self.findings
-        self.note(f"{sublayer.at}:scores", SiteKind.SCORES, made.product, made.partial)
-        scaled = self.rounded(made.product * self.scale) if sublayer.scaled else made.product
+        self.note(f"{sublayer.at}:scores", SiteKind.SCORES, scores.product, scores.partial)
+        scaled = self.rounded(scores.product * self.scale) if sublayer.scaled else scores.product
         self.note(sublayer.scaling[0], SiteKind.SCORES, scaled)
         # SDPA's plain path multiplies queries and keys by the root of the scale instead.
         findings.inner |= dict.fromkeys(sublayer.scaling, factors * max(1.0, self.scale))
-        top, steps, span = scaled, scaled, made.span
+        top, steps, span = scaled, scaled, scores.span
         if self.cap is not None:
             capped = attention.soft_capped(scaled, self.cap, self.a)
             self.note(f"{sublayer.at}:div", SiteKind.SCORES, capped.quotient)
@@ -148,7 +148,7 @@ class AttentionSites:
         offset = self.position_bias()
         biased = self.rounded(scaled + offset)
         self.note(sublayer.joining, SiteKind.SCORES, biased)
-        product = torch.maximum(made.product, made.partial)
+        product = torch.maximum(scores.product, scores.partial)
         excess = excess_bits(torch.maximum(product, steps))
         if self.cap is None:  # no factor on queries moves capped scores
             excess = torch.maximum(excess, excess_bits(scaled, offset))

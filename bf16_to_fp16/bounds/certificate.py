@@ -90,11 +90,11 @@ def linear_on_norm(findings: ModuleFindings, linear: HeadLinear, source: Normed)
     final, square = source
     bounds, partials, expected, start = [], [], [], 0
     for rows in chunks(table):
-        made = bound_linear(final, rows, None if bias is None else bias[start : start + len(rows)], findings.arithmetic)
+        part = bound_linear(final, rows, None if bias is None else bias[start : start + len(rows)], findings.arithmetic)
         start += len(rows)
-        bounds.append(made.bound)
-        partials.append(made.partial)
-        expected.append((made.norms / made.radius).square() + made.centre.square())
+        bounds.append(part.bound)
+        partials.append(part.partial)
+        expected.append((part.norms / part.radius).square() + part.centre.square())
     bound, partial, squares = torch.cat(bounds), torch.cat(partials), torch.cat(expected)
     kind = SiteKind.NEURON if linear.tanh else SiteKind.LOGITS
     findings.record(linear.at, kind, (bound, partial), squares, (final.bound, square))
@@ -171,8 +171,8 @@ class _StreamWalk(ModuleFindings):
             length = max(length, float(brought.norm()))
             self.note(w.add, SiteKind.RESIDUAL, amax)
         if ends.first_norm:
-            made, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
-            amax, length = made.bound, made.length
+            normed, square = self.normalised(ends.first_norm, amax, square, min(float(amax.norm()), length))
+            amax, length = normed.bound, normed.length
         keep = self.kept("stream")
         if keep != 1.0:
             amax, length = self.rounded(amax / keep), a.rounded_length(length / keep, width)
@@ -202,11 +202,11 @@ class _StreamWalk(ModuleFindings):
             return brought.bound, square
         weight = self.tensor(w.weight)
         assert weight is not None
-        made = bound_linear(source, weight.t(), None, self.arithmetic)
-        expected = (made.norms / made.radius).square()
-        self.note(f"{w.at}:scores", SiteKind.EMBEDDING, made.bound, made.partial)
-        self.inputs[w.at], self.outputs[w.at] = (source.bound, square), (made.bound, expected)
-        return made.bound, expected
+        linear = bound_linear(source, weight.t(), None, self.arithmetic)
+        expected = (linear.norms / linear.radius).square()
+        self.note(f"{w.at}:scores", SiteKind.EMBEDDING, linear.bound, linear.partial)
+        self.inputs[w.at], self.outputs[w.at] = (source.bound, square), (linear.bound, expected)
+        return linear.bound, expected
 
     def end(self, stack: ResolvedStack) -> None:
         ends = stack.ends
@@ -228,15 +228,15 @@ class _StreamWalk(ModuleFindings):
         length = min(float(self.stream.norm()), self.stream_norm)
         return self.normalised(path, self.stream, self.stream_square, length)
 
-    def join(self, sublayer: Sublayer, made: Projection, expected: Tensor) -> None:
+    def join(self, sublayer: Sublayer, branch: Projection, expected: Tensor) -> None:
         """Add a projection's output to the stream, through the post-norm if there is one. expected: the output's mean
         squares."""
         axes = None
         if sublayer.post_norm:
-            length = min(made.length, float(made.bound.norm()))
-            out, expected = self.normalised(sublayer.post_norm, made.bound, expected, length)
-            made, axes = Projection(out.bound, out.bound, out.length), None if out.shift is not None else out.axes
-        self.add(sublayer, made, expected, axes)
+            length = min(branch.length, float(branch.bound.norm()))
+            out, expected = self.normalised(sublayer.post_norm, branch.bound, expected, length)
+            branch, axes = Projection(out.bound, out.bound, out.length), None if out.shift is not None else out.axes
+        self.add(sublayer, branch, expected, axes)
         if isinstance(sublayer, FeedForward) and sublayer.scalar:
             self.multiply(sublayer)
         for w in (w for w in self.layout.projectors if w.behind == sublayer.add):
@@ -246,12 +246,12 @@ class _StreamWalk(ModuleFindings):
             self.stream_norm = self.arithmetic.rounded_length(whole, brought.numel())
             self.note(w.add, SiteKind.RESIDUAL, self.stream)
 
-    def add(self, sublayer: Sublayer, made: Projection, square: Tensor, axes: Tensor | None) -> None:
+    def add(self, sublayer: Sublayer, projection: Projection, square: Tensor, axes: Tensor | None) -> None:
         """Add a sublayer's output to the stream. square: its mean squares. axes: squared axes of an ellipsoid that
         holds it, if known."""
-        keep, branch = min(self.kept("stream"), self.kept("branch")), made.bound
+        keep, branch = min(self.kept("stream"), self.kept("branch")), projection.bound
         width = branch.numel()
-        length = min(made.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
+        length = min(projection.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
         if (factor := self.layout.multiplier("branch")) != 1.0:
             branch, length = self.rounded(branch * factor), self.arithmetic.rounded_length(length * factor, width)
             square = square * factor**2

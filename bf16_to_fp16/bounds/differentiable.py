@@ -68,7 +68,7 @@ class DifferentiableBounds:
     def owners(self) -> dict[str, list[Owner]]:
         """Return, by site, the tensors that training may change to lower its bound. The gains of pre-norms are not
         among them."""
-        layout, found = self.layout, dict[str, list[Owner]]()
+        layout, owners = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
             return [(name, view) for name in (f"{path}.weight", f"{path}.bias") if name in layout.tensors]
@@ -93,20 +93,20 @@ class DifferentiableBounds:
                 if isinstance(sublayer, Attention):
                     own = scores(sublayer)
                     biased = own + [(name, Tensor.t) for name in (sublayer.bias, sublayer.block_bias) if name]
-                    found |= {f"{sublayer.at}:scores": own, sublayer.joining: biased, f"{sublayer.at}:masked": biased}
-                found |= {path: linear(path, rows) for path in first_linears(sublayer) if path in self.fixed}
-                found |= {path: linear(path, rows) for path in outputs_of(sublayer)}
-                made = [owner for path in outputs_of(sublayer) for owner in found[path]]
-                stream = stream + (linear(sublayer.post_norm, rows) if sublayer.post_norm else made)
-                found[sublayer.add] = stream
+                    owners |= {f"{sublayer.at}:scores": own, sublayer.joining: biased, f"{sublayer.at}:masked": biased}
+                owners |= {path: linear(path, rows) for path in first_linears(sublayer) if path in self.fixed}
+                owners |= {path: linear(path, rows) for path in outputs_of(sublayer)}
+                outputs = [owner for path in outputs_of(sublayer) for owner in owners[path]]
+                stream = stream + (linear(sublayer.post_norm, rows) if sublayer.post_norm else outputs)
+                owners[sublayer.add] = stream
             if stack.ends.norm in self.fixed:
-                found[f"{stack.ends.norm}:{layout.family.norm_site}"] = linear(stack.ends.norm, rows)
+                owners[f"{stack.ends.norm}:{layout.family.norm_site}"] = linear(stack.ends.norm, rows)
         if layout.head is not None:
             for of in layout.head.linears:
-                found[of.at] = [(name, rows) for name in (of.weight, of.bias) if name]
+                owners[of.at] = [(name, rows) for name in (of.weight, of.bias) if name]
             if layout.stock.is_language_model and layout.family.logits_bias:
-                found["model:add"] = found[layout.head.at]
-        return found
+                owners["model:add"] = owners[layout.head.at]
+        return owners
 
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -127,7 +127,7 @@ class _Walk(LiveWeights):
 
     def __post_init__(self) -> None:
         self.centred = self.layout.family.centred_norm
-        self.found: dict[str, Tensor] = {}
+        self.bounds: dict[str, Tensor] = {}
         self.stream: Tensor | None = None
         self.axes = torch.empty(0)  # squared axes of an ellipsoid that holds the stream, as the certificate's
         self.memory: NormOutput | None = None
@@ -153,7 +153,7 @@ class _Walk(LiveWeights):
                 self.end(stack, source)
             if sublayer is not None and self.stream is not None:
                 self.add(sublayer, *self.outputs(sublayer, source))
-        return self.found
+        return self.bounds
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
         """Record the sites of the head, and of a final norm that is among ``fixed``."""
@@ -170,9 +170,9 @@ class _Walk(LiveWeights):
 
     def note(self, site: str, bounds: Tensor) -> None:
         if self.wanted is None:
-            self.found[site] = bounds
+            self.bounds[site] = bounds
         elif site in self.wanted:
-            self.found[site] = bounds[self.wanted[site]]
+            self.bounds[site] = bounds[self.wanted[site]]
 
     def embedding(self, ends: StackEnds) -> Tensor:
         table = self.weight(self.layout.table(ends))
@@ -216,28 +216,30 @@ class _Walk(LiveWeights):
         if sublayer.post_norm and not self.follows and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
-            made, partial_sums = attention_output(self, sublayer, self.read_by_keys(sublayer, source))
-            return {sublayer.output: torch.maximum(made, partial_sums)}, made
-        found = {each.output: feed_forward_output(self, each, source) for each in feed_forwards_of(sublayer)}
+            total, partial_sums = attention_output(self, sublayer, self.read_by_keys(sublayer, source))
+            return {sublayer.output: torch.maximum(total, partial_sums)}, total
+        outputs = {each.output: feed_forward_output(self, each, source) for each in feed_forwards_of(sublayer)}
         if not isinstance(sublayer, Experts):
-            return found, found[sublayer.output]
+            return outputs, outputs[sublayer.output]
         # A token's experts have weights whose sum is bounded; each product and sum is rounded.
         number, _, together = self.layout.experts_together(sublayer)
-        made = torch.stack([found[each.output] for each in sublayer.experts]).amax(0) * together
-        made = made * (1 + self.a.unit) ** (number + 2) if sublayer.chosen else made
-        return found, made if sublayer.shared is None else (made + found[sublayer.shared.output]) * (1 + self.a.unit)
+        total = torch.stack([outputs[each.output] for each in sublayer.experts]).amax(0) * together
+        total = total * (1 + self.a.unit) ** (number + 2) if sublayer.chosen else total
+        return outputs, total if sublayer.shared is None else (total + outputs[sublayer.shared.output]) * (
+            1 + self.a.unit
+        )
 
-    def add(self, sublayer: Sublayer, outputs: Mapping[str, Tensor], made: Tensor) -> None:
+    def add(self, sublayer: Sublayer, outputs: Mapping[str, Tensor], output: Tensor) -> None:
         assert self.stream is not None
         for path, bounds in outputs.items() if self.follows else ():
             self.note(path, bounds)
         source = self.norm(sublayer.post_norm) if sublayer.post_norm else None
         factor = self.layout.multiplier("branch")
-        made = (made if source is None else source.bound) * factor
+        output = (output if source is None else source.bound) * factor
         if self.layout.reads_stream_itself:
-            own = enclosing_axes(made, made.norm()) if source is None else source.axes * factor**2
+            own = enclosing_axes(output, output.norm()) if source is None else source.axes * factor**2
             self.axes = summed_axes(self.axes, own) * (1 + self.a.unit) ** 2
-        self.stream = (self.stream + made) * (1 + self.a.unit)
+        self.stream = (self.stream + output) * (1 + self.a.unit)
         for w in (w for w in self.layout.projectors if w.behind == sublayer.add):
             self.stream = (self.stream + self.projected(w)) * (1 + self.a.unit)
         if self.follows:
@@ -258,7 +260,7 @@ class _Walk(LiveWeights):
     def linear_site(self, path: str, source: NormOutput) -> None:
         """Record a linear whose output no exponent moves. A matrix that holds both gate and neurons counts as one."""
         at = None if self.wanted is None else self.wanted[path]
-        self.found[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
+        self.bounds[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
     def head(self, head: Head, final: NormOutput) -> None:
         """Record the sites of a head's linears and, where a language model has one, of the sum with ``logits_bias``."""
@@ -289,14 +291,14 @@ class _Walk(LiveWeights):
         weight, bias = self.read(linear.weight), self.weight(linear.bias)
 
         def bounds(at: Any) -> Tensor:
-            made = rows_of(wide(weight[at]), None if bias is None else bias[at], final).partial * error
-            return made if added is None else made + added[at]
+            logits = rows_of(wide(weight[at]), None if bias is None else bias[at], final).partial * error
+            return logits if added is None else logits + added[at]
 
         if self.wanted is not None and isinstance(at := self.wanted[site], Tensor):
-            self.found[site] = bounds(at)
+            self.bounds[site] = bounds(at)
             return
         starts = range(0, len(weight), ROWS_AT_A_TIME)
-        self.found[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
+        self.bounds[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
         """Record every head's products, its scores with position bias, and how far a mask must lower them."""
@@ -318,10 +320,10 @@ class _Walk(LiveWeights):
 
 def first_linears(sublayer: Sublayer) -> list[str]:
     # A gate and neurons in one matrix are one linear.
-    found = list(
+    paths = list(
         dict.fromkeys(path for each in feed_forwards_of(sublayer) for path in (each.gate, each.linear) if path)
     )
-    return [*found, sublayer.classifier] if isinstance(sublayer, Experts) else found
+    return [*paths, sublayer.classifier] if isinstance(sublayer, Experts) else paths
 
 
 def rows(x: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ class Factored:
 
     def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return rows from ``start`` to ``stop``; each element is off by at most four units of the dtype."""
-        made = self.weight[start:stop].to(dtype) * self.columns.to(dtype)
-        return made if self.rows is None else made.mul_(self.rows[start:stop, None].to(dtype))
+        rows = self.weight[start:stop].to(dtype) * self.columns.to(dtype)
+        return rows if self.rows is None else rows.mul_(self.rows[start:stop, None].to(dtype))
 
     def parts(self) -> Iterator[Tensor]:
         """Yield all rows in the working dtype, in blocks that fit a core's cache."""
@@ -64,11 +64,11 @@ class Factored:
 
     def columns_first(self, dtype: torch.dtype) -> Tensor:
         """Return the whole transpose, contiguous."""
-        made, start = torch.empty(self.weight.shape[::-1], dtype=dtype), 0
+        transposed, start = torch.empty(self.weight.shape[::-1], dtype=dtype), 0
         for part in self.parts():
-            made[:, start : start + len(part)] = part.t()
+            transposed[:, start : start + len(part)] = part.t()
             start += len(part)
-        return made
+        return transposed
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Tall:
         for first, *others in self.blocks:
             for start in range(0, len(first.weight), rows):
                 stop = min(start + rows, len(first.weight))
-                made = first.part(start, stop, self.dtype)
+                total = first.part(start, stop, self.dtype)
                 for other in others:
-                    made += other.part(start, stop, self.dtype)
-                yield made
+                    total += other.part(start, stop, self.dtype)
+                yield total

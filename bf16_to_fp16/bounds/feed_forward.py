@@ -102,10 +102,10 @@ class GatedNeurons:
         both = Tall(blocks, other.matrix.name, math.sqrt(2 * len(scale)) * COMPUTED)
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
-    def rows(self, out: Tensor, which: str) -> tuple[Tensor, Tensor]:
+    def rows(self, out: Tensor, label: str) -> tuple[Tensor, Tensor]:
         """Return upper bounds of out·neurons and −out·neurons by row, without the neurons' rounding: fp64 [d] each.
-        which: a key that identifies ``out`` among functions of the weights, for reuse."""
-        both = self.spectra.once((which, self.given), lambda: self.unit_rows(out)) * self.scale
+        label: a key that identifies ``out`` among functions of the weights, for reuse."""
+        both = self.spectra.once((label, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
 
     def unit_rows(self, out: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class PlainNeurons:
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
     ) -> None:
         a = arithmetic
-        self.made, self.spectra, self.scale = linear, spectra, linear.radius / keep
+        self.linear, self.spectra, self.scale = linear, spectra, linear.radius / keep
         self.given = (*bytes_of(linear.matrix.columns, linear.centre), activation, keep, math.isfinite(self.scale))
         self.lowest = LOWEST[activation]
         self.depth = self.lowest / keep
@@ -197,8 +197,8 @@ class PlainNeurons:
         rows = Tall(((linear.scaled_rows(1.0),),), linear.matrix.name, math.sqrt(len(size)) * COMPUTED)
         self.budget = spectra.largest(rows) * COMPUTED
 
-    def rows(self, out: Tensor, which: str) -> tuple[Tensor, Tensor]:
-        moving, still = self.spectra.once((which, self.given), lambda: self.unit_rows(out))
+    def rows(self, out: Tensor, label: str) -> tuple[Tensor, Tensor]:
+        moving, still = self.spectra.once((label, self.given), lambda: self.unit_rows(out))
         moving = moving * self.scale
         if bool((self.caps < 1).any()):
             moving = torch.minimum(moving, torch.stack([self.bent(out, direction) for direction in (1, -1)]))
@@ -210,8 +210,8 @@ class PlainNeurons:
         the constants c and m add."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
-        matrix = self.made.matrix.columns_first(dtype)
-        found = []
+        matrix = self.linear.matrix.columns_first(dtype)
+        pairs = []
         for direction in (1, -1):
             for many in chunks(out, 1 << 21):  # as many rows as make a good matrix product
                 lengths = row_norms(product_of_rows((many.to(dtype) * direction).clamp_(min=0), matrix))
@@ -224,8 +224,8 @@ class PlainNeurons:
                     # Σ c·max(x, 0) = ½ (Σ c·x + Σ c·|x|).
                     moving = torch.minimum((straight + self.product_error(values) + ball) / 2, ball)
                     below = (positive - part).sum(1, dtype=torch.float64) * self.depth
-                    found.append(torch.stack([moving, matrix_vector(positive, self.offset) + below]))
-        return torch.cat(found, 1).view(2, 2, -1)
+                    pairs.append(torch.stack([moving, matrix_vector(positive, self.offset) + below]))
+        return torch.cat(pairs, 1).view(2, 2, -1)
 
     def bent(self, out: Tensor, direction: int) -> Tensor:
         """Return the bound of ±out·neurons by row, where negative centres keep neurons below ‖w‖."""
@@ -241,15 +241,15 @@ class PlainNeurons:
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
         """Return ``unit_rows`` for one row of ±out. The part from the maps w is tighter: it has its own eigenvalue."""
-        name, dtype = self.made.matrix.name, working_dtype(self.made.matrix)
+        name, dtype = self.linear.matrix.name, working_dtype(self.linear.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale
         total = float(values.sum())
         label = f"{name} {number} {direction}" if name else ""
-        rows = Tall(((self.made.scaled_rows(values.sqrt()),),), label, math.sqrt(total) * COMPUTED)
+        rows = Tall(((self.linear.scaled_rows(values.sqrt()),),), label, math.sqrt(total) * COMPUTED)
         ball = math.sqrt(total * self.spectra.largest(rows))
-        row, product, start = positive.to(dtype), torch.zeros(len(self.made.matrix.columns), dtype=dtype), 0
-        for part in self.made.matrix.parts():
+        row, product, start = positive.to(dtype), torch.zeros(len(self.linear.matrix.columns), dtype=dtype), 0
+        for part in self.linear.matrix.parts():
             product += row[start : start + len(part)] @ part
             start += len(part)
         straight = float(torch.linalg.vector_norm(product, dtype=torch.float64)) + float(

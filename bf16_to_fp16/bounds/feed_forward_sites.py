@@ -45,9 +45,9 @@ def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: 
         path = sublayer.dropouts[0] if sublayer.dropouts else sublayer.at
         findings.dropout(path, keep, SiteKind.PRODUCT, neurons.bound)
     weight, bias = findings.weight(sublayer.output)
-    made = feed_forward_output(neurons, weight, bias, findings.refine, findings.arithmetic)
+    projection = feed_forward_output(neurons, weight, bias, findings.refine, findings.arithmetic)
     findings.inner[f"{sublayer.output}:input"] = largest(neurons.bound)
-    return findings.project(sublayer.output, weight, made, neurons.bound, mean_square)
+    return findings.project(sublayer.output, weight, projection, neurons.bound, mean_square)
 
 
 def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: LinearBound) -> None:
@@ -91,7 +91,7 @@ def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -
     number, weight, together = findings.layout.experts_together(sublayer)
     router_sites(findings, sublayer)
     each = [feed_forward_sites(findings, expert, source) for expert in sublayer.experts]
-    bound, length = torch.stack([made.bound for made, _ in each]).amax(0), max(made.length for made, _ in each)
+    bound, length = torch.stack([output.bound for output, _ in each]).amax(0), max(output.length for output, _ in each)
     product, mean_square = bound, torch.stack([expected for _, expected in each]).amax(0) * together**2
     if sublayer.chosen:
         # Weights and their sum are off by the roundings of softmax, sum, quotient and product, in fp32, and by one

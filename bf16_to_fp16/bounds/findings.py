@@ -60,8 +60,8 @@ class Certificate:
 
     def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
         """Return the report's ``certificate``. observed: the largest observed value of each site."""
-        found = observed or {}
-        listed = [site.model_copy(update={"observed": found.get(site.name)}) for site in self.sites]
+        largest = observed or {}
+        listed = [site.model_copy(update={"observed": largest.get(site.name)}) for site in self.sites]
         more: dict[str, Any] = {"sites": listed} if sites else {}
         return CertificateEntry(
             holds=self.holds,

@@ -55,8 +55,8 @@ class NormOutput:
     @property
     def bound(self) -> Tensor:
         """Bound of each component: fp64 [d]."""
-        made = (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
-        return made if self.most is None else torch.minimum(made, self.most)
+        bound = (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
+        return bound if self.most is None else torch.minimum(bound, self.most)
 
     @property
     def axes(self) -> Tensor:
@@ -342,9 +342,9 @@ def number(value: float | Tensor) -> float:
 
 def products_of_rows(rows: Tensor) -> Tensor:
     """Return an upper bound of rows·rowsᵀ in the positive semidefinite order: fp64 [n, n], for few rows in fp64."""
-    made = rows @ rows.t()
-    made.diagonal().add_(made.trace() * sum(rows.shape) * 2.0**-50)
-    return made
+    products = rows @ rows.t()
+    products.diagonal().add_(products.trace() * sum(rows.shape) * 2.0**-50)
+    return products
 
 
 def root_of(matrix: Tensor) -> Tensor:

@@ -109,9 +109,9 @@ def homogeneous(one: Rows, other: Rows) -> tuple[Rows, Rows]:
     share = (centres / norms.clamp(min=power.SMALL)).clamp(2.0**-20, 2.0**20)
     length, radius = one.radius * share.sqrt(), one.radius * (1 + share).sqrt()
 
-    def joined(made: Rows) -> Rows:
-        matrix = torch.cat([made.matrix, made.centre[:, None] / length], 1)
-        return replace(made, matrix=matrix, radius=radius, norms=radius * power.lengths(matrix))
+    def joined(rows: Rows) -> Rows:
+        matrix = torch.cat([rows.matrix, rows.centre[:, None] / length], 1)
+        return replace(rows, matrix=matrix, radius=radius, norms=radius * power.lengths(matrix))
 
     return joined(one), joined(other)
 
@@ -165,8 +165,8 @@ def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tup
         heads = kv_heads = 1
     norms = zip((sublayer.query_norm, sublayer.key_norm), (heads, kv_heads), strict=True)
     query, key = (turned(live.normalised(path), live.a, of, rotary) for path, of in norms)
-    made = turned_score_bounds(query, key, heads, live.a, scale)
-    return torch.maximum(made.product, made.partial), made.product * scale, made.span
+    scores = turned_score_bounds(query, key, heads, live.a, scale)
+    return torch.maximum(scores.product, scores.partial), scores.product * scale, scores.span
 
 
 def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
@@ -175,11 +175,11 @@ def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, sourc
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     sides = []
     query, key, *_ = live.linears(sublayer.fused, (sublayer.query, source), (sublayer.key, source))
-    for made, number in ((query, heads), (key, kv_heads)):
-        size = len(made.norms) // number
-        order = pair_order(size, rotary).to(made.norms.device)
-        matrix, centre = made.radius * made.matrix.view(number, size, -1)[:, order], made.centre.view(number, size)
-        factor = rotary.factor * (query_growth(rotary, a.max_length) if made is query else 1.0)
+    for side, number in ((query, heads), (key, kv_heads)):
+        size = len(side.norms) // number
+        order = pair_order(size, rotary).to(side.norms.device)
+        matrix, centre = side.radius * side.matrix.view(number, size, -1)[:, order], side.centre.view(number, size)
+        factor = rotary.factor * (query_growth(rotary, a.max_length) if side is query else 1.0)
         matrix, centre = matrix * factor, centre * factor
         group = heads // number
         sides.append((matrix.repeat_interleave(group, 0), centre[:, order].repeat_interleave(group, 0)))
@@ -231,15 +231,15 @@ def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) 
         for x in (values.matrix, values.partial, values.centre)
     )
     squares = ((o @ (v @ v.mT)) * o).sum(2)
-    made = (values.radius * squares.clamp(min=power.SMALL).sqrt() + (o @ centre[..., None])[..., 0].abs()).sum(0)
+    output = (values.radius * squares.clamp(min=power.SMALL).sqrt() + (o @ centre[..., None])[..., 0].abs()).sum(0)
     balance = power.balanced(power.lengths(o.mT), most)
     longest = values.radius * power.spectral_norms(v * balance[..., None]) + power.lengths(centre * balance)
     sums = torch.minimum(weight.abs() @ most.flatten(), (power.lengths(o / balance[:, None]) * longest[:, None]).sum(0))
     error = live.linear_error(other.gain.numel()) + a.gamma(a.max_length) + a.gamma(weight.shape[1]) + 4 * a.unit
-    added = torch.zeros_like(made) if bias is None else bias.abs()
+    added = torch.zeros_like(output) if bias is None else bias.abs()
     sums = sums * a.attention_sum + added
-    made = torch.minimum(made * a.attention_sum + added + error * sums, sums * (1 + error))
-    return made, sums * (1 + error)
+    output = torch.minimum(output * a.attention_sum + added + error * sums, sums * (1 + error))
+    return output, sums * (1 + error)
 
 
 def feed_forward_output(live: LiveWeights, sublayer: FeedForward, source: NormOutput) -> Tensor:
@@ -253,7 +253,7 @@ def feed_forward_output(live: LiveWeights, sublayer: FeedForward, source: NormOu
         cosine = (gate.matrix * linear.matrix).sum(1) * gate.radius**2 / size.clamp(min=power.SMALL)
         caps = ((1 + cosine.abs()) / 2).clamp(max=1)
         budget = power.largest_eigenvalue(directions(gate), directions(linear)) / 2
-        made = knapsack(weight.abs() * size, caps, budget)
+        output = knapsack(weight.abs() * size, caps, budget)
     else:
         linear = live.linear(sublayer.linear, source)
         ones = torch.ones_like(linear.norms)
@@ -266,6 +266,6 @@ def feed_forward_output(live: LiveWeights, sublayer: FeedForward, source: NormOu
             straight = power.lengths(positive @ linear.matrix) * linear.radius
             below = (positive - side).sum(1) * LOWEST[sublayer.activation]
             sides.append(torch.minimum((straight + ball) / 2, ball) + positive @ offset + below)
-        made = torch.maximum(*sides)
+        output = torch.maximum(*sides)
     error = 2 * live.linear_error(source.gain.numel()) + live.a.gamma(weight.shape[1]) + 5 * live.a.unit
-    return (made + (0 if bias is None else bias.abs())) * (1 + error)
+    return (output + (0 if bias is None else bias.abs())) * (1 + error)

@@ -189,18 +189,18 @@ class ModuleFindings:
             factor = 2.0 ** planned.get(self.layout.streams_read.get(path, ""), 0)
             mean = min(float(entering.mean()) * factor, FP16_MAX if eps is None else MOST_MEAN)
             eps = eps or self.layout.eps_of(path)
-            made = layer_normalised(gain, shift, mean, eps, a)
-            self.note(f"{path}:layer_norm", SiteKind.NORM, made.bound)
+            output = layer_normalised(gain, shift, mean, eps, a)
+            self.note(f"{path}:layer_norm", SiteKind.NORM, output.bound)
             self.note(f"{path}:layer_norm.1", SiteKind.STATISTIC, self.rounded(torch.tensor(mean / factor)))
             self.note(f"{path}:layer_norm.2", SiteKind.STATISTIC, eps**-0.5 * (1 + 2 * UNIT))
         else:
-            made = rms_normalised(gain, a, once=self.layout.family.norm_rounds_once)
+            output = rms_normalised(gain, a, once=self.layout.family.norm_rounds_once)
             if not self.layout.family.norm_rounds_once:
-                self.note(f"{path}:to#2", SiteKind.NORMALISED, made.radius * (1 + UNIT))
-            self.note(f"{path}:{self.layout.family.norm_site}", SiteKind.NORM, made.bound)
+                self.note(f"{path}:to#2", SiteKind.NORMALISED, output.radius * (1 + UNIT))
+            self.note(f"{path}:{self.layout.family.norm_site}", SiteKind.NORM, output.bound)
         square = gain.square() if shift is None else gain.square() + shift.square()
         self.inputs[path] = (entering, variances)
-        self.outputs[path] = (made.bound, square)
+        self.outputs[path] = (output.bound, square)
         variance = float(variances.mean()) if width else 0.0
         self.norms[path] = NormRange(length, torch.tensor([[variance, 1.0]], dtype=torch.float64))
         if a.norms16:
@@ -208,18 +208,18 @@ class ModuleFindings:
             most = max(length**2, math.sqrt(width) * length if centred else 0.0)
             self.note(f"{path} (sum of squares)", SiteKind.SQUARES, most * growth(width) + width * TINY)
         self.inner[f"{path}:input"] = largest(entering)
-        return made, square
+        return output, square
 
     def linear(self, path: str, kind: SiteKind, source: Normed) -> tuple[LinearBound, Tensor]:
         """Record a linear on a norm's output; return its bounds and the expected mean square of each output."""
         (read, square), (weight, bias) = source, self.weight(path)
-        made = bound_linear(read, weight, bias, self.arithmetic, f"{path}.weight")
-        expected = (made.norms / made.radius).square() + made.centre.square()
+        linear = bound_linear(read, weight, bias, self.arithmetic, f"{path}.weight")
+        expected = (linear.norms / linear.radius).square() + linear.centre.square()
         if read.most is not None:
-            expected = squared_matrix_vector(weight, square) + made.centre.square()
+            expected = squared_matrix_vector(weight, square) + linear.centre.square()
         self.inner[f"{path}:input"] = largest(read.bound)
-        self.record(path, kind, (made.bound, made.partial), expected, (read.bound, square))
-        return made, expected
+        self.record(path, kind, (linear.bound, linear.partial), expected, (read.bound, square))
+        return linear, expected
 
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
@@ -229,11 +229,11 @@ class ModuleFindings:
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return
-        made, expected = self.linear(*reads[0])
-        yield from zip(made.split(fused), expected.split(fused), strict=True)
+        linear, expected = self.linear(*reads[0])
+        yield from zip(linear.split(fused), expected.split(fused), strict=True)
 
-    def project(self, path: str, weight: Tensor, made: Projection, entering: Tensor, square: Tensor) -> Projected:
+    def project(self, path: str, weight: Tensor, projection: Projection, entering: Tensor, square: Tensor) -> Projected:
         """Record an output projection. entering, square: bounds, mean squares of its input."""
         expected = squared_matrix_vector(weight, square)
-        self.record(path, SiteKind.OUTPUT, (made.bound, made.partial), expected, (entering, square))
-        return made, expected
+        self.record(path, SiteKind.OUTPUT, (projection.bound, projection.partial), expected, (entering, square))
+        return projection, expected

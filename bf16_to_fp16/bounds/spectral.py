@@ -78,20 +78,20 @@ class Spectra:
     and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So one pass over both weights turns the bound of one into a bound of
     the other, however they differ. If that is too loose, the bound is computed.
 
-    read: returns the source's weights. found: by a matrix's label, the matrix without its weights' values, and the
-    bound. fixed: the present weights are not the source's, so no bounds are added to ``found``. kept: other results, by
+    read: returns the source's weights. bounds: by a matrix's label, the matrix without its weights' values, and the
+    bound. fixed: the present weights are not the source's, so ``bounds`` gets no new ones. kept: other results, by
     the names of their weights and by arguments. about: the names for the next such result."""
 
     read: TensorReader
-    found: dict[str, tuple[Tall, float]] = field(default_factory=dict)
+    bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)
     kept: dict[tuple[frozenset[str], Hashable], Any] = field(default_factory=dict)
     about: frozenset[str] = frozenset()
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
         """Return a store with the results that do not depend on ``changed`` weights, which ``read`` returns."""
-        found = {label: kept for label, kept in self.found.items() if kept[0].names.isdisjoint(changed)}
-        return Spectra(read, found, {key: made for key, made in self.kept.items() if key[0].isdisjoint(changed)})
+        bounds = {label: kept for label, kept in self.bounds.items() if kept[0].names.isdisjoint(changed)}
+        return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
         """Return a store for other, nearly equal weights: it stores no new eigenvalues."""
@@ -108,11 +108,11 @@ class Spectra:
 
     def largest(self, matrix: Tall) -> float:
         """Return a bound on the largest eigenvalue of a matrix's Gram matrix; store it for a matrix of the source."""
-        value = self.carried(matrix) if matrix.label in self.found else None
+        value = self.carried(matrix) if matrix.label in self.bounds else None
         if value is None:
             value = largest_eigenvalue(gram(matrix))
             if matrix.label and not self.fixed:
-                self.found[matrix.label] = without_weights(matrix), value
+                self.bounds[matrix.label] = without_weights(matrix), value
         return value
 
     @full_precision()
@@ -121,7 +121,7 @@ class Spectra:
 
         Rounding moves elements of both by at most five units of the working dtype, and by two more where they are
         multiplied by ``scale``."""
-        kept, value = self.found[matrix.label]
+        kept, value = self.bounds[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
             return None

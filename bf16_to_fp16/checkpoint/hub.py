@@ -80,12 +80,12 @@ def explain(
         return shortened(shown.replace(token, "…") if token else shown)
 
     names, status = {kind.__name__ for each in chain(error) for kind in type(each).__mro__}, status_of(error)
-    said = next((m for e in chain(error) if (m := getattr(e, "server_message", None))), "")
+    message = next((m for e in chain(error) if (m := getattr(e, "server_message", None))), "")
     card = next((str(e) for e in chain(error) if "metadata in README.md" in str(e)), "")
     full = any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in chain(error))
     host = (endpoint or constants.ENDPOINT).partition("://")[2].rpartition("@")[2].rstrip("/")
     here = next((e.filename for e in chain(error) if isinstance(e, OSError) and e.filename), None)
-    asked, reason = f"{repo}@{revision}" if revision else repo, f" ({line(said)})" if said else ""
+    asked, reason = f"{repo}@{revision}" if revision else repo, f" ({line(message)})" if message else ""
     access, again = ("write to" if writing else "read"), "run the same command again"
     local = "" if writing else f"{asked} is not a folder here, and "
     missing = f"{asked} is neither a folder here nor a repository on the Hub that you may read"

@@ -63,8 +63,8 @@ def open_pipeline(
     parts = components(folder, index)
     encoders = [name for name in parts if (config := config_of(folder, name)) is not None and wanted(config)]
     if not encoders:
-        said = f"{source} is a pipeline without a text encoder of a known family"
-        raise UserError(f"{said} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
+        problem = f"{source} is a pipeline without a text encoder of a known family"
+        raise UserError(f"{problem} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
     named = index.get("_class_name")
     kind = str((named[-1] if isinstance(named, list) and named else named) or "a pipeline without a class")
     there, left_out = files_below(folder) if names is None else (names, [])

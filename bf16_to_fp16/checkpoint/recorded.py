@@ -101,9 +101,9 @@ def summary_of(file: Path) -> dict[str, Any] | None:
     """Return the conversion's summary in a file's metadata; None if no conversion wrote the file."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
-    if (said := metadata_in(file).get(SUMMARY)) is None:
+    if (text := metadata_in(file).get(SUMMARY)) is None:
         return None
-    summary = files.parse_json(said.encode(), file, "metadata")
+    summary = files.parse_json(text.encode(), file, "metadata")
     if not all(isinstance(summary.get(key), str) for key in ("layout", "verdict", "proof", "target", "command")):
         raise UserError(f"{file}: its metadata are damaged; convert the source again")
     return summary

@@ -71,10 +71,10 @@ def replay_differences(
     counts = dump(weight_counts(layout, plan, written))
     yield from differences(report.weights and dump(report.weights), counts, "weights")
     rewritten = Rewritten(written, report.source.carried_over, report.source.left_out)
-    again_of, said = dump(source_of(original, layout, plan, rewritten)), dump(report.source)
+    again_of, recorded = dump(source_of(original, layout, plan, rewritten)), dump(report.source)
     whole = original.home not in VIEWS  # one file of weights has no config
     keys = ["dtype", "dtypes", "made", "dropped", "replaced", *["config_changes"] * whole]
-    yield from differences({k: said.get(k) for k in keys}, {k: again_of.get(k) for k in keys}, "source")
+    yield from differences({k: recorded.get(k) for k in keys}, {k: again_of.get(k) for k in keys}, "source")
     if whole:
         yield from different_config(edited_config(layout, plan), checkpoint.config)
     if checkpoint.folder not in VIEWS:
@@ -100,16 +100,16 @@ def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -
                 yield name, "is not what the conversion carries over from the original"
 
 
-def near(key: str, said: float, again: float) -> bool:
+def near(key: str, recorded: float, again: float) -> bool:
     """Return whether two numbers agree within the tolerance of their key, 1e-9 by default."""
-    if math.isnan(said) or math.isnan(again):
-        return math.isnan(said) and math.isnan(again)
-    said, again = (max(-1e300, min(value, 1e300)) for value in (said, again))  # JSON has no infinity
-    low, high = sorted((said, again))
+    if math.isnan(recorded) or math.isnan(again):
+        return math.isnan(recorded) and math.isnan(again)
+    recorded, again = (max(-1e300, min(value, 1e300)) for value in (recorded, again))  # JSON has no infinity
+    low, high = sorted((recorded, again))
     if key in COUNTS:  # kernels differ in the number of elements that overflow
-        return (said > 0) == (again > 0)
+        return (recorded > 0) == (again > 0)
     if key in BOUNDS:  # reused eigenvalues loosen a bound by CARRIED; rounding the matrix doubles that
-        return again * (1 - 1e-3) <= said <= again * (1 + 4 * CARRIED + 1e-3)
+        return again * (1 - 1e-3) <= recorded <= again * (1 + 4 * CARRIED + 1e-3)
     if key in MAGNITUDES:  # 2^-6 is 22 bits under the limit
         return low > FP16_MAX or high - low <= abs(high) / 8 or max(abs(low), abs(high)) <= 2.0**-6
     if key == "headroom_bits":
@@ -119,20 +119,20 @@ def near(key: str, said: float, again: float) -> bool:
     return high - low <= {"top1_bf16": 0.05, "top1_fp16": 0.05}.get(key, 1e-9 * max(abs(low), abs(high)))
 
 
-def differences(said: Any, again: Any, key: str) -> Iterator[tuple[str, str]]:
+def differences(entry: Any, again: Any, key: str) -> Iterator[tuple[str, str]]:
     """Yield (dotted key, reason) of every difference. Rows of tables are matched by name."""
     if key.endswith(".observed"):  # by a run, which a certificate computed again has not
         return
-    if is_table(said) and is_table(again):
-        said, again = by_name(said), by_name(again)
-    if isinstance(said, Mapping) and isinstance(again, Mapping):
-        for name in {**again, **said}:
-            yield from differences(said.get(name), again.get(name), f"{key}.{name}")
+    if is_table(entry) and is_table(again):
+        entry, again = by_name(entry), by_name(again)
+    if isinstance(entry, Mapping) and isinstance(again, Mapping):
+        for name in {**again, **entry}:
+            yield from differences(entry.get(name), again.get(name), f"{key}.{name}")
         return
-    number = all(isinstance(value, (int, float)) and type(value) is not bool for value in (said, again))
-    same = near(key.rpartition(".")[2], said, again) if number else said == again and type(said) is type(again)
+    number = all(isinstance(value, (int, float)) and type(value) is not bool for value in (entry, again))
+    same = near(key.rpartition(".")[2], entry, again) if number else entry == again and type(entry) is type(again)
     if not same:
-        yield key, f"the report says {said!r}, and {again!r} was computed"
+        yield key, f"the report says {entry!r}, and {again!r} was computed"
 
 
 def is_table(value: object) -> bool:

@@ -287,7 +287,7 @@ def write_report(work: Path, report: Report) -> Report:
     write_page(work / PAGE, stored)
     write_card(work / CARD, stored, read_json(work / "config.json", "config"))
     # Page and card are made from the report, so only now can it list them.
-    made = [FileEntry.model_validate(record) for record in records(work, {file.name for file in report.output.files})]
-    report = report.model_copy(update={"output": Output(files=[*report.output.files, *made])})
+    added = [FileEntry.model_validate(record) for record in records(work, {file.name for file in report.output.files})]
+    report = report.model_copy(update={"output": Output(files=[*report.output.files, *added])})
     write_json(work / REPORT, dump(report))
     return report

@@ -135,13 +135,13 @@ class Cost:
 @dataclass(frozen=True)
 class Trial:
     """fp32 runs of a source under candidate edits, compared with its outputs without them. ``known``: these outputs, on
-    the conversion's inputs first. ``made``: edits that every run has."""
+    the conversion's inputs first. ``centring``: edits that every run has."""
 
     checkpoint: Checkpoint
     layout: Layout
     known: Sequence[ReferenceOutputs]
     progress: Progress
-    made: Plan
+    centring: Plan
 
     def alone(self, chosen: Mapping[str, OfChannels], most: float) -> dict[str, Cost] | None:
         names, costs = list(chosen)[::-1], dict[str, Cost]()
@@ -154,7 +154,7 @@ class Trial:
         return {name: costs[name] for name in chosen}
 
     def columns(self, rows: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-        read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
+        read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.centring.centred_keys)
         return column_exponents(self.layout, read, rows)
 
     def in_step(self, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
@@ -166,8 +166,8 @@ class Trial:
         plans = [dict(trial) for trial in trials]
         # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
-        read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.made.centred_keys)
-        edits = [self.made.model_copy(update={"exponents": exponents}) for exponents in plans]
+        read = centred(source_weights(self.checkpoint, self.layout), self.layout, self.centring.centred_keys)
+        edits = [self.centring.model_copy(update={"exponents": exponents}) for exponents in plans]
         changes = [change_by(self.checkpoint, self.layout, each, read) for each in edits]
         scales = [scaled_by(torch.ones(()), exponents) for exponents in logits]
         some = [some_of(known.inputs, number or len(trials)) for known in self.known]
@@ -214,7 +214,7 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
     several = allowed < math.inf and len(chosen) > 1
     if several and not trial.costs([chosen], "all edits together")[0].share <= allowed:
         return None
-    plan = trial.made.model_copy(update={"exponents": chosen})
+    plan = trial.centring.model_copy(update={"exponents": chosen})
     return Edits(plan, {name: cost.divergence for name, cost in predicted.items()}, apart)
 
 

@@ -78,7 +78,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         reference = reference_of(opened.checkpoint, inputs) if observed is None else observed.reference
         closeness, plan = compare(opened.checkpoint, decided.layout, decided.plan, reference, ran, inputs, in_fp32)
         edits = measured_edits(written, decided, in_fp32)
-    found = searched(opened.checkpoint, written, decided.layout, plan, progress) if options.run_model else None
+    rare = searched(opened.checkpoint, written, decided.layout, plan, progress) if options.run_model else None
     return Measured(
         certificate,
         plan,
@@ -88,7 +88,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         ran.half,
         device.environment(),
         edits=edits,
-        soft=found,
+        soft=rare,
         outputs=outputs_beside(decided.layout, decided.plan, reference, ran),
     )
 
@@ -136,14 +136,14 @@ def searched(
             longest = tokenised(config, source.folder, str(TEXT), seed=0, examples=8, length=soft.LENGTH)[-1]
             text = longest.input_ids[longest.attention_mask.bool().all(1)]
     with progress.step("Looking for rare input that the edits harm"):
-        found = soft.soft_side(source, written, layout, plan, config, text)
+        result = soft.soft_side(source, written, layout, plan, config, text)
     if tokenizer is None:
-        return found
+        return result
     named = [
         each.model_copy(update={"tokens": [*map(str, tokenizer.convert_ids_to_tokens(each.ids))]})
-        for each in found.found
+        for each in result.exceptions
     ]
-    return replace(found, found=named)
+    return replace(result, exceptions=named)
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:

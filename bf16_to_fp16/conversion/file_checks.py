@@ -93,8 +93,8 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
 def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
     """Yield a difference if the tokenizer inside one file is not the original's."""
     files = (checkpoint.folder / SPIECE_FILE, original.folder / SPIECE_FILE)
-    found, wanted = (file.read_bytes() if file.is_file() else None for file in files)
-    if found != (wanted if original.home in VIEWS and LAYOUTS[inside.layout].naming is STOCK else None):
+    content, wanted = (file.read_bytes() if file.is_file() else None for file in files)
+    if content != (wanted if original.home in VIEWS and LAYOUTS[inside.layout].naming is STOCK else None):
         yield SPIECE, "is not the original's tokenizer"
 
 

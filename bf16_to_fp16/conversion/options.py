@@ -43,8 +43,8 @@ class Location(click.Path):
             os.stat(os.path.expanduser(value))
         except (OSError, ValueError) as error:
             if getattr(error, "errno", None) not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                said = error.strerror if isinstance(error, OSError) else str(error)
-                raise UserError(f"{shortened(value)}: {said}; give another path") from error
+                problem = error.strerror if isinstance(error, OSError) else str(error)
+                raise UserError(f"{shortened(value)}: {problem}; give another path") from error
         return super().convert(value, parameter, context)
 
 
@@ -122,7 +122,7 @@ class Options:
         AUTO,
         "--target",
         "Where it must be safe. auto: in PyTorch, by the least change of the weights' scale. "
-        + " ".join(f"{target.name}: {target.made}" for target in RECORDS),
+        + " ".join(f"{target.name}: {target.help}" for target in RECORDS),
         type=click.Choice((AUTO, *TARGETS)),
         show_default=True,
     )

@@ -65,8 +65,8 @@ class PipelineConversion:
         return all(done.safe for done in self.encoders.values())
 
     def __repr__(self) -> str:
-        said = ", ".join(f"{name}: {done.report.get('verdict', 'planned')}" for name, done in self.encoders.items())
-        return f"<PipelineConversion: {said}, out={str(self.out)!r}>"
+        verdicts = ", ".join(f"{name}: {done.report.get('verdict', 'planned')}" for name, done in self.encoders.items())
+        return f"<PipelineConversion: {verdicts}, out={str(self.out)!r}>"
 
 
 def convert_pipeline(

@@ -148,9 +148,9 @@ def with_needed_edits(source: Search, decided: Decided) -> Decided:
     """Return the plan with edits where no exact plan is enough. Keys are centred first, since that has no cost."""
     search, opened, exponents = source, source.opened, bounds_of(decided).exponents
     shared = attentions_to_centre(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
-    made = Plan(family=opened.layout.family.name, centred_keys=shared)
+    centring = Plan(family=opened.layout.family.name, centred_keys=shared)
     if shared:
-        search = edited_search(source, Edits(made, {}), exponents)
+        search = edited_search(source, Edits(centring, {}), exponents)
         decided = search.decided(decided.target)
     assert search.observed is not None
     seen, reference = search.observed.ranges, search.observed.reference
@@ -159,15 +159,15 @@ def with_needed_edits(source: Search, decided: Decided) -> Decided:
         return decided
     known = [ReferenceOutputs.of(opened.layout, opened.inputs, reference)]
     known += outputs_on_text(opened.checkpoint, opened.layout, load_config(opened.checkpoint.folder), search.progress)
-    trial = Trial(opened.checkpoint, opened.layout, known, search.progress, made)
+    trial = Trial(opened.checkpoint, opened.layout, known, search.progress, centring)
     of_observed = {n: NeededExponents(e.observed, e.observed) for n, e in needed.items() if e.observed is not None}
     # If edits prove nothing, only those for observed ranges are worth a price.
     for wanted in (needed, of_observed):
         if wanted and (edits := least_edits(trial, wanted, search.options.max_kl)) is not None:
-            found = edited_search(source, edits, exponents).decided(decided.target)
-            proves = found.planned is not None and not found.planned.fallbacks and not bounds_of(found).unmoved
+            edited = edited_search(source, edits, exponents).decided(decided.target)
+            proves = edited.planned is not None and not edited.planned.fallbacks and not bounds_of(edited).unmoved
             if wanted == of_observed or proves:
-                return replace(found, predicted=edits.predicted)
+                return replace(edited, predicted=edits.predicted)
     return decided
 
 
@@ -298,14 +298,14 @@ class Search:
         bf16."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
-        found = self.drift(decided.layout, decided.plan)
-        if is_acceptable(found, 1.0):
+        drift = self.drift(decided.layout, decided.plan)
+        if is_acceptable(drift, 1.0):
             return decided
         options = replace(self.options, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
         less = replace(self, options=options).decided(decided.target)
         note = (
-            f"no further margin is kept for training: with it gains would round to a KL of {found.kl_fp16:.1e}, beside"
-            f" {found.kl_bf16:.1e} for the source in bf16"
+            f"no further margin is kept for training: with it gains would round to a KL of {drift.kl_fp16:.1e}, beside"
+            f" {drift.kl_bf16:.1e} for the source in bf16"
         )
         self.progress.say(note)
         return replace(less, notes=(note,))

@@ -61,18 +61,18 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     and card then say that it is unsafe."""
     progress, folder = progress_of(progress), written_folder(folder)
     check_no_pipeline(folder)
-    report, found = read_recorded(folder), Verified()
+    report, verified = read_recorded(folder), Verified()
     with progress.step("Hashing the files") as advance:
         problems = list(check_hashes(folder, report, advance=advance))
     edited = (folder / CARD).is_file() and any(name == CARD for name, *_ in problems)
-    found.add("files", (problem for problem in problems if not (edited and problem[0] == CARD)))
-    if not found.problems:
+    verified.add("files", (problem for problem in problems if not (edited and problem[0] == CARD)))
+    if not verified.problems:
         run = bool(report.regimes)
-        check_contents(folder, report, None, None, found, run_model=run, device=Device("auto"), progress=progress)
-    if other := [problem for problem in found.problems if problem.check not in UNSAFE]:
+        check_contents(folder, report, None, None, verified, run_model=run, device=Device("auto"), progress=progress)
+    if other := [problem for problem in verified.problems if problem.check not in UNSAFE]:
         raise UserError(f"{folder} is not what its report says: {other[0].name}: {other[0].reason}; {CONVERT_AGAIN}")
-    if not report.safe or found.problems:
-        broken = [f"{problem.name}: {problem.reason}" for problem in found.problems]
+    if not report.safe or verified.problems:
+        broken = [f"{problem.name}: {problem.reason}" for problem in verified.problems]
         alone = TOWER_ALONE if tower_in_fp32(report.family, report.regimes) else ""
         why = broken[0] if report.safe else alone or "its report says so"
         if not allow_unsafe:
@@ -86,15 +86,15 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder / CARD}: not readable as UTF-8; convert the source again for a new card") from error
     changed: dict[str, bytes] = {CARD: card.encode()} if edited else {}
-    if report.safe and found.problems:
-        regimes = found.sections.get("regimes") or report.regimes
+    if report.safe and verified.problems:
+        regimes = verified.sections.get("regimes") or report.regimes
         unsafe = [
             UnsafeEntry(signal=each.name, kind="broke", reason=each.reason, remedy=each.remedy)
-            for each in found.problems
+            for each in verified.problems
         ]
         then = next_command(folder.name, regimes, converted=True, family=report.family)
-        said: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
-        report = report.model_copy(update=said | {"regimes": regimes, "next": then})
+        changes: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
+        report = report.model_copy(update=changes | {"regimes": regimes, "next": then})
         changed[PAGE] = render(report.model_copy(update={"output": Output()})).encode()
     if not report.safe and (warning := warned(card, report)) != card:
         changed[CARD] = warning.encode()

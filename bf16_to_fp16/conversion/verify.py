@@ -65,12 +65,12 @@ class Verified:
     sections: dict[str, Any] = field(default_factory=dict)
 
     def add(self, check: str, problems: Iterable[tuple[str, ...]]) -> None:
-        found = [
+        added = [
             other_reports.ProblemEntry(check=check, name=name, reason=reason, remedy=next(iter(remedy), CONVERT_AGAIN))
             for name, reason, *remedy in problems
         ]
-        self.problems += found
-        self.checks[check] = "failed" if found or self.checks[check] == "failed" else "passed"
+        self.problems += added
+        self.checks[check] = "failed" if added or self.checks[check] == "failed" else "passed"
 
 
 @quiet()
@@ -94,7 +94,7 @@ def verify(
     check_data(data, run_model=run_model)
     if original is not None:
         local_source(original)  # fails before the files are hashed
-    on, revision, found = Device(device, progress), None, Verified()
+    on, revision, verified = Device(device, progress), None, Verified()
     if Path(source).is_file():
         place, report = Path(source), packed_report(Path(source))
     else:
@@ -103,39 +103,39 @@ def verify(
         if original is not None and report.finetune is not None:
             raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
         with progress.step("Hashing the files") as advance:
-            found.add("files", check_hashes(place, report, extra=extra, advance=advance))
-    if not found.problems:
+            verified.add("files", check_hashes(place, report, extra=extra, advance=advance))
+    if not verified.problems:
         opened = None if original is None else open_checkpoint(original, endpoint=endpoint)
         if opened is not None and (name := report.source.class_in("after")) is not None:
             opened = read_as(opened, name)
-        check_contents(place, report, opened, data, found, run_model=run_model, device=on, progress=progress)
-    found.add("report", check_verdict(report))
+        check_contents(place, report, opened, data, verified, run_model=run_model, device=on, progress=progress)
+    verified.add("report", check_verdict(report))
     return dump(
         other_reports.Verification(
             schema=SCHEMA,
-            verdict="unsafe" if found.problems else "safe",
-            verified=not found.problems,
+            verdict="unsafe" if verified.problems else "safe",
+            verified=not verified.problems,
             source=schema.Source(path=own_name(source) if revision is None else str(source), revision=revision),
             report=other_reports.Claim(verdict=report.verdict, proof=report.proof, family=report.family),
-            checks=found.checks,
-            problems=found.problems,
-            notes=found.notes,
+            checks=verified.checks,
+            problems=verified.problems,
+            notes=verified.notes,
             files=len(report.output.files) or 1,
             target=report.target,
             environment=schema.Environment.model_validate(on.environment()),
-            **{"certificate": None, "tiers": {}, "regimes": {}} | found.sections,
+            **{"certificate": None, "tiers": {}, "regimes": {}} | verified.sections,
         )
     )
 
 
 def packed_report(file: Path) -> schema.Report:
-    inside, said = read_packed(file), summary_of(file) or {}
+    inside, meta = read_packed(file), summary_of(file) or {}
     try:
-        known = {key: said[key] for key in ("verdict", "proof", "target", "tiers")}
+        known = {key: meta[key] for key in ("verdict", "proof", "target", "tiers")}
         report = schema.Report.model_validate({"schema": SCHEMA} | known)
-        limits = CertificateEntry(holds=False, headroom_bits=0.0, max_length=int(said["max_length"]), splits=SPLITS)
+        limits = CertificateEntry(holds=False, headroom_bits=0.0, max_length=int(meta["max_length"]), splits=SPLITS)
         moves = (inside.plan.residual_exponent, inside.plan.eps)
-        if report.target not in TARGETS or limits.max_length < 1 or (said["residual_exponent"], said["eps"]) != moves:
+        if report.target not in TARGETS or limits.max_length < 1 or (meta["residual_exponent"], meta["eps"]) != moves:
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
@@ -152,7 +152,7 @@ def check_contents(
     report: schema.Report,
     original: Checkpoint | None,
     data: str | None,
-    found: Verified,
+    verified: Verified,
     *,
     run_model: bool,
     device: Device,
@@ -162,50 +162,50 @@ def check_contents(
     layout = agreed_layout(checkpoint)
     if place.is_file():
         inside = read_packed(place)
-        found.add("files", check_tensors(place, checkpoint, inside))
+        verified.add("files", check_tensors(place, checkpoint, inside))
         if original is not None:
-            found.add("files", check_tokenizer(checkpoint, original, inside))
+            verified.add("files", check_tokenizer(checkpoint, original, inside))
     else:
-        found.add("files", check_unread(checkpoint, report))
+        verified.add("files", check_unread(checkpoint, report))
         if report.output.card_edited:
-            found.notes.append(f"{schema.CARD} was edited before it was published: its author answers for it")
-        found.add("files", check_foreign(checkpoint, layout, report))
-    found.sections["padding"] = padding_entry(layout.config)
-    found.add("plan", check_plan(checkpoint, layout, report))
-    if any(problem.check == "plan" for problem in found.problems):
+            verified.notes.append(f"{schema.CARD} was edited before it was published: its author answers for it")
+        verified.add("files", check_foreign(checkpoint, layout, report))
+    verified.sections["padding"] = padding_entry(layout.config)
+    verified.add("plan", check_plan(checkpoint, layout, report))
+    if any(problem.check == "plan" for problem in verified.problems):
         return  # a plan that does not fit cannot be replayed
     plan = plan_of(report)
-    found.sections["edits"] = len(listed_edits(layout, plan))
+    verified.sections["edits"] = len(listed_edits(layout, plan))
     before = None
     if original is not None:
-        found.add("replay", other_weights(original, report))
-        if found.checks["replay"] == "passed":
+        verified.add("replay", other_weights(original, report))
+        if verified.checks["replay"] == "passed":
             agreed_layout(original)
             before = resolve(original, untie=plan.untied_head)
             with progress.step("Replaying the plan"):
-                found.add("replay", replay_differences(original, before, plan, checkpoint, report))
+                verified.add("replay", replay_differences(original, before, plan, checkpoint, report))
     recorded, target = report.certificate, report.target or "half"
     if recorded is None or target not in TARGETS or recorded.max_length < 1:
         raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
     # The report may choose the length, which every claim names, but not what is assumed of kernels.
     length = Arithmetic(recorded.max_length)
     certificate, certified = bounded(checkpoint, layout, target, length, device, progress)
-    found.sections["certificate"] = certificate.entry(sites=False)
-    found.add("certificate", check_certificate(certificate, report))
+    verified.sections["certificate"] = certificate.entry(sites=False)
+    verified.add("certificate", check_certificate(certificate, report))
     regimes = {}
     if run_model:
         again = run_again(checkpoint, report, data, before, device, progress)
         regimes = again.ran.regimes
-        found.sections["regimes"] = regimes
-        found.add("audit", check_audit(again, report, data))
+        verified.sections["regimes"] = regimes
+        verified.add("audit", check_audit(again, report, data))
         if not again.same_inputs and report.regimes:
-            found.notes.append("other text was run than the report names: its figures are not compared")
+            verified.notes.append("other text was run than the report names: its figures are not compared")
         if original is not None and before is not None and again.same_inputs and report.regimes:
-            found.add("fidelity", check_fidelity(original, before, checkpoint, report, again, device, progress))
+            verified.add("fidelity", check_fidelity(original, before, checkpoint, report, again, device, progress))
         if original is not None and before is not None and report.output.files:  # one file records no search
-            found.add("fidelity", check_exceptions(original, before, checkpoint, report, progress))
-    tiers = found.sections["tiers"] = tiers_of(layout, certified, regimes)
-    found.add("tiers", check_tiers(report, tiers, certified, ran=run_model))
+            verified.add("fidelity", check_exceptions(original, before, checkpoint, report, progress))
+    tiers = verified.sections["tiers"] = tiers_of(layout, certified, regimes)
+    verified.add("tiers", check_tiers(report, tiers, certified, ran=run_model))
 
 
 def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
@@ -253,8 +253,8 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
     if plan.eps is not None:
         wanted |= dict.fromkeys(layout.family.eps_keys, plan.eps)
     for key, value in wanted.items():
-        if (said := looked_up(config, key)) != value:
-            yield "config.json", f"{key} is {said}, and the conversion set {value}"
+        if (value_there := looked_up(config, key)) != value:
+            yield "config.json", f"{key} is {value_there}, and the conversion set {value}"
     for name, part in ((None, config), *((k, v) for k, v in config.items() if isinstance(v, Mapping))):
         for key in DTYPE_KEYS:
             at = f"{name}.{key}" if name else key
@@ -287,14 +287,14 @@ def run_again(
     device: Device,
     progress: Progress,
 ) -> Rerun:
-    said, config = report.inputs or schema.Inputs(), load_config(checkpoint.folder)
-    seed = said.seed or 0
+    recorded, config = report.inputs or schema.Inputs(), load_config(checkpoint.folder)
+    seed = recorded.seed or 0
     with torch.random.fork_rng(devices=[]):
-        chosen = probe.usable(said.chosen, config)
+        chosen = probe.usable(recorded.chosen, config)
         inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, chosen=chosen)
         in_fp32 = [] if before is None else in_fp32_too(inputs, before, plan_of(report))
         ran = audited(checkpoint, inputs, in_fp32, device, progress, train=report.target == "train", seed=seed)
-    return Rerun(inputs, in_fp32, ran, describe_batches(inputs, seed=seed, data=data)["sha256"] == said.sha256)
+    return Rerun(inputs, in_fp32, ran, describe_batches(inputs, seed=seed, data=data)["sha256"] == recorded.sha256)
 
 
 def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
@@ -310,12 +310,12 @@ def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterat
         if data is None and report.inputs is not None and report.inputs.data is None and not other:
             yield "inputs", "are not what the recorded seed and ids give"
         return
-    said, ran = ({name: dump(entry) for name, entry in each.items()} for each in (report.regimes, entries))
-    for name in said.keys() & ran.keys() if other else ():
-        both = {site["name"] for site in said[name]["sites"]} & {site["name"] for site in ran[name]["sites"]}
-        for each in (said, ran):
+    recorded, ran = ({name: dump(entry) for name, entry in each.items()} for each in (report.regimes, entries))
+    for name in recorded.keys() & ran.keys() if other else ():
+        both = {site["name"] for site in recorded[name]["sites"]} & {site["name"] for site in ran[name]["sites"]}
+        for each in (recorded, ran):
             each[name]["sites"] = [site for site in each[name]["sites"] if site["name"] in both]
-    yield from differences(said, ran, "regimes")
+    yield from differences(recorded, ran, "regimes")
 
 
 def check_fidelity(
@@ -327,7 +327,7 @@ def check_fidelity(
     device: Device,
     progress: Progress,
 ) -> Iterator[tuple[str, str]]:
-    plan, said = plan_of(report), dump(report)
+    plan, sections = plan_of(report), dump(report)
     observed = observe_source(original, again.inputs, progress, device)
     reference, decided = observed.reference, Decided(before, plan, report.target or "half", observed=observed)
     close, drifted = compare(original, before, plan, reference, again.ran, again.inputs, again.in_fp32)
@@ -338,8 +338,8 @@ def check_fidelity(
     if not plan.centred_keys:  # else they were observed with centred keys
         now["signals"] = [dump(entry) for entry in decided.signals]
     for key, section in now.items():
-        if key in said or key == "fidelity":  # the others are absent after ``--plan``
-            yield from differences(said.get(key), section, key)
+        if key in sections or key == "fidelity":  # the others are absent after ``--plan``
+            yield from differences(sections.get(key), section, key)
     if plan.drift is not None and drifted.drift is not None:
         yield from differences(plan.drift.model_dump(), drifted.drift.model_dump(), "plan.drift")
     edits = measured_edits(checkpoint, decided, again.in_fp32)
@@ -356,10 +356,11 @@ def check_exceptions(
         return
     yield from differences(report.searched and report.searched.ids, rare.searched.ids, "searched.ids")
     for single in (True, False):
-        said, again = (
-            [each for each in entries if (len(each.ids) == 1) is single] for entries in (report.exceptions, rare.found)
+        recorded, again = (
+            [each for each in entries if (len(each.ids) == 1) is single]
+            for entries in (report.exceptions, rare.exceptions)
         )
-        worst = max((each.kl for each in said), default=LEAST / 2)
+        worst = max((each.kl for each in recorded), default=LEAST / 2)
         if again and again[0].kl > 2 * worst:
             ids, kl = listed(list(map(str, again[0].ids))), again[0].kl
             yield "exceptions", f"ids {ids} are {kl:.1e} from the source, and none listed is"

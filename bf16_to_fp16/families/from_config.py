@@ -137,9 +137,9 @@ def check_numbers(layout: Layout, rows: Mapping[str, int]) -> None:
             )
 
 
-def check_ids(said: Callable[[str], object], size: int) -> None:
+def check_ids(setting: Callable[[str], object], size: int) -> None:
     for key in IDS:
-        token = said(key)
+        token = setting(key)
         if token is not None and not (isinstance(token, int) and 0 <= token < size):
             raise UserError(
                 f"config.json: {key} is {token!r}, not an id of the vocabulary of {size};"

@@ -64,8 +64,8 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
             apart = isinstance(own, Mapping) and own.get("rope_theta") not in (None, written)
             if apart or layers not in family.older_rotary or (kind != "default" and not (scaling and kind in SCALED)):
                 lost.append(f"transformers 4.57 makes other rotary positions for {layers or 'all layers'}")
-    said = [n for key, n in family.older_notes.items() if config_value(family, config, key) is not None]
-    lost += dict.fromkeys(said)
+    notes = [n for key, n in family.older_notes.items() if config_value(family, config, key) is not None]
+    lost += dict.fromkeys(notes)
     if family.older_scales_tied and layout.stock.is_language_model:
         older = bool(looked_up(config, "tie_word_embeddings", True))
         if older != (layout.head_scale != 1.0):

@@ -104,5 +104,5 @@ def with_goals(report: Report, recipe: Recipe, command: Command) -> Report:
         missed, more = [goal("headroom", asked - delivered, reason), *missed], True
     if report.safe and not missed:
         return report
-    said = next_command(recipe, run.steps, more=more, command=command)
-    return with_next(report, missed, tower_alone(report.family, report.regimes) or said)
+    advice = next_command(recipe, run.steps, more=more, command=command)
+    return with_next(report, missed, tower_alone(report.family, report.regimes) or advice)

@@ -170,8 +170,8 @@ def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool
         each = given or ASSUMED * 2**30
         return Machine(processes, each, f"{counted(processes, 'card')} of {_gib(each)} each (--memory says otherwise)")
     least = min(seen[:processes], key=lambda card: card.memory)
-    said = f"{processes} × {least.name}, {_gib(given or least.memory)} each"
-    return Machine(processes, given or least.memory, said, bf16=all(card.has_bf16 for card in seen))
+    text = f"{processes} × {least.name}, {_gib(given or least.memory)} each"
+    return Machine(processes, given or least.memory, text, bf16=all(card.has_bf16 for card in seen))
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,8 @@ class Processes:
 
 def begun_by() -> tuple[str, ...]:
     """Return the words of this process's command line before the recipe."""
-    if (said := os.environ.get("BF16_TO_FP16_BEGUN")) is not None:
-        return tuple(shlex.split(said))
+    if (line := os.environ.get("BF16_TO_FP16_BEGUN")) is not None:
+        return tuple(shlex.split(line))
     count = os.environ.get("WORLD_SIZE", "1")
     by_another = ("accelerate", "launch", "--num_processes", count, "-m", "bf16_to_fp16", "finetune")
     return by_another if count != "1" else ("bf16-to-fp16", "finetune")

@@ -91,10 +91,10 @@ class Optimizer(Section):
     def _known(cls, value: str | None) -> str | None:
         # Imported before a state is read, in which torch allows such classes alone whose module is there.
         try:
-            found = value and pydoc.locate(value)
+            located = value and pydoc.locate(value)
         except pydoc.ErrorDuringImport as error:
             raise ValueError(f"cannot be imported ({error.value})") from error
-        if value is not None and not isinstance(found, type):
+        if value is not None and not isinstance(located, type):
             raise ValueError(f"is {value!r}, no class of an installed package")
         return value
 
@@ -251,8 +251,8 @@ def shipped_names() -> list[str]:
 
 def shipped_text(name: str | None) -> str:
     if name not in shipped_names():
-        said = "no recipe is named" if name is None else f"there is no recipe {shortened(name)!r}"
-        raise UserError(f"{said}; choose {', '.join(shipped_names())}")
+        problem = "no recipe is named" if name is None else f"there is no recipe {shortened(name)!r}"
+        raise UserError(f"{problem}; choose {', '.join(shipped_names())}")
     return (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8")
 
 

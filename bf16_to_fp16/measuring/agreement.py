@@ -59,9 +59,9 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
     where, config = f"{checkpoint.folder}/config.json", load_config(checkpoint.folder)
     for key in layout.family.tie_keys if layout.tied else ():
-        if not (said := looked_up(layout.config, key, True)):
+        if not (tie := looked_up(layout.config, key, True)):
             raise UserError(
-                f"{where}: {key!r} is {shown(said)}, and {layout.family.head} is missing or the embedding itself:"
+                f"{where}: {key!r} is {shown(tie)}, and {layout.family.head} is missing or the embedding itself:"
                 " transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
                 " config.json"
             )
@@ -344,6 +344,6 @@ def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, obj
     stated = {key for key, default in family.defaults.items() if not isinstance(default, Quotient)}
     values = {key: config_value(family, config, key) for key in keys if key in there or key in stated}
     for key in filter(None, (*family.eps_keys, family.output_scale_key)):
-        if (said := looked_up(config, key)) is not None:
-            values[key] = said
+        if (value := looked_up(config, key)) is not None:
+            values[key] = value
     return values

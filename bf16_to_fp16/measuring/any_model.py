@@ -85,10 +85,10 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
 def batches_of(model: AnyModel, data: str | None, seed: int) -> list[Batch]:
     """Return the batches of the probe and of the user's text: all with logits, and with generation if the class can
     generate. Raises UserError for unusable data."""
-    made = probe.batches(model.config, None, None, seed=seed)
+    inputs = probe.batches(model.config, None, None, seed=seed)
     if data is not None:
-        made += probe.batches(model.config, model.folder, data, seed=seed)
-    return [replace(batch, head=True) for batch in made if model.generates or not batch.generate]
+        inputs += probe.batches(model.config, model.folder, data, seed=seed)
+    return [replace(batch, head=True) for batch in inputs if model.generates or not batch.generate]
 
 
 def audit_any(
@@ -111,9 +111,9 @@ def audit_any(
 
     def in_fp32() -> dict[str, float]:
         loaded = model.load(torch.float32).to(place)
-        found = audit_model(loaded, inputs, regime="fp32", attention=model.attention[:1], seed=seed)
+        run = audit_model(loaded, inputs, regime="fp32", attention=model.attention[:1], seed=seed)
         weights = {_site_of(name): float(p.detach().abs().max()) for name, p in loaded.named_parameters() if p.numel()}
-        return weights | {site.name: site.amax for site in found.sites}
+        return weights | {site.name: site.amax for site in run.sites}
 
     return beside_fp32(results, in_fp32)
 

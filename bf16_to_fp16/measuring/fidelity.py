@@ -104,11 +104,11 @@ class Difference:
         self.positions = 0
 
     @torch.no_grad()
-    def add(self, expected: Tensor, found: Tensor, *, probabilities: bool) -> Difference:
+    def add(self, expected: Tensor, actual: Tensor, *, probabilities: bool) -> Difference:
         """Add the difference of two outputs, [positions, channels], to the totals; return self."""
         positions = max(1, _ELEMENTS_AT_A_TIME // expected.shape[1])
         for start in range(0, len(expected), positions):
-            a, b = (output[start : start + positions].double() for output in (expected, found))
+            a, b = (output[start : start + positions].double() for output in (expected, actual))
             error = (a - b).abs_().max()
             self.error = max(self.error, float(error) if math.isfinite(error) else math.inf)
             if probabilities:

@@ -50,11 +50,11 @@ def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int =
     fits, fails, sites, broken = LAST_EXPONENT - 1, FIRST_EXPONENT + 1, dict[str, _Sum](), dict[str, _Sum]()
     tried = FIRST_EXPONENT
     while fails - fits > 1:
-        found = _backward(model, inputs, 2.0**tried, autocast=True, seed=seed)
-        if found and all(math.isfinite(site.amax) for site in found.values()):
-            fits, sites = tried, found
+        norms = _backward(model, inputs, 2.0**tried, autocast=True, seed=seed)
+        if norms and all(math.isfinite(site.amax) for site in norms.values()):
+            fits, sites = tried, norms
         else:
-            fails, broken = tried if found else LAST_EXPONENT, found  # where the loss is not finite no scale helps
+            fails, broken = tried if norms else LAST_EXPONENT, norms  # where the loss is not finite no scale helps
         tried = (fits + fails) // 2
     if not sites:
         past = [name for name, site in broken.items() if not math.isfinite(site.amax)]
@@ -99,10 +99,10 @@ def _backward(
                 return {}
             (loss * scale).backward()
             model.zero_grad(set_to_none=True)
-    found: dict[str, _Sum] = {}
+    sums: dict[str, _Sum] = {}
     for site in observer.sites():
         if site.elements and (not autocast or site.dtype == torch.float16):
-            total = found.setdefault(site.name, _Sum())
+            total = sums.setdefault(site.name, _Sum())
             total.amax = max(total.amax, site.amax)
             total.zeros, total.elements = total.zeros + site.zeros, total.elements + site.elements
-    return found
+    return sums

@@ -233,9 +233,9 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
         share = float(torch.rand((), generator=generator))
         length = math.floor(min(longest, most) ** share * (1 + 1e-9))
         ids = torch.randint(0, vocabulary, (length,), generator=generator)
-        place, chance, which = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 4, len(special)))
+        place, chance, index = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 4, len(special)))
         if chance == 0:
-            ids[place] = special[which]
+            ids[place] = special[index]
         return torch.tensor(_framed(config, ids.tolist(), most)) if framed else ids
 
     encoder = [drawn(64, framed=row % 2 == 1) for row in range(16)]

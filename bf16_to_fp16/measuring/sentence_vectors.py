@@ -40,8 +40,8 @@ class SentenceVectors(nn.Module):
 
 
 def unusable(place: Path, error: Exception) -> UserError:
-    said = next(iter(str(error).splitlines()), type(error).__name__)
-    return UserError(f"{place}: sentence-transformers cannot run it ({said}); fetch the whole checkpoint again")
+    problem = next(iter(str(error).splitlines()), type(error).__name__)
+    return UserError(f"{place}: sentence-transformers cannot run it ({problem}); fetch the whole checkpoint again")
 
 
 def runs_behind(folder: Path) -> bool:

@@ -50,7 +50,7 @@ HALF_STEP = 2.0**-9  # relative rounding error of bf16
 
 @dataclass(frozen=True)
 class SoftSide:
-    found: list[ExceptionEntry]  # worst first
+    exceptions: list[ExceptionEntry]  # worst first
     searched: SearchEntry
 
 
@@ -76,12 +76,12 @@ def soft_side(
     lines = torch.randint(vocabulary, (AGAIN, LENGTH), generator=generator) if text is None else text
     lines = lines.repeat(1, math.ceil(LENGTH / lines.shape[1]))[:, :LENGTH]  # a text may be shorter
     rows = Rows(source, written, layout, config, lines, generator)
-    found, further = rows.harmed(inputs)
-    parts = dict.fromkeys((i,) for each in found if len(each.ids) > 1 for i in each.ids)
+    harmed, further = rows.harmed(inputs)
+    parts = dict.fromkeys((i,) for each in harmed if len(each.ids) > 1 for i in each.ids)
     if untried := [part for part in parts if part not in inputs][:IN_TEXT]:
-        found += rows.harmed(untried)[0]
+        harmed += rows.harmed(untried)[0]
     search = SearchEntry(ids=len(ids), further=float(further[-len(pairs) :].float().mean()))
-    return SoftSide(sorted(found, key=lambda each: -each.kl), search)
+    return SoftSide(sorted(harmed, key=lambda each: -each.kl), search)
 
 
 @dataclass(frozen=True)
@@ -251,10 +251,10 @@ def weight_of_two(scores: Tensor) -> Tensor:
     return (scores - scores.diagonal()[:, None]).sigmoid()
 
 
-def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, found: Outputs) -> Tensor:
+def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, actual: Outputs) -> Tensor:
     rows = [
         Difference().add(a, b, probabilities=probabilities).mean
-        for batch, one, other in zip(batches, expected, found, strict=True)
+        for batch, one, other in zip(batches, expected, actual, strict=True)
         for a, b in zip(*(x.chunk(len(batch.input_ids)) for x in (one, other)), strict=True)
     ]
     return torch.tensor(rows, dtype=torch.float64)

@@ -53,7 +53,7 @@ def build(
     broken = remedies.overflowing(attack) if attack is not None else []
     more: dict[str, Any] = {"inexact": list(measured.edits)} if measured.edits else {}
     if (soft := measured.soft) is not None:
-        more |= {"exceptions": soft.found, "searched": soft.searched}
+        more |= {"exceptions": soft.exceptions, "searched": soft.searched}
     more |= {} if max_kl is None else {"max_kl": max_kl}
     more |= {} if decided.observed is None else {"signals": decided.signals}
     # Clean runs prove nothing where a search found an overflow.
@@ -93,12 +93,12 @@ def moved_entry(layout: Layout, plan: Plan) -> schema.MovedEntry:
     sublayers = [each for each in layout.topology if isinstance(each, (Attention, FeedForward))]
     parts = ("query", "key", "value", "gate", "linear", "output")
     linears = {getattr(each, part) for each in sublayers for part in parts if hasattr(each, part)}
-    found: dict[tuple[bool, str], set[int]] = {}
+    scalars: dict[tuple[bool, str], set[int]] = {}
     for tensor in layout.tensors.values():
         exponents, path = exponents_of(tensor, plan), tensor.name.rpartition(".")[0]
         if exponents.rows is None and exponents.columns is None:
-            found.setdefault((path in linears, path.rpartition(".")[2]), set()).add(exponents.scalar)
-    moved = {key: each.pop() for key, each in found.items() if len(each) == 1 and each != {0}}
+            scalars.setdefault((path in linears, path.rpartition(".")[2]), set()).add(exponents.scalar)
+    moved = {key: each.pop() for key, each in scalars.items() if len(each) == 1 and each != {0}}
     return schema.MovedEntry(
         linears={name: exponent for (linear, name), exponent in moved.items() if linear},
         others={name: exponent for (linear, name), exponent in moved.items() if not linear},

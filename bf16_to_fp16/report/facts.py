@@ -111,8 +111,8 @@ def distance_moved(run: schema.FinetuneEntry) -> str:
     if not measured:
         return "how far the result is from the original was not measured"
     units = [unit, *[""] * (len(measured) - 1)]
-    said = listed([f"{scientific(each.value)}{of} on {each.where}" for each, of in zip(measured, units, strict=True)])
-    return f"{what} is {said}"
+    text = listed([f"{scientific(each.value)}{of} on {each.where}" for each, of in zip(measured, units, strict=True)])
+    return f"{what} is {text}"
 
 
 def attacked(report: schema.Report) -> str:
@@ -147,21 +147,21 @@ def claim(report: schema.Report) -> str:
     certificate = report.certificate
     if certificate is not None and certificate.holds:
         return f"proven for {coverage.every_input(report, length=True)}"
-    said = "nothing overflowed on what was run" if report.regimes else ""
+    observed = "nothing overflowed on what was run" if report.regimes else ""
     if certificate is None or not certificate.over:
-        return said
+        return observed
     sites = counted(len(certificate.sites), "site")
     unproven = f"not proven at {len(certificate.over)} of {sites} {coverage.where(report.target)}".rstrip()
-    return "; ".join(filter(None, (said, unproven)))
+    return "; ".join(filter(None, (observed, unproven)))
 
 
 def largest_run(report: schema.Report) -> str:
     tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
     if tightest is None:
         return "nothing was audited"
-    said = f"the largest {tightest.measured} run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
+    text = f"the largest {tightest.measured} run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
     near = tightest.headroom_bits < MARGIN_BITS and not report.proven
-    return f"{said}, and other input may come nearer" if near else said
+    return f"{text}, and other input may come nearer" if near else text
 
 
 def broken_when_run(report: schema.Report) -> str:
@@ -179,7 +179,7 @@ def verdict_sentence(report: schema.Report) -> str:
     label, sentence = verdict_of(report)
     whole = f"{label.replace('safe', 'safe in fp16', 1)}: {sentence}"
     parts = filter(None, (whole, inexactness(report), coverage.padding_advice(report)))
-    return " ".join(f"{said[:1].upper()}{said[1:]}." for said in parts)
+    return " ".join(f"{part[:1].upper()}{part[1:]}." for part in parts)
 
 
 def scaled_outputs(report: schema.Report) -> str:
@@ -198,10 +198,10 @@ def scaled_outputs(report: schema.Report) -> str:
         f"divide {listed(names)} by {2**factor:,}" if factor > 0 else f"multiply {listed(names)} by {2**-factor:,}"
         for factor, names in by_factor.items()
     ]
-    said = [f"to get the source's, {', '.join(steps)}"] if steps else []
+    steps_back = [f"to get the source's, {', '.join(steps)}"] if steps else []
     if LAST in report.outputs and report.outputs[LAST].factor_log2 and (stock := giving_states(report)):
-        said.append(f"or convert --as {stock}")
-    return "; ".join([*said, *others])
+        steps_back.append(f"or convert --as {stock}")
+    return "; ".join([*steps_back, *others])
 
 
 def giving_states(report: schema.Report) -> str:
@@ -267,11 +267,11 @@ def passed(report: schema.Report) -> str:
 
 
 def broken_by_search(report: schema.Report) -> str:
-    found = sorted((each for each in report.unsafe if each.kind == "found"), key=lambda each: -each.excess_bits)
-    if not found:
+    broken = sorted((each for each in report.unsafe if each.kind == "found"), key=lambda each: -each.excess_bits)
+    if not broken:
         return ""
-    sites = f"{counted(len(found), 'site')}, furthest " if len(found) > 1 else ""
-    return f"overflows {sites}{found[0].signal}: {found[0].reason}"
+    sites = f"{counted(len(broken), 'site')}, furthest " if len(broken) > 1 else ""
+    return f"overflows {sites}{broken[0].signal}: {broken[0].reason}"
 
 
 def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:

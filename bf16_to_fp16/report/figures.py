@@ -120,9 +120,9 @@ def bound_points(sites: Sequence[BoundEntry], stack: str) -> list[Point]:
         if series is None or outside or (gated and site.kind == SiteKind.ACTIVATION):
             continue
         worst = site.observed
-        found = None if worst is None else math.inf if infinite(worst) or worst > site.limit else worst
+        observed = None if worst is None else math.inf if infinite(worst) or worst > site.limit else worst
         bound = math.inf if infinite(site.largest) else site.largest
-        points.append(Point(series, end if site.block is None else site.block, bound, found))
+        points.append(Point(series, end if site.block is None else site.block, bound, observed))
     return largest(points)
 
 
@@ -146,10 +146,10 @@ def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str
     result = []
     for stack, points in stacks.items():
         if points:
-            found = max((p.lower for p in points if p.lower is not None), default=None)
-            values = upper(max(p.upper for p in points)) + ("" if found is None else f", {lower} {magnitude(found)}")
-            said = f"{stack}, largest values: {values}; the limit is 65,504"
-            result.append(Picture(themed(drawn(points, stack, low, high), said), said))
+            most = max((p.lower for p in points if p.lower is not None), default=None)
+            values = upper(max(p.upper for p in points)) + ("" if most is None else f", {lower} {magnitude(most)}")
+            caption = f"{stack}, largest values: {values}; the limit is 65,504"
+            result.append(Picture(themed(drawn(points, stack, low, high), caption), caption))
     return result
 
 

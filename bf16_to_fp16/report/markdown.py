@@ -53,14 +53,14 @@ def changes_text(report: Report) -> str:
 
 @cache
 def templates() -> Environment:
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("bf16_to_fp16.report"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    made.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
-    made.globals |= {"coverage": coverage, "facts": facts, "sections": sections, "uses": uses}
-    made.globals |= {"notice": notice, "counted": counted, "percent": percent, "magnitude": magnitude}
-    made.globals |= {"power": power, "scientific": scientific, "is_older_key": is_older_key, "named": named}
-    return made
+    environment.filters |= {"prose": prose, "span": span, "oneline": oneline, "markdown": markdown}
+    environment.globals |= {"coverage": coverage, "facts": facts, "sections": sections, "uses": uses}
+    environment.globals |= {"notice": notice, "counted": counted, "percent": percent, "magnitude": magnitude}
+    environment.globals |= {"power": power, "scientific": scientific, "is_older_key": is_older_key, "named": named}
+    return environment
 
 
 def markdown(table: Table) -> str:

@@ -119,17 +119,17 @@ def render(report: Report) -> str:
 
 @cache
 def page_templates() -> Environment:
-    made = markdown.templates().overlay(autoescape=True)
+    environment = markdown.templates().overlay(autoescape=True)
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
-    made.filters = made.filters | {
+    environment.filters = environment.filters | {
         "breakable": lambda name: Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name))))),
         "with_command": with_command,
         "as_html": lambda text: Markup(renderer.render(text)),
     }
-    made.globals = made.globals | {"figures": figures}
-    return made
+    environment.globals = environment.globals | {"figures": figures}
+    return environment
 
 
-def with_command(said: str) -> Markup:
-    words, colon, command = said.partition(": ")
-    return Markup("{}: <code>{}</code>").format(words, command) if colon else escape(said)
+def with_command(text: str) -> Markup:
+    words, colon, command = text.partition(": ")
+    return Markup("{}: <code>{}</code>").format(words, command) if colon else escape(text)

@@ -95,9 +95,9 @@ def source_line(report: schema.Report) -> Text:
     if not over:
         kept = wording.below_limit(math.log2(FP16_MAX / largest.before)) if largest.before else "nothing but zeros"
         aside = coverage.tower_aside(report.family)
-        said = f"did not overflow on what was run{aside}; its largest value, {most}, is {kept}"
+        sentence = f"did not overflow on what was run{aside}; its largest value, {most}, is {kept}"
         adds = "; plain fp16 may do, and this adds the proof" if report.proven and run is None else ""
-        return good(name, f"{said}{adds}")
+        return good(name, f"{sentence}{adds}")
     where = f"{'entering' if largest.side == 'input' else 'at'} {largest.module}"
     worst = f"{most} {where}, {wording.over_limit(largest.before)}"
     return bad(name, f"overflows fp16 at {over:,} of {len(signals):,} sites that the plan watches, at worst {worst}")
@@ -145,11 +145,11 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
         screen.print(words)
     if report.regimes:
         name, regime = min(report.regimes.items(), key=lambda each: (not each[1].broken, each[1].headroom_bits))
-        which = "first broken" if regime.broken else "tightest"
-        title = f"{name}: the {which} of {wording.counted(len(regime.sites), 'site')} that were measured"
+        first = "first broken" if regime.broken else "tightest"
+        title = f"{name}: the {first} of {wording.counted(len(regime.sites), 'site')} that were measured"
         screen.table(Table(SITE_COLUMNS, regime.sites[:WORST_SITES], title))
-    found = [f"{entry.signal}, {entry.reason}" for entry in report.unsafe if entry.kind == "found"]
-    print_first(screen, "unsafe", found)  # the table shows what broke
+    broken = [f"{entry.signal}, {entry.reason}" for entry in report.unsafe if entry.kind == "found"]
+    print_first(screen, "unsafe", broken)  # the table shows what broke
     if report.attack is not None and report.certificate is not None:
         screen.print(facts.attacked(report))
         lines = [f"{x.name}, bound {wording.bound_magnitude(x.bound)}; {x.reason}" for x in report.uncertified]
@@ -242,8 +242,8 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
     if passed:
         screen.print(bad("unsafe", f"{wording.counted(len(passed), 'limit')} would be passed, below"))
     elif weak := len(planned.violations) + len(planned.fallbacks):
-        said = f"{wording.counted(weak, 'signal')} would pass a limit by bound, or keep less than the margin"
-        screen.print(good("safe on what was run", said))
+        sentence = f"{wording.counted(weak, 'signal')} would pass a limit by bound, or keep less than the margin"
+        screen.print(good("safe on what was run", sentence))
     else:
         screen.print(good("safe", "every limit would hold for every input, by bounds of the source"))
 
@@ -270,17 +270,17 @@ def print_verification(result: other_reports.Verification) -> None:
     screen.rows(*(("note", note) for note in result.notes))
     if result.verified and result.certificate is not None:
         tightest = min(result.regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
-        said = "nothing was run"
+        sentence = "nothing was run"
         if tightest is not None:
-            said = f"the largest {tightest.measured} run is {wording.below_limit(tightest.headroom_bits)}"
+            sentence = f"the largest {tightest.measured} run is {wording.below_limit(tightest.headroom_bits)}"
         inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
         aside = coverage.claim_end(result.padding, result.report.family)
         unmet = facts.unmet_target(result)
         there = coverage.where(TIERS[0].target if unmet else result.target)
         every = f"proven {there} for every input of {inputs}{aside}"
         proof = every if result.certificate.holds else "safe on what was run"
-        said += f"; edited at {wording.counted(result.edits, 'site')}" if result.edits else ""
-        said += f"; {unmet}" if unmet else ""
-        screen.print(good("verified", f"{wording.counted(result.files, 'file')} as recorded, {proof}; {said}"))
+        sentence += f"; edited at {wording.counted(result.edits, 'site')}" if result.edits else ""
+        sentence += f"; {unmet}" if unmet else ""
+        screen.print(good("verified", f"{wording.counted(result.files, 'file')} as recorded, {proof}; {sentence}"))
     else:
         screen.print(bad("not verified", f"{wording.counted(len(result.problems), 'problem')} above"))

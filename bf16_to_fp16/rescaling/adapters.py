@@ -29,20 +29,20 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 @dataclass(frozen=True)
 class AdapterTensor:
     """One kind of tensor in an adapter. ``axes``: for each of its axes the corresponding axis of the checkpoint's
-    tensor, None for the rank. ``made``: whether a factor on the checkpoint's tensor scales it too. ``magnitude``: it
+    tensor, None for the rank. ``scaled``: whether a factor on the checkpoint's tensor scales it too. ``magnitude``: it
     holds the lengths of rows, or of an embedding's columns."""
 
     suffix: str
     axes: tuple[int | None, ...]
-    made: bool = True
+    scaled: bool = True
     magnitude: bool = False
 
 
 PARTS = (
-    AdapterTensor(".lora_A.weight", (None, 1), made=False),
+    AdapterTensor(".lora_A.weight", (None, 1), scaled=False),
     AdapterTensor(".lora_B.weight", (0, None)),
     AdapterTensor(".lora_B.bias", (0,)),
-    AdapterTensor(".lora_embedding_A", (None, 0), made=False),
+    AdapterTensor(".lora_embedding_A", (None, 0), scaled=False),
     AdapterTensor(".lora_embedding_B", (1, None)),
     AdapterTensor(".lora_magnitude_vector", (0,), magnitude=True),
     AdapterTensor(".lora_magnitude_vector.weight", (0,), magnitude=True),
@@ -137,7 +137,7 @@ def on_tensor(
         total = total + uniform(name, tensor.name, exponents[0 if part.axes == (1,) else 1])
     # A whole tensor includes the offset; an update of one does not.
     offset = tensor.offset if not part.suffix else 0.0
-    return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.made else 1.0, offset)
+    return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.scaled else 1.0, offset)
 
 
 def uniform(name: str, target: str, exponent: int | Tensor) -> int:

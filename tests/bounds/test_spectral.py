@@ -68,9 +68,9 @@ def test_an_eigenvalue_of_other_weights_is_computed_and_not_kept() -> None:
     spectra.largest(tall(weights))
     others = {name: weight + 0.1 * torch.randn_like(weight) for name, weight in weights.items()}
     fixed = spectra.for_others()
-    kept = dict(spectra.found)
+    kept = dict(spectra.bounds)
     found = fixed.largest(tall(others))
-    assert fixed.carried(tall(others)) is None and fixed.found == kept
+    assert fixed.carried(tall(others)) is None and fixed.bounds == kept
     assert found >= float(torch.linalg.matrix_norm(whole(tall(others)), 2)) ** 2
     fewer = {name: weight[:5] for name, weight in weights.items()}
     assert fixed.carried(tall(fewer)) is None
@@ -102,7 +102,7 @@ def test_an_eigenvalue_that_overflowed_in_the_source_is_computed() -> None:
     weights = {name: torch.randn(n, 12) for name, n in (("a", 30), ("b", 30), ("c", 9))}
     spectra = Spectra(weights.__getitem__, fixed=True)
     for value in (math.inf, 0.0):
-        spectra.found["a matrix"] = without_weights(tall(weights)), value
+        spectra.bounds["a matrix"] = without_weights(tall(weights)), value
         assert spectra.largest(tall(weights)) == largest_eigenvalue(gram(tall(weights)))
 
 
@@ -113,16 +113,16 @@ def test_another_model_is_certified_as_if_nothing_had_been_kept(tmp_path: Path) 
     layout = resolve(source)
     spectra = Spectra(source_weights(source, layout))
     bound(layout, spectra.read, spectra=spectra)
-    kept = dict(spectra.found)
+    kept = dict(spectra.bounds)
     own = resolve(other)
     fresh = Spectra(fp16_weights(other, own))
     for target in ("half", "fp16-accumulate"):
         found, alone = (
             bounded(other, own, target, Arithmetic(64), Device("cpu"), Progress(quiet=True), spectra=s.for_others())
-            for s in (spectra, replace(fresh, found={}))
+            for s in (spectra, replace(fresh, bounds={}))
         )
         assert found[0].sites == alone[0].sites and found[1] == alone[1]
-    assert kept and spectra.found == kept
+    assert kept and spectra.bounds == kept
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_convert_takes_every_eigenvalue_over_from_the_source(tmp_path: Path, mon
     largest = Spectra.largest
 
     def watched(self: Spectra, matrix: Tall) -> float:
-        known = matrix.label in self.found
+        known = matrix.label in self.bounds
         if not known:
             computed.append(matrix.label)
         elif self.carried(matrix) is None:

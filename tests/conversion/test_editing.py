@@ -55,7 +55,7 @@ class Given:
     untie: str = "copy"
     language_model: bool = True
     on_text: float = 1.0  # how much larger a share they cost on text
-    made: Plan = field(default_factory=lambda: Plan(family="t5", centred_keys=["here"]))
+    centring: Plan = field(default_factory=lambda: Plan(family="t5", centred_keys=["here"]))
     asked: list[list[dict[str, OfChannels]]] = field(default_factory=list)
     numbers: list[int | None] = field(default_factory=list)
     cuts: dict[str, list[int]] = field(default_factory=dict)

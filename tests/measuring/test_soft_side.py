@@ -231,7 +231,7 @@ def test_a_text_of_few_tokens_is_repeated(gate: tuple[Path, Any]) -> None:
     root, report = gate
     source, written = (open_checkpoint(root / name) for name in ("source", "out"))
     plan, text = Plan.model_validate(report["plan"]), torch.tensor([[1, 50, 51]])
-    found = soft_side.soft_side(source, written, resolve(source), plan, load_config(source.folder), text).found
+    found = soft_side.soft_side(source, written, resolve(source), plan, load_config(source.folder), text).exceptions
     assert any(len(entry.ids) == 1 and entry.ids[0] in RARE for entry in found)
 
 
