@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import exhaustive, tiny
 from support.adversary import adverse_inputs, observe, scaled
-from support.contract import FREE, broken, certified
+from support.contract import FREE, bound_at, broken, certified
 
 from bf16_to_fp16 import certify, convert
 from bf16_to_fp16.bounds.arithmetic import UNIT, Arithmetic
@@ -68,9 +68,7 @@ def test_no_model_input_passes_a_bound_and_every_audited_site_has_one(kind: str)
             if layout.family.projector is not None and is_inside(site.name, layout.family.projector.tower):
                 continue  # of which nothing is said
             if site.dtype == "float16" and site.limit is not None and "constant" not in site.name:
-                limit = certificate.at(site.name)
-                assert limit is not None, site.name
-                assert site.amax <= limit, site.name
+                assert site.amax <= bound_at(certificate, site.name), site.name
 
 
 DROPPED = (
@@ -107,9 +105,7 @@ def test_dropout_multiplies_the_bounds_in_train_mode(kind: str) -> None:
         if site.name.endswith("_log_softmax"):
             continue
         if site.benign is None and not site.name.endswith(("cubed", "pow")) and "loss" not in site.name:
-            limit = certificate.at(site.name)
-            assert limit is not None, site.name
-            assert site.amax <= limit, site.name
+            assert site.amax <= bound_at(certificate, site.name), site.name
     assert any(s.amax > (still.at(s.name) or math.inf) for s in forward) or kind in ("gated", "qwen3-labels", "phi3")
     raised = {s.name: s.bound for s in certificate.sites}
     assert all(raised[s.name] >= s.bound * (1 - 1e-9) for s in still.sites if s.name in raised)
@@ -122,8 +118,8 @@ def test_dropout_of_attention_weights_is_in_what_they_gather(kind: str) -> None:
     _, still = certified(model)
     for w in layout.topology:
         if isinstance(w, Attention):
-            more, less = certificate.at(f"{w.at}:context"), still.at(f"{w.at}:context")
-            assert more is not None and less is not None and 2 <= more / less < 2.01
+            more, less = (bound_at(each, f"{w.at}:context") for each in (certificate, still))
+            assert 2 <= more / less < 2.01
 
 
 @pytest.mark.parametrize("kind", ["t5", "gated", "gelu", "pegasus"])
@@ -184,7 +180,7 @@ def test_the_length_enters_the_bound() -> None:
     model = tiny.build("gated", 0, factor=1.0)
     site = "encoder.block.0.layer.0.SelfAttention:context"
     short, long = (certified(model.half(), Arithmetic(max_length=n))[1] for n in (8, 2**20))
-    assert long.at(site) > 1.02 * short.at(site)  # type: ignore[operator]
+    assert bound_at(long, site) > 1.02 * bound_at(short, site)
 
 
 def test_the_target_train_holds_gates_under_the_limit_of_the_cubes_derivative() -> None:
@@ -235,6 +231,5 @@ def test_an_embedding_that_scales_itself_rounds_twice() -> None:
     worst = int((made / table.weight.double()).amax(1).argmax())
     with torch.no_grad():
         table.weight.copy_(table.weight[worst].clone().expand_as(table.weight))
-    limit = certified(model)[1].at("model.embed_tokens:mul")
-    assert limit is not None and float(made[worst].max()) <= limit
+    assert float(made[worst].max()) <= bound_at(certified(model)[1], "model.embed_tokens:mul")
     assert float(made[worst].max()) > float(table.weight.double().max()) * math.sqrt(12) * (1 + UNIT) * (1 + 2.0**-18)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import tiny
 from support.adversary import ENCODER, free_norms
+from support.contract import bound_at
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
@@ -64,8 +65,8 @@ def test_the_louder_expert_reaches_the_bound_of_all(louder: int, half: bool) -> 
     served = model.half() if half else model
     seen, length = seen_with(served, layout, experts, direction)
     for site in (experts.classifier, experts.experts[louder].output, f"{experts.at}:mul", f"{experts.at}:index_add"):
-        top = certificate.at(site)
-        assert top is not None and 0.97 * top < seen[site] <= top, site
+        top = bound_at(certificate, site)
+        assert 0.97 * top < seen[site] <= top, site
     assert certificate.at(f"{experts.at}:index_add") == certificate.at(f"{experts.at}:mul")
     final = certificate.ranges[layout.stacks()[0].ends.norm].norm
     assert final is not None and 0.95 * final.norm_max < length <= final.norm_max
@@ -79,9 +80,9 @@ def test_what_the_router_multiplies_in_training_is_in_the_bounds_for_training() 
     torch.manual_seed(0)
     seen, _ = seen_with(model.train(), layout, experts, direction)
     for site in (experts.classifier, experts.experts[0].output, f"{experts.router}:mul"):
-        top = training.at(site)
-        assert top is not None and 0.9 * top < seen[site] <= top, site
-    assert seen[experts.classifier] > (served.at(experts.classifier) or 0.0)
+        top = bound_at(training, site)
+        assert 0.9 * top < seen[site] <= top, site
+    assert seen[experts.classifier] > bound_at(served, experts.classifier)
 
 
 @pytest.mark.parametrize("noise", [-0.5, float("nan"), float("inf"), "x", True])
@@ -134,14 +135,13 @@ def test_agreeing_experts_reach_the_summed_bound(kind: str, changes: dict[str, A
     given = {f"{experts.at}:index_add": times, f"{experts.at}:mul": 1.0 if times == 1 else 2.5}
     given |= {experts.sum: times + 1} if experts.shared is not None else {}
     for site, many in given.items():
-        value, top = max(x for name, x in seen.items() if name.split("#")[0] == site), certificate.at(site)
-        assert top is not None and value <= top and many * one <= top < 1.03 * many * one, site
+        value, top = max(x for name, x in seen.items() if name.split("#")[0] == site), bound_at(certificate, site)
+        assert value <= top and many * one <= top < 1.03 * many * one, site
         assert site.endswith("mul") or value > 0.99 * many * one  # two experts share what one may have
     final = certificate.ranges[layout.stacks()[0].ends.norm].norm
     assert final is not None and 0.95 * final.norm_max < length <= final.norm_max
     for site in (site for site in seen if site.startswith(inside) and "constant" not in site):
-        top = certificate.at(site)
-        assert top is not None and seen[site] <= top, site
+        assert seen[site] <= bound_at(certificate, site), site
 
 
 def test_what_a_router_scales_with_must_be_a_number() -> None:
@@ -170,5 +170,4 @@ def test_the_sum_of_many_sigmoids_is_bounded_beside_that_of_a_group() -> None:
     sums = {site.name: site.amax for site in observer.sites() if site.name.startswith(f"{name}:sum")}
     assert len(sums) == 2 and max(sums.values()) == pytest.approx(4)
     for site, amax in sums.items():
-        top = certificate.at(site)
-        assert top is not None and amax <= top, site
+        assert amax <= bound_at(certificate, site), site

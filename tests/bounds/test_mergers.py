@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.contract import certified, layout_of
+from support.contract import bound_at, certified, layout_of
 from torch import Tensor
 
 from bf16_to_fp16.families.layout import Layout
@@ -42,8 +42,8 @@ def test_no_output_of_a_tower_passes_the_bounds_and_some_come_near(kind: str) ->
     layout, certificate = certified(model)
     for w in layout.projectors:
         assert w.feed_forward is not None
-        limit = certificate.at(w.feed_forward.output)
-        assert limit is not None and limit < 65504
+        limit = bound_at(certificate, w.feed_forward.output)
+        assert limit < 65504
         for served in (torch.float32, torch.float16):
             module, found = deepcopy(model.get_submodule(w.at)).to(served), 0.0
             for number, outputs in enumerate(candidates(model, layout, w)):
@@ -130,8 +130,7 @@ def test_no_output_of_a_tower_passes_the_bound_and_the_worst_reaches_it(served: 
     w = layout.family.projector
     assert w is not None
     module = deepcopy(model.get_submodule(w.at)).to(served)
-    limit = certificate.at(f"{w.at}:scores")
-    assert limit is not None
+    limit = bound_at(certificate, f"{w.at}:scores")
     weight = model.get_submodule(w.at).mm_input_projection_weight.float()
     gain = 1 + model.get_submodule(w.norm).weight.float()
     rows = (weight * gain[:, None]).T
@@ -154,9 +153,9 @@ def test_the_stream_begins_with_the_larger_of_tokens_and_images() -> None:
         layout, certificate = certified(model)
         assert layout.family.projector is not None
         first = next(site for site in certificate.sites if site.kind == "residual" and site.name.endswith("0:add"))
-        found.append((certificate.at(layout.family.projector.add), first.bound))
+        found.append((bound_at(certificate, layout.family.projector.add), first.bound))
     (large, after_large), (tokens, after_tokens), (small, after_small) = found
-    assert large is not None and tokens is not None and small == tokens < large
+    assert small == tokens < large
     assert after_small == after_tokens < after_large
 
 
@@ -169,7 +168,7 @@ def test_a_norm_reads_vectors_as_long_as_images_bring() -> None:
     outputs = torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         brought = deepcopy(model.get_submodule(w.at)).float()(outputs)
-    longest, squares = float(brought.norm(dim=-1).max()), certificate.at(f"{first} (sum of squares)")
+    longest = float(brought.norm(dim=-1).max())
     norm = certificate.ranges[first].norm
     assert norm is not None and norm.norm_max >= longest
-    assert squares is not None and squares >= longest**2
+    assert bound_at(certificate, f"{first} (sum of squares)") >= longest**2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support import masks, tiny
 from support.adversary import ENCODER, adverse_inputs, observe
-from support.contract import broken, certified, layout_of
+from support.contract import bound_at, broken, certified, layout_of
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
@@ -301,8 +301,7 @@ def test_the_position_bias_of_sums_is_in_the_bound_of_the_scores() -> None:
     seen = observe(model, layout, adverse_inputs(model, layout, 4, 0))
     site = f"{w.at}:add"
     most = max(amax for name, amax in seen.items() if name.partition("#")[0] == site)
-    limit = certificate.at(site)
-    assert limit is not None and 2900 < most <= limit < 3200
+    assert 2900 < most <= bound_at(certificate, site) < 3200
 
 
 def test_the_roundings_of_a_sum_need_their_allowance() -> None:

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from support import tiny
-from support.contract import certified, layout_of
+from support.contract import bound_at, certified, layout_of
 from support.folders import rewritten
 
 from bf16_to_fp16 import UserError, convert, undo
@@ -107,7 +107,7 @@ def test_a_cap_on_scores_bounds_what_follows_it_and_not_the_scores() -> None:
     for cap in (5.0, None):
         _, certificate = certified(tiny.build("gemma2", 1, factor=8.0, attn_logit_softcapping=cap))
         at = "model.layers.0.self_attn"
-        found[cap] = {name: certificate.at(f"{at}:{name}") or 0.0 for name in ("scores", "add#3", "masked")}
+        found[cap] = {name: bound_at(certificate, f"{at}:{name}") for name in ("scores", "add#3", "masked")}
     assert found[5.0]["scores"] == found[None]["scores"] > 50
     assert 4.9 < found[5.0]["add#3"] < 5.1 < found[None]["add#3"]
     besides = MASK_ROUNDING + (26 + math.log2(MAX_LENGTH)) * math.log(2)
@@ -212,8 +212,10 @@ def test_what_a_feed_forward_adds_is_dropped_in_the_layers_own_dropout() -> None
     _, certificate = certified(model, Arithmetic(train=True))
     for stack in ("encoder", "decoder"):
         at = f"model.{stack}.layers.0"
-        added, dropped = (certificate.at(f"{at}.{s}") for s in ("post_feedforward_layernorm:to#2", "dropout:mul"))
-        assert added is not None and dropped is not None and dropped >= 2 * added > 0
+        added, dropped = (
+            bound_at(certificate, f"{at}.{s}") for s in ("post_feedforward_layernorm:to#2", "dropout:mul")
+        )
+        assert dropped >= 2 * added > 0
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 from support import tiny
 from support.adversary import adverse_inputs, observe
-from support.contract import FREE, broken, certified, outputs
+from support.contract import FREE, bound_at, broken, certified, outputs
 from support.tiny import GROWING
 
 from bf16_to_fp16 import UserError, certify, convert
@@ -144,8 +144,7 @@ def test_scores_are_bounded_with_the_square_of_a_rotary_factor(kind: str) -> Non
     plain = certified(tiny.build(kind, 1, factor=1.0, head_dim=8).half())[1]
     seen = observe(half, layout, adverse_inputs(copy.deepcopy(half).float(), layout, 64, 0))
     site = next(w.at for w in layout.topology if isinstance(w, Attention)) + ":scores"
-    bound, without = (at.at(site) for at in (certificate, plain))
-    assert bound is not None and without is not None
+    bound, without = (bound_at(each, site) for each in (certificate, plain))
     assert without * 1.5 < seen[site] <= bound < without * 16.1
     assert not broken(certificate, seen, FREE)
 
@@ -194,7 +193,7 @@ def test_queries_that_grow_with_their_position_are_bounded_for_the_length_that_i
     model = tiny.small("ministral3")
     growth, positions = GROWING["llama_4_scaling_beta"], GROWING["original_max_position_embeddings"]
     lengths, site = (4, 1 << 15), "model.layers.0.self_attn:mul#5"
-    short, long = (certified(model, Arithmetic(length))[1].at(site) or 0.0 for length in lengths)
+    short, long = (bound_at(certified(model, Arithmetic(length))[1], site) for length in lengths)
     factors = [1 + growth * math.log1p(length / positions) for length in lengths]
     assert long / short == pytest.approx(factors[1] / factors[0], rel=1e-9) and long > 1.1 * short
 

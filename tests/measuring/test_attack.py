@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import exhaustive, tiny
+from support.contract import bound_at
 from support.masks import spanning
 
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
@@ -46,8 +47,7 @@ def test_it_beats_random_inputs_on_trained_weights_within_bounds(monkeypatch: py
     gains = {f.name: max(f.tokens, f.embeddings) / f.random for f in result.sites if f.name in HARD}
     assert len(gains) == len(HARD) and max(gains.values()) > 1.1, gains  # more steps reach more
     for found in result.sites:
-        top = certificate.at(found.name)
-        assert top is not None and max(found.random, found.tokens, found.embeddings) <= top, found.name
+        assert max(found.random, found.tokens, found.embeddings) <= bound_at(certificate, found.name), found.name
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(exhaustive.of_today(tiny.FIRST, 5), tiny.SEARCHED))
@@ -59,9 +59,7 @@ def test_no_search_passes_a_bound_in_fp32_or_fp16(kind: str, few_forwards: None)
     certificate = bound(layout, source_weights(source, layout))
     assert len(result.sites) > 20 and any(found.ids for found in result.sites)
     for found in result.sites:
-        top = certificate.at(found.name)
-        assert top is not None, found.name
-        assert found.worst <= top, found
+        assert found.worst <= bound_at(certificate, found.name), found
     # The mask's own add runs in the first stack and in the attention to it.
     attentions = [w for w in layout.topology if isinstance(w, Attention)]
     again = {w.at: (w.bias and not w.radius) or (w.memory and not w.scaled) for w in attentions}

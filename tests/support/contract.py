@@ -120,6 +120,13 @@ def uniform_plan(layout: Layout) -> Plan:
     return Plan(family=layout.family.name, exponents=exponents)
 
 
+def bound_at(certificate: Certificate, site: str) -> float:
+    """Return the bound of a site that has to have one."""
+    bound = certificate.at(site)
+    assert bound is not None, site
+    return bound
+
+
 def certified(model: Any, arithmetic: Arithmetic | None = None, **options: Any) -> tuple[Layout, Certificate]:
     source = ModelTensors(model)
     layout = resolve(source)
