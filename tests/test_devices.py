@@ -124,36 +124,32 @@ def without_devices(report: Any) -> Any:
     return {**report, "environment": {}}
 
 
-@pytest.mark.parametrize("room", [0, 3, 10**9])
-def test_a_certificate_is_the_same_whenever_the_device_runs_full(source: Path, room: int) -> None:
-    with stand_in(room) as copies:
-        expected = certify(source, device="cpu")
-        found = certify(source, device=STAND_IN)
-    assert without_devices(found) == without_devices(expected)
-    assert len(copies) == room or (room == 10**9 and copies)
-    ran = [str(STAND_IN)] + ["cpu"] * (room < 10**9)
-    assert found["environment"]["devices"] == {"certificate": ran}
-    assert expected["environment"]["devices"] == {"certificate": ["cpu"]}
+HALF: dict[str, Any] = {"regimes": ("half",)}
+SEARCHED = HALF | {"attention": ("eager",), "attack_steps": 2}
+ENDLESS = 10**9
+RUNS = [
+    *((certify, "certificate", {}, room) for room in (0, 3, ENDLESS)),
+    *((audit, "audit", HALF, 40), (audit, "attack", SEARCHED, 0)),
+]
 
 
-def test_an_audit_is_the_same_where_the_device_runs_full_halfway(source: Path) -> None:
+@pytest.mark.parametrize(
+    ("act", "part", "options", "room"), exhaustive.beyond(RUNS, [*RUNS, (audit, "attack", SEARCHED, ENDLESS)])
+)
+def test_what_a_device_gives_is_the_cpus_whenever_it_runs_full(
+    act: Any, part: str, options: dict[str, Any], room: int, source: Path
+) -> None:
     said = Said()
-    with stand_in(room=40):
-        expected = audit(source, regimes=("half",), device="cpu")
-        found = audit(source, regimes=("half",), device=STAND_IN, progress=said)
+    with stand_in(room) as copies:
+        expected = act(source, device="cpu", **options)
+        found = act(source, device=STAND_IN, progress=said, **options)
     assert without_devices(found) == without_devices(expected)
-    assert found["environment"]["devices"] == {"audit": [str(STAND_IN), "cpu"]}
-    assert f"{STAND_IN} is out of memory: the audit continues on the CPU" in said.lines
-
-
-@pytest.mark.parametrize("room", exhaustive.beyond([0], [0, 10**9]))
-def test_the_worst_inputs_are_searched_on_the_device_and_are_those_of_the_cpu(source: Path, room: int) -> None:
-    given: Any = {"regimes": ("half",), "attention": ("eager",), "attack_steps": 2}
-    with stand_in(room):
-        expected = audit(source, device="cpu", **given)
-        found = audit(source, device=STAND_IN, **given)
-    assert without_devices(found) == without_devices(expected)
-    assert found["environment"]["devices"]["attack"] == ([str(STAND_IN)] if room else [str(STAND_IN), "cpu"])
+    assert len(copies) == room or (room == ENDLESS and copies)
+    full = room < ENDLESS
+    there, here = (report["environment"]["devices"] for report in (found, expected))
+    assert there[part] == [str(STAND_IN), *["cpu"] * full] and here[part] == ["cpu"]
+    assert part == "attack" or list(there) == list(here) == [part]
+    assert (f"{STAND_IN} is out of memory: the {part} continues on the CPU" in said.lines) == full
 
 
 def test_a_conversion_on_a_device_that_is_full_says_what_ran_where(source: Path, tmp_path: Path) -> None:

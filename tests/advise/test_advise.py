@@ -131,7 +131,7 @@ def test_half_a_gap_is_what_must_be_added_to_move(dtype: str) -> None:
         ("gated", {"d_model": 96, "d_ff": 150, "d_kv": 20, "initializer_factor": 0.5}),
         ("umt5", {"d_model": 96, "d_ff": 150, "d_kv": 20}),
         ("switch", {"d_model": 96, "d_ff": 150, "d_kv": 20, "num_experts": 25}),
-        ("pegasus", {"d_model": 96, "encoder_ffn_dim": 150, "decoder_ffn_dim": 150}),
+        ("pegasus", {"d_model": 96, "encoder_ffn_dim": 150, "decoder_ffn_dim": 150, "init_std": 0.07}),
     ],
 )
 def test_what_stock_code_draws_follows_its_own_rule(tmp_path: Path, kind: str, shape: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ def test_what_is_more_than_four_times_as_large_or_small_is_flagged_and_nothing_e
     assert wide["times"] == pytest.approx(5, rel=0.1)
 
 
-def test_position_biases_heads_norms_and_other_deviations_have_their_own_rules(tmp_path: Path) -> None:
+def test_position_biases_heads_and_norms_have_their_own_rules(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape: dict[str, Any] = {"d_model": 96, "num_heads": 12, "d_kv": 8, "relative_attention_num_buckets": 80}
     shape |= {"relative_attention_max_distance": 400, "initializer_factor": 0.5}
@@ -176,9 +176,6 @@ def test_position_biases_heads_norms_and_other_deviations_have_their_own_rules(t
     assert len(norms) > 8 and {row["times"] for row in norms} == {1.0}
     head = next(r for r in advise_init(tiny.save(tiny.gated(), tmp_path / "v1.1"))["tensors"] if "lm_head" in r["name"])
     assert head["own_rule"] == 1.0 and 0.9 < head["times"] < 1.1
-    pegasus = advise_init(tiny.save(tiny.pegasus(d_model=96, init_std=0.07), tmp_path / "pegasus"))["tensors"]
-    drawn = [row for row in pegasus if row["name"].endswith(("proj.weight", "fc1.weight"))]
-    assert len(drawn) > 10 and all(row["own_rule"] == 0.07 and 0.9 < row["times"] < 1.1 for row in drawn)
 
 
 def test_an_infinite_weight_is_flagged_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

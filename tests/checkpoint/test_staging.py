@@ -98,13 +98,16 @@ def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path, monkeypa
         check_file(tmp_path / "report.json", "choose another")
 
 
-def test_a_report_may_replace_a_file_and_go_to_a_device(tmp_path: Path) -> None:
+def test_a_report_may_replace_another_and_go_to_a_device(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('{"schema": 1, "verdict": "safe"}')
     check_file(tmp_path / "file", "choose another")
     check_file(Path("/dev/null"), "choose another")
     for path in (tmp_path, tmp_path / "nowhere" / "report.json", Path("/proc/report.json")):
         with pytest.raises(UserError, match="choose another"):
             check_file(path, "choose another")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match="is no report of this program"):
+        check_file(tmp_path / "file", "choose another")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -123,10 +126,3 @@ def test_what_lies_outside_is_not_carried_over_by_a_link(tmp_path: Path, name: s
     carry_over(tmp_path / "source", tmp_path / "out")
     copied = tmp_path / "out" / name.replace("README", "SOURCE_README")
     assert copied.read_text() == "theirs" and not copied.is_symlink()
-
-
-def test_a_file_that_is_no_report_is_not_overwritten(tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text("mine")
-    with pytest.raises(UserError, match="is no report of this program"):
-        check_file(file, "give another file")

@@ -178,6 +178,8 @@ def test_what_may_read_other_states_is_refused_before_anything_runs(tmp_path: Pa
         ({"model_kwargs": {"torch_dtype": "bfloat16"}}, "'model_kwargs' has 'torch_dtype'"),
         ({"model_kwargs": [1]}, "'model_kwargs' has"),
         ({"transformer_task": "fill-mask"}, "'transformer_task' is 'fill-mask'"),
+        # Of this one sentence-transformers takes the encoder and a mean pooling, whatever is listed.
+        ({"model_type": "CrossEncoder"}, "'model_type' is 'CrossEncoder'"),
         (
             {"modality_config": {"text": {"method": "forward", "method_output_name": ["hidden_states", -2]}}},
             "'method_output_name' is .'hidden_states', -2.",
@@ -188,19 +190,10 @@ def test_what_changes_the_encoder_is_refused(tmp_path: Path, config: dict[str, A
     source = sentence_encoder(tmp_path / "source", drawn(7))
     # An empty file is passed over, as sentence-transformers does.
     (source / "sentence_bert_config.json").write_text("{}")
-    (source / "sentence_roberta_config.json").write_text(json.dumps({"max_seq_length": 64} | config))
+    file = "config_sentence_transformers.json" if "model_type" in config else "sentence_roberta_config.json"
+    (source / file).write_text(json.dumps({"max_seq_length": 64} | config))
     with pytest.raises(UserError, match=said):
         certify(source)
-
-
-def test_a_folder_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
-    """Of a cross-encoder sentence-transformers takes the encoder and a mean pooling, whatever is listed."""
-    source = sentence_encoder(tmp_path / "source", drawn(7))
-    (source / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
-    with pytest.raises(UserError, match="'model_type' is 'CrossEncoder'"):
-        certify(source)
-    (source / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "SentenceTransformer"}))
-    certify(source)
 
 
 def test_a_config_that_changes_nothing_is_taken(tmp_path: Path) -> None:
@@ -209,4 +202,5 @@ def test_a_config_that_changes_nothing_is_taken(tmp_path: Path) -> None:
     config = {"config_args": {}, "model_args": {"trust_remote_code": True}, "modality_config": text}
     config |= {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
     (source / "sentence_bert_config.json").write_text(json.dumps(config))
+    (source / "config_sentence_transformers.json").write_text('{"model_type": "SentenceTransformer"}')
     certify(source)
