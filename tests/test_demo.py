@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from support import tiny
 from support.forked import in_a_fork
-from support.program import refused
 
 from bf16_to_fp16 import __main__ as program
 from bf16_to_fp16 import cli, convert
@@ -233,13 +232,6 @@ def test_a_dataset_out_of_reach_is_one_line_and_status_2(name: str, tmp_path: Pa
     said = (tmp_path / "errors").read_text()
     assert said.startswith("error: some/dataset: ") and said.count("\n") == 1
     assert not list(here.iterdir())
-
-
-def test_a_demo_that_has_no_place_says_so_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("mine")
-    with tiny.no_models():
-        assert refused(capsys, "demo", "--out", tmp_path / "file")
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_every_json_names_the_version_of_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

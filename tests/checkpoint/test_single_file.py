@@ -59,11 +59,15 @@ def test_a_file_converts_like_the_folder_of_the_same_weights_and_undo_gives_them
     assert len(written) == 4 and not any("bf16-to-fp16-" in path.read_text() for path in written)
 
 
-def test_stock_code_loads_a_file_as_it_loads_the_folder(umt5: Path, tmp_path: Path) -> None:
+def test_a_file_with_a_tokenizer_is_the_folders_model_and_comes_out_byte_for_byte(umt5: Path, tmp_path: Path) -> None:
     whole, ids = tiny.save(encoder("umt5-encoder"), tmp_path / "folder"), torch.tensor([[3, 5, 7, 1]])
     with torch.no_grad():
         one, other = (load(place, torch.float32)(ids)[0] for place in (open_checkpoint(umt5).folder, whole))
     assert torch.equal(one, other)
+    convert(umt5, tmp_path / "out", run_model=False)
+    assert (tmp_path / "out/spiece.model").read_bytes() == tools.SPIECE
+    undo(tmp_path / "out", tmp_path / "back")
+    same(tmp_path / "back", encoder("umt5-encoder"))
 
 
 def test_wans_own_names_are_the_same_model(tmp_path: Path) -> None:
@@ -81,13 +85,6 @@ def test_the_names_of_wan_and_of_stock_code_are_each_others_inverse() -> None:
     assert {WAN.to_stock(name) for name in wan} == stock and {WAN.from_stock(name) for name in stock} == wan
     with pytest.raises(UserError, match=r"no tensor for lm_head\.weight"):
         WAN.from_stock("lm_head.weight")
-
-
-def test_a_tokenizer_inside_a_file_comes_out_byte_for_byte(umt5: Path, tmp_path: Path) -> None:
-    convert(umt5, tmp_path / "out", run_model=False)
-    assert (tmp_path / "out/spiece.model").read_bytes() == tools.SPIECE
-    undo(tmp_path / "out", tmp_path / "back")
-    same(tmp_path / "back", encoder("umt5-encoder"))
 
 
 def test_what_stock_code_does_not_read_is_left_out_and_said(tmp_path: Path) -> None:

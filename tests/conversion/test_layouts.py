@@ -135,17 +135,6 @@ def test_what_a_tool_cannot_read_is_refused_before_the_work(
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_file_is_replaced_only_when_asked_and_never_the_source(sources: Any, tmp_path: Path, capsys: Any) -> None:
-    ask = ["convert", str(sources["t5"]), str(tmp_path / "out.safetensors"), "--layout", "single", "--no-audit"]
-    assert main(ask) in (0, 1)
-    assert "give --force to replace it" in refused(capsys, *ask)
-    assert main([*ask, "--force"]) in (0, 1) and load_file(tmp_path / "out.safetensors")
-    said = refused(capsys, "convert", sources["t5"], sources["t5"], "--layout", "single", "--force")
-    assert "overlaps the source" in said
-    said = refused(capsys, "convert", sources["t5"], tmp_path / "out", "--layout", "single")
-    assert "ends in .safetensors" in said
-
-
 @pytest.mark.parametrize("damage", ["not base64!", base64.b64encode(zlib.compress(b"{}")).decode(), "cut short", ""])
 def test_a_file_whose_way_back_is_missing_or_damaged_is_refused(damage: str, files: Any, tmp_path: Path) -> None:
     metadata = metadata_of(files["single"][1])

@@ -120,7 +120,7 @@ def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
     assert "is over 65504, and no exact exponent moves that: convert its checkpoint" in str(safe)
 
 
-def test_a_model_that_was_made_safe_is_left_alone_and_so_is_one_that_needs_nothing() -> None:
+def test_a_model_is_made_safe_once_and_undone_once_and_not_in_fp16() -> None:
     model = tiny.small("gated")
     first, now = make_fp16_safe(model), weights(model)
     again = make_fp16_safe(model)
@@ -129,6 +129,9 @@ def test_a_model_that_was_made_safe_is_left_alone_and_so_is_one_that_needs_nothi
     again.undo(model)
     with pytest.raises(UserError, match="undone already"):
         first.undo(model)
+    cast = make_fp16_safe(model)
+    with pytest.raises(UserError, match="undo before half"):
+        cast.undo(model.half())
 
 
 def apart(model: Any) -> None:
@@ -152,13 +155,6 @@ def test_a_model_that_cannot_be_made_safe_is_refused_and_stays_as_it_is(change: 
         make_fp16_safe(model)
     now = model.state_dict()
     assert all(now[n] is t or t.is_meta or torch.equal(t.nan_to_num(), now[n].nan_to_num()) for n, t in before.items())
-
-
-def test_what_was_cast_to_fp16_is_not_undone() -> None:
-    model = tiny.small("gated")
-    safe = make_fp16_safe(model)
-    with pytest.raises(UserError, match=r"undo before half"):
-        safe.undo(model.half())
 
 
 def test_other_models_are_one_line_that_says_what_to_use_in_their_place() -> None:

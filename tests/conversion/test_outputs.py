@@ -178,11 +178,8 @@ def test_a_batch_with_an_image_is_looked_at_besides_the_smallest() -> None:
 
 
 def test_a_forged_factor_is_found(tied: tuple[Path, Path], tmp_path: Path) -> None:
-    def change(report: dict[str, Any]) -> None:
-        report["outputs"]["hidden_states"].update(factor_log2=0)
-
-    found = verify(copied(tied[1], tmp_path / "out", change), run_model=False)["problems"]
-    assert "outputs.hidden_states" in [problem["name"] for problem in found]
+    out = copied(tied[1], tmp_path / "out", lambda report: report["outputs"]["hidden_states"].update(factor_log2=0))
+    assert "outputs.hidden_states" in [p["name"] for p in verify(out, run_model=False)["problems"]]
 
 
 def test_a_model_made_safe_in_memory_tells_its_factors() -> None:

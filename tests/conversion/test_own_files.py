@@ -224,6 +224,10 @@ def test_undo_of_one_file_with_a_flipped_byte_is_refused(here: Path, capsys: pyt
         ("convert source new --no-audit --json new", "--json"),
         ("convert source new --no-audit --json nowhere/report", "nowhere/report"),
         ("audit source --html nowhere/page", "nowhere/page"),
+        ("convert source packed.safetensors --layout single --no-audit", "give --force to replace it"),
+        ("convert source/model.safetensors source/model.safetensors --layout single --force", "overlaps the source"),
+        ("convert source out --layout single", "ends in .safetensors"),
+        ("demo --out file", "file is not a folder"),
         # Neither the Hub nor what is to be undone is looked at before.
         ("convert someone/model file --force", "choose another output path"),
         ("undo source file --force", "choose another output path"),
