@@ -267,9 +267,9 @@ def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, s
 
 
 def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, float]:
-    """Return the largest ‖D·A·n‖ and ‖D·(A·n + c)‖ over ‖n‖ ≤ 1, with A·Aᵀ = ``gram``, c = ``shift``, D =
-    diag(``factors``). A·n + c is the map (A, c/s) of (n, s), whose length is at most √(1 + s²), for every s. This s
-    makes the result at most the sum of the parts' lengths, and less where they point in different directions."""
+    """Return bounds of ‖D·A·n‖ and ‖D·(A·n + c)‖ for ‖n‖ ≤ 1, with A·Aᵀ = ``gram``, c = ``shift``, D =
+    diag(``factors``). For every s, A·n + c is the matrix (A, c/s) times the vector (n, s) of length at most √(1 + s²).
+    The s chosen here gives at most the sum of both lengths, and less where the parts point in different directions."""
     scaled, fixed = outer_scaled(gram, factors), shift * factors
     long, added = math.sqrt(largest_eigenvalue(scaled)), float(fixed.norm())
     if not (long > 0 and 0 < added < math.inf and long < math.inf):

@@ -73,7 +73,7 @@ class Factored:
 
 @dataclass(frozen=True)
 class Tall:
-    """Blocks of rows stacked on each other, each a sum of factored weights, for a Gram matrix. ``label``: its name
+    """A matrix of blocks of rows stacked on each other, each a sum of factored weights. ``label``: the matrix's name
     within a model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's Frobenius norms."""
 
     blocks: tuple[tuple[Factored, ...], ...]

@@ -158,7 +158,7 @@ def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: No
 
 
 def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
-    """Return ``scores`` for queries and keys with norms and rotary positions."""
+    """Return the bounds of ``scores`` where queries and keys have norms and rotary positions."""
     scale = live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     if not sublayer.norms_whole:
@@ -170,7 +170,7 @@ def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tup
 
 
 def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
-    """Return ``scores`` for queries and keys with rotary positions but without norms."""
+    """Return the bounds of ``scores`` where queries and keys have rotary positions but no norms."""
     a, scale = live.a, live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     sides = []

@@ -89,7 +89,7 @@ class Spectra:
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return a store with the results that do not depend on ``changed`` weights, which ``read`` returns."""
+        """Return a store for the weights that ``read`` returns, without the results that depend on ``changed`` ones."""
         bounds = {label: kept for label, kept in self.bounds.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
@@ -208,7 +208,7 @@ def ritz_value(matrix: Tensor) -> float:
 
 @cache
 def onednn_linear() -> Any:
-    """Return oneDNN's linear in fp32; None where torch has none, or is set to round factors."""
+    """Return oneDNN's linear in fp32; None where torch has none, or it rounds inputs to TF32 or bf16."""
     with torch._C._DisableTorchDispatch():  # observers of a model's operations need not see these
         x = torch.full((2, 64), 1 + 2.0**-12)
         try:

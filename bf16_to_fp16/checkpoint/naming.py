@@ -89,7 +89,7 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 
 def in_modules(name: str, known: Collection[str]) -> str:
-    """Return the module's name of a tensor that is named as in modules or as in files. known: all names in modules."""
+    """Return a tensor's name in modules from its name in modules or in files. known: all names in modules."""
     if name in known:
         return name
     others = (

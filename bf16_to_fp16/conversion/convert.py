@@ -281,7 +281,7 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
 
 
 def write_report(work: Path, report: Report) -> Report:
-    """Write page, card and report; return the report with both in its list of files."""
+    """Write page, card and report; return the report with page and card in its list of files."""
     # Read back as from the file, so that anyone can make page and card again from it.
     stored = read(Report, json.loads(as_json(dump(report))))
     write_page(work / PAGE, stored)

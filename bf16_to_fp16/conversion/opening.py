@@ -33,7 +33,7 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
     if saved_again(checkpoint.folder):
         progress.say(
             f"{checkpoint.name} was converted before, then saved again or merged without its {REPORT}: its weights are"
-            " still at that scale, and undo of this conversion will not change that"
+            " still rescaled, and undo of this conversion will give back these, not the original's"
         )
 
 

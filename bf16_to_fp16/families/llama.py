@@ -4,7 +4,7 @@ positions and a SiLU gate. Other families of one stack are built from these part
 They differ in which linears have a bias, in Seed-OSS's dropouts, in ERNIE's pairs of channels, in SmolLM3's layers
 without positions, and in Qwen3's norms of queries and keys, whose inputs carry the stream's factor. Without such norms
 a factor passes a rotation only if both channels of a pair have it, so queries and keys have one exponent for each pair
-of each key head. Gains are stored as they are, so every norm can move."""
+of each key head. Gains are stored as they are, so every norm's output can be scaled."""
 
 from __future__ import annotations
 

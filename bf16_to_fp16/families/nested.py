@@ -68,7 +68,7 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family) -> Family:
-    """Return a family of one stack with nested config keys, and one more tie key outside. Later keys stay outside."""
+    """Return a one-stack family with its config keys in ``text_config``, and one more tie key outside it."""
 
     def key(name: str) -> str:
         return f"{INNER}.{name}" if name else name

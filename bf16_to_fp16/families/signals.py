@@ -95,7 +95,7 @@ def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
 
 
 def divided_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that a signal's factor divides: its weight reads the signal, or is a key's."""
+    """Return an axis that a signal's factor divides: its weight reads the signal, or makes keys."""
     return Axis(-1, signal, spread)
 
 

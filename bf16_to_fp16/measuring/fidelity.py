@@ -78,8 +78,8 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Add fp32 runs to a walk that return the difference between their outputs, times ``scale``, and ``expected``. The
-    outputs themselves are not kept: those of many runs would fill the memory."""
+    """Add fp32 runs to a walk. Each returns how far its output, times ``scale``, is from that in ``expected``, and does
+    not keep the output: those of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():

@@ -48,7 +48,7 @@ def claim_end(padding: int | None, family: str | None, model_class: str | None =
 
 
 def every_input(report: schema.Report, *, length: bool = False) -> str:
-    """Return "every input" with its exceptions. The length is included with ``length``, or if it is less than usual."""
+    """Return "every input" with its exceptions. length: name the largest length even if it is the usual one."""
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
     of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""

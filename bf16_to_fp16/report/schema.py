@@ -354,7 +354,7 @@ Model = TypeVar("Model", bound=ReportObject)
 
 
 def read(model: type[Model], data: Mapping[str, Any]) -> Model:
-    """Return JSON data as a part; raise pydantic's ValidationError for a missing key or a wrong type."""
+    """Return JSON data as a ``model``; raise pydantic's ValidationError for a missing key or a wrong type."""
     return model.model_validate(data)
 
 

@@ -187,8 +187,8 @@ class Costs(WeightLosses):
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's index: nearer to exponent 0 if that costs little, and exponent 0 for the cheapest
-        channels while their total loss is within ``spare``."""
+        """Return each channel's exponent, plus 24: the cheapest, with a small price on its distance from 0. Channels
+        that lose least by exponent 0 take it, as long as they lose at most ``spare`` in total."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)

@@ -72,7 +72,7 @@ class Plan(BaseModel):
 
     @property
     def exact(self) -> bool:
-        """Whether the function is unchanged if no exponent is an edit."""
+        """Whether nothing but an edit changes the function."""
         return not (self.drift or self.gain_correction or self.centred_keys)
 
     @property

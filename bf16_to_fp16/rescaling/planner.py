@@ -176,8 +176,8 @@ class PlanSearch(Costs):
         return True
 
     def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
-        """Choose the stream's exponent and its channels'; return the cost of each candidate. Among the candidates that
-        give up no more proofs than the cheapest and cost little more, it takes the one nearest 0."""
+        """Choose the exponents of the stream and of its signals; return each candidate's cost. Of the candidates that
+        cost little more than the cheapest and give up no more proofs, it takes the one nearest 0."""
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
         finite = {r: total for r, total in totals.items() if math.isfinite(total.cost)}
