@@ -32,7 +32,7 @@ WAN_NAMES = (
 
 @dataclass(frozen=True)
 class Naming:
-    """``pairs``: stock names with their names here. ``anchors``: names that every file with these names has."""
+    """``pairs``: each stock name with its name in a file. ``anchors``: names that every file with these names has."""
 
     title: str
     anchors: tuple[str, ...]

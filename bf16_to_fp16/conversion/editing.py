@@ -92,7 +92,7 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions whose keys to centre: scores over the limit, or position biases that share a large part."""
+    """Return attentions whose keys to centre: with scores over the limit, or position biases around a large number."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:
@@ -221,8 +221,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits, with columns cut instead of rows wherever that costs less, and the cost of each alone (of cuts
-    in step, together); None if the costs exceed ``allowed``."""
+    """Return the edits, with columns cut instead of rows wherever that costs less, and each edit's cost by signal: what
+    it costs alone, or the joint cost of cuts in step. The costs are None if they exceed ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs

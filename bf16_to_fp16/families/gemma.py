@@ -2,15 +2,15 @@
 
 Gemma 3 has norms before and after every sublayer, and norms of queries and keys. The inputs of all norms carry the
 stream's factor, and all share its eps. Gains are stored as gain − 1, so a factor on a gain rounds it
-(``Tensor.offset``); only gains that must move do. The embedding multiplies its output by √d. With images, a vision
-tower's outputs replace tokens in the stream, through a norm and a linear.
+(``Tensor.offset``); only gains that need a factor get one. The embedding multiplies its output by √d. With images, a
+vision tower's outputs replace tokens in the stream, through a norm and a linear.
 
 Gemma 2 has no norms of queries and keys, but soft caps on scores and logits. A factor passes a rotation only if both
 channels of a pair have it, and several query heads share one key head: so queries and keys have one exponent for each
 pair of channels of each key head. A cap bounds the values behind it, and no exponent moves a score.
 
 Gemma has a norm only before each sublayer, and no soft caps. With no norm behind them, the output projections carry the
-stream's factor themselves. So no gain is moved and rounded, except a tied head's."""
+stream's factor themselves. So only a tied head's gains get a factor and are rounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: whether heads of queries and keys have norms. cap: as in
+    """Return the parts of layer ``i``. normed: whether each head's queries and keys have norms. cap: as in
     ``Attention``."""
     llama.check_window(config)
     at = f"layers.{i}"

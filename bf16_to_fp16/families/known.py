@@ -136,8 +136,8 @@ def placed_family(config: Mapping[str, object]) -> Family:
 
 
 def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return the class of the family whose tensor names the tensors have; None if it is the config's class, or there is
-    none.
+    """Return the class under whose names ``tensors`` are stored; None if they have the names of the config's class, or
+    of no class of the family.
 
     A class with a head has its stacks inside a module. Stock code reads the names of either kind, and initialises
     missing tensors at random."""

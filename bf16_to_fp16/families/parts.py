@@ -87,9 +87,9 @@ def to_norm(norm: str) -> Axis:
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return how channels of queries, and of keys, share exponents. Rotation makes the two of a pair share one; if a
-    part other than half rotates, the whole head. share: (key heads, query heads for each, size of a head); () if none
-    share."""
+    """Return how channels of queries, and of keys, share exponents. The two channels of a rotated pair share one; where
+    neither all nor half of a head is rotated, all its channels do. share: (key heads, query heads for each, size of a
+    head); () if none share."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share

@@ -14,7 +14,7 @@ from .signals import Spread
 
 
 def without_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return how many elements at the start have no channel, the factors, and how many at the end have none."""
+    """Return the spread's positive factors, between the numbers of elements without a channel at start and end."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after

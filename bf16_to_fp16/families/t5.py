@@ -48,8 +48,8 @@ def with_table(part: Part, name: str) -> Part:
 
 
 def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
-    """Return the part of a feed-forward. projection: ``feed_forward_proj`` of the config, of which stock code takes
-    "gated-gelu" for gelu_new."""
+    """Return the part of a feed-forward. projection: ``feed_forward_proj`` of the config, where "gated-gelu" means
+    gelu_new."""
     m, gated = f"{at}.{module}", projection.startswith("gated-")
     return feed_forward(
         FeedForward(

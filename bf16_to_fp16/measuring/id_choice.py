@@ -2,7 +2,7 @@
 rows, and the ids with the largest values inside the model. Random ids fill up the rest.
 
 For the values, each token runs alone in its row, in fp32 (``forward``), one sublayer after another; attention then
-returns the token's own value. ``soft_side`` takes its candidates from it, too."""
+returns the token's own value. ``soft_side`` takes its candidates from such runs, too."""
 
 from __future__ import annotations
 

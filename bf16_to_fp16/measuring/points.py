@@ -19,7 +19,7 @@ from .tap import Tap
 
 @dataclass(frozen=True)
 class _Point:
-    """A site of a feed-forward: the input or output of ``module``. ``width``: a linear with as many outputs."""
+    """A site of a feed-forward: the input or output of ``module``. ``width``: a linear as wide as the site."""
 
     name: str
     module: str

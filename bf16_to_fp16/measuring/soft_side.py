@@ -247,7 +247,7 @@ def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool)
 
 
 def weight_of_two(scores: Tensor) -> Tensor:
-    """Return each query's weight for each key beside its own token's key alone."""
+    """Return the attention weight of each query on each key, if the only other key is that of its own token."""
     return (scores - scores.diagonal()[:, None]).sigmoid()
 
 
