@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,20 +299,27 @@ def set_index(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
-@pytest.mark.parametrize("kind", ["NewPipeline", "SanaPipeline"])
-def test_the_stream_of_an_encoder_is_held_unless_its_last_states_alone_are_read(kind: str, tmp_path: Path) -> None:
-    folder = pipelines.make(tmp_path / "one", {"text_encoder": pipelines.llama(factor=900.0)}, _class_name=kind)
-    done = convert_pipeline(folder, tmp_path / "out", run_model=False)
-    outputs = done.encoders["text_encoder"].report["outputs"]
+@pytest.mark.parametrize(
+    ("encoder", "kind", "held"),
+    [
+        ("llama", "NewPipeline", True),
+        ("llama", "SanaPipeline", False),  # which reads its last states alone
+        ("umt5-encoder", "NewPipeline", False),
+        ("umt5-encoder", "LongCatAudioDiTPipeline", True),  # which reads its embedding
+    ],
+)
+def test_a_stream_is_held_where_the_pipeline_may_read_it(encoder: str, kind: str, held: bool, tmp_path: Path) -> None:
+    model = pipelines.llama(factor=900.0) if encoder == "llama" else pipelines.encoder(encoder)
+    folder = pipelines.make(tmp_path / "one", {"text_encoder": model}, _class_name=kind)
+    outputs = convert_pipeline(folder, tmp_path / "out", run_model=False).encoders["text_encoder"].report["outputs"]
     assert outputs["last_hidden_state"]["factor_log2"] == 0
-    assert (outputs["hidden_states"]["factor_log2"] == 0) == (kind != "SanaPipeline")
-    with_stream: dict[str, Any] = {"stream": -4, "run_model": False, "force": True}
-    if kind == "SanaPipeline":
-        done = convert_pipeline(folder, tmp_path / "out", **with_stream)
-        assert done.encoders["text_encoder"].plan.residual_exponent == -4
-        return
-    with pytest.raises(UserError, match="so its stream is not rescaled; leave out --stream, or convert it alone: "):
-        convert_pipeline(folder, tmp_path / "out", **with_stream)
+    assert (outputs["hidden_states"]["factor_log2"] == 0) == held
+    moved = partial(convert_pipeline, folder, tmp_path / "out", stream=-4, run_model=False, force=True)
+    if held:
+        with pytest.raises(UserError, match="so its stream is not rescaled; leave out --stream, or convert it alone: "):
+            moved()
+    else:
+        assert moved().encoders["text_encoder"].plan.residual_exponent == -4
 
 
 def test_a_held_stream_that_overflows_is_converted_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,14 +334,6 @@ def test_a_held_stream_that_overflows_is_converted_alone(tmp_path: Path, capsys:
         assert f"next: {said}" in " ".join(capsys.readouterr().out.split())
     assert convert(folder, tmp_path / "alone", subfolder="text_encoder", run_model=False).safe
     assert (tmp_path / "alone" / "tokenizer_config.json").is_file()  # from the pipeline's folder beside the encoder
-
-
-@pytest.mark.parametrize("kind", ["NewPipeline", "LongCatAudioDiTPipeline"])
-def test_the_stream_of_a_t5_is_moved_unless_its_embedding_is_read(kind: str, tmp_path: Path) -> None:
-    folder = pipelines.make(tmp_path / "one", {"text_encoder": pipelines.encoder("umt5-encoder")}, _class_name=kind)
-    outputs = convert_pipeline(folder, tmp_path / "out", run_model=False).encoders["text_encoder"].report["outputs"]
-    assert outputs["last_hidden_state"]["factor_log2"] == 0
-    assert (outputs["hidden_states"]["factor_log2"] == 0) == (kind != "NewPipeline")
 
 
 def test_a_model_with_a_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
