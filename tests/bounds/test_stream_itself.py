@@ -98,6 +98,9 @@ def test_bounds_grow_with_what_multiplies_their_sites(key: str) -> None:
     less, more = (certified(multiplied(key, number), target="norm-safe")[1] for number in (1e3, 4e3))
     for site, grows in FOLLOWING[key].items():
         assert more.at(site) == pytest.approx(grows * bound_at(less, site), rel=1e-2), site
+    if key == "layer_scalar":
+        layer = "model.layers.1"
+        assert less.at(f"{layer}:mul") == pytest.approx(1e3 * bound_at(less, f"{layer}:add#2"), rel=1e-2)
 
 
 def live(model: Any, *, stream: bool = True) -> tuple[Layout, dict[str, Tensor], DifferentiableBounds]:
