@@ -58,8 +58,8 @@ class Line(StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """``remedy``: for a bound over its limit. ``line``: the curve in figures, None if not drawn; outputs of
-    feed-forwards have an attention's too. ``limit_in_training``: lower where the derivative of gelu_new is computed."""
+    """What a site's kind determines. ``remedy``: what lowers its bound. ``line``: its curve in figures, None if not
+    drawn. ``limit_in_training``: lower where the derivative of gelu_new is computed."""
 
     remedy: Remedy = Remedy.RESCALE
     line: Line | None = None

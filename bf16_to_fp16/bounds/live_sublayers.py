@@ -122,8 +122,8 @@ def directions(rows: Rows) -> Tensor:
 
 
 def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: NormOutput) -> tuple[Tensor, ...]:
-    """Return bounds by head: of products and their partial sums, of scaled products, and of the difference between two
-    scores of one query. other: the keys' input."""
+    """Return three bounds by head: of products with their partial sums, of scaled products, and of the difference
+    between two scores of one query. other: the keys' input."""
     if sublayer.rotary is not None and sublayer.query_norm:
         return turned_scores(live, sublayer, sublayer.rotary)
     if sublayer.rotary is not None:

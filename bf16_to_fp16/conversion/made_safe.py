@@ -231,8 +231,8 @@ class MadeSafe:
         and second moments keep their meaning. max_grad_norm: clip the gradients to this L2 norm at the source's scale,
         summed in the optimizer's order; do not clip elsewhere. Call it once, before the first step. Parameters that
         were not rescaled, such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the
-        plan's scale, for a norm that is not positive, and, from a step, for sharded parameters (FSDP, ZeRO-3), copies
-        of them (ZeRO-1 and 2), and after a step that failed."""
+        plan's scale and for a norm that is not positive. A step raises it for sharded parameters (FSDP, ZeRO-3), for
+        copies of them (ZeRO-1 and 2), and after a step that failed."""
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
         exponents = {}
         if self.changed:

@@ -114,7 +114,7 @@ def check_data(data: object, *, run_model: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a conversion. A field's flag has its ``help``; fields without a flag are for Python only.
+    """The options of a conversion. The ``help`` of a field's flag explains it; fields without are for Python.
     ``run_model``: False is ``--no-audit``. ``prove``: bound every signal for every input wherever an exponent can, at
     any cost of precision."""
 

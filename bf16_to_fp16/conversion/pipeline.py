@@ -175,7 +175,7 @@ def converted(
         raise UserError(
             f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, which become"
             f" {f'2^{factor}' if isinstance(factor, int) else 'other'} times the source's;"
-            f" {f'name {other} for it in {MODEL_INDEX}, or ' if other else ''}{itself}"
+            f" {f'let {MODEL_INDEX} load it as {other}, or ' if other else ''}{itself}"
         )
     return done
 

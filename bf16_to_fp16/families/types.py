@@ -129,8 +129,8 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 class StoredExperts:
     """The names of experts in files, where each has its own linears, while stock code fuses all experts in two tensors.
     ``inside``: the module around them in files, "" if it has the same name in stock code. ``at``: the module of the
-    fused tensors. ``gates``, ``outputs``: its tensors, of gates and neurons [experts, 2 · neurons, width] and of
-    outputs [experts, width, neurons]."""
+    fused tensors. ``gates``: its tensor of gates and neurons together, [experts, 2 · neurons, width].
+    ``outputs``: its tensor of outputs, [experts, width, neurons]."""
 
     gate: str = "gate_proj"
     linear: str = "up_proj"

@@ -185,8 +185,8 @@ class StackEnds:
     ``dropouts``: after the embedding, after the final norm.
 
     ``scaled_by``: what multiplies the embedding, its own module or the stack, "" for neither. The factor is the
-    family's embedding multiplier (``multiplier``), else √d: where the config key ``switch`` is true, or always and
-    rounded to the weight's dtype. A stack without ``switch`` multiplies ``inputs_embeds`` too."""
+    family's embedding multiplier if ``multiplier``, else √d. ``switch``: the config key that turns √d on; without one
+    it is always on, rounded to the weight's dtype, and multiplies ``inputs_embeds`` too."""
 
     at: str
     embedding: str

@@ -10,7 +10,7 @@ A loss term would be slower: a step of Adam is no longer than the learning rate,
 hundred times the steps (as for decoupled weight decay, Loshchilov and Hutter 2019).
 
 A sharded model's weights are gathered, read and written back one at a time, in every process in the same order. So a
-process holds no more of the other shards than that weight, and the leaves that it asks for."""
+process holds one whole weight at a time, and those whose gradients it needs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A penalty that keeps every activation of a model in training under a target, in any training loop.
 
 Exact rescaling cannot lower some sites (attention scores, the input of a GELU, logits); training can. Each site has a
-constraint: a smooth maximum of |x| must stay under its target. The excess counts in bits (log2), so that 2¹⁷ and 2⁸
-over a target weigh alike per doubling. The constraint's weight rises by dual ascent until it holds (Platt and Barr
+constraint: a smooth maximum of |x| must stay under its target. The excess counts in bits (log2), so that each
+doubling over a target weighs the same. The constraint's weight rises by dual ascent until it holds (Platt and Barr
 1987), so there is no coefficient to tune. A site inside its target costs one ``aminmax``."""
 
 from __future__ import annotations

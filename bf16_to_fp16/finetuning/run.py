@@ -225,7 +225,7 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
 def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
     """Convert the recipe's source to its output; return None, and write nothing, if the result is unsafe or lacks a
     certificate that the recipe asks for."""
-    progress.say("The start already meets the recipe: trying a conversion without training")
+    progress.say("Rescaling alone proves what the recipe asks for: trying a conversion without training")
     target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
     place = Destination(Path(recipe.out))

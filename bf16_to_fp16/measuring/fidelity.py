@@ -41,8 +41,8 @@ def compared(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return a stock output's logits or last states, [choices, channels]. A class with one answer per row gives its
-    logits, a span head the logits of every position, any other class its values at unpadded positions."""
+    """Return a stock output's logits or last states, one row for each answer. Answers are a row's class, a span's start
+    and its end, or, of any other head, the unpadded positions."""
     values = values_of(output).detach().cpu()
     mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if values.dim() == 2:

@@ -277,8 +277,8 @@ class Walk:
         _compute_on(lane.threads)
 
     def _hook_own(self, place: nn.Module) -> None:
-        """Give a lane parameters of its own at a place, since Switch's routers cast theirs in place. Under autocast
-        they stay shared, so that each is cast only once."""
+        """Hook a place so that each lane has its own parameters there: Switch's routers overwrite theirs by a cast.
+        Lanes under autocast share them, so that each is cast only once."""
         slots = [(m, n, p) for m in place.modules() for n, p in m._parameters.items() if p is not None]
 
         def before(module: nn.Module, args: Any) -> None:

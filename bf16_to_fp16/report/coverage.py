@@ -20,8 +20,8 @@ def where(target: str | None) -> str:
 
 
 def headroom_by_proof(report: schema.Report) -> str:
-    """Return the proven headroom in words, "" for none: in PyTorch, and with norms that square in fp16. Bounds for the
-    latter hold in PyTorch too, but are looser than its own, hence "at least"."""
+    """Return in words the proven headroom in PyTorch and with norms that square in fp16, or "" without a proof. Bounds
+    for the latter hold in PyTorch too, but are looser than its own, hence "at least"."""
     certificate, target = report.certificate, report.target
     if certificate is None or not certificate.holds:
         return ""

@@ -25,8 +25,8 @@ FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted 
 
 
 def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
-    """Return the reasons why a conversion is unsafe, other than values that broke, from its report without a verdict.
-    planned: the result of planning, with the limits that the plan could not hold; None for a replayed plan."""
+    """Return the reasons why a conversion is unsafe, except values that broke. report: has no verdict yet. planned: the
+    result of planning, with the limits that the plan could not hold; None for a replayed plan."""
     plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
     over = list[schema.UnsafeEntry]()
     if plan is not None:

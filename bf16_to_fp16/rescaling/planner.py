@@ -99,7 +99,7 @@ class PlanSearch(Costs):
         self.for_proof: dict[str, int] = {}
 
     def run(self, held: Mapping[str, int]) -> Planned:
-        """Decide each stream with its channels, move gains if needed, and collect the limits that cannot be held."""
+        """Choose the exponents of streams, channels and, if needed, gains. held: streams with a given exponent."""
         streams, drift, without = self.layout.streams, 0.0, 0.0
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf

@@ -249,8 +249,8 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each element's position in a histogram by binade and reach, and what it adds there: 1 and its squared
-    significand, in one number if ``packed``. 0, inf and NaN add nothing, at the position ``zero``."""
+    """Return each element's position in a histogram by binade and reach (see ``_parts``), and what it adds there: 1 and
+    its squared significand, in one number if ``packed``. 0, inf and NaN add nothing, at the position ``zero``."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)

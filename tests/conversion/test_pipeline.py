@@ -368,7 +368,7 @@ def test_the_last_states_of_an_encoder_of_images_are_the_sources_or_it_is_refuse
     model = tiny.build("qwen2_5_vl", tie_word_embeddings=tied)
     source = pipelines.make(tmp_path / "source", {"text_encoder": model}, _class_name="QwenImagePipeline")
     if tied:
-        mend = r"reads the last states of text_encoder, .*; name Qwen2_5_VLModel for it in model_index.json, or "
+        mend = r"reads the last states of text_encoder, .*; let model_index.json load it as Qwen2_5_VLModel, or "
         with pytest.raises(UserError, match=mend):
             convert_pipeline(source, tmp_path / "out", run_model=False)
         assert not (tmp_path / "out").exists()
