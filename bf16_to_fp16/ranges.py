@@ -21,8 +21,8 @@ class ChannelRange:
 @dataclass(frozen=True)
 class NormRange:
     """The range of a norm's input: the largest ‖x‖₂ of a token, and the tokens' variances, fp64 [k, 2]: a variance,
-    rounded to an eighth of a binade, and the share of tokens that have it. It is the mean square, for ``nn.LayerNorm``
-    centred."""
+    rounded to an eighth of a binade, and the share of tokens that have it. It is the mean square, about
+    the mean for ``nn.LayerNorm``."""
 
     norm_max: float
     variances: Tensor

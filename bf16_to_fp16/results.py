@@ -180,7 +180,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def measured(self) -> str:
-        """The noun for ``amax``: no bound covers a gradient, and the audit chooses a loss scale that it just fits."""
+        """The noun for ``amax``. Gradients have their own: no bound covers them, and the audit chooses a loss scale."""
         return "gradient" if ":grad" in (self.tightest or "") else "value"
 
 
@@ -219,8 +219,8 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """The largest values found at a site: by random inputs, tokens and mixtures of embeddings, and in fp16. ``worst``:
-    the largest of all. ``ids``: the encoder's and decoder's tokens that give it."""
+    """The largest values found at a site, by kind of input (``embeddings``: mixtures of these) and, ``half``, in
+    fp16. ``worst``: the largest of all. ``ids``: the encoder's and decoder's tokens that give it."""
 
     name: str
     worst: NumberOrNaN

@@ -66,8 +66,8 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 class GatedNeurons:
     """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n (``homogeneous``).
 
-    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go; to
-    ``rows`` it adds only where a weight is negative."""
+    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go; it
+    counts in ``rows`` only where a weight is negative."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -109,7 +109,7 @@ class GatedNeurons:
         return both, both
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return ``rows`` for a scale of 1, which is reused at every scale."""
+        """Return ``rows`` for a ``scale`` of 1; other scales multiply the result."""
         dtype = working_dtype(out)
         unit_size = self.size / self.scale
         caps, size = self.caps.to(dtype), unit_size.to(dtype)
@@ -228,7 +228,7 @@ class PlainNeurons:
         return torch.cat(pairs, 1).view(2, 2, -1)
 
     def bent(self, out: Tensor, direction: int) -> Tensor:
-        """Return the bound of ±out·neurons by row, where negative centres keep neurons below ‖w‖."""
+        """Return a bound of ±out·neurons by row that gains from negative centres, which keep neurons below ‖w‖."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])

@@ -80,7 +80,7 @@ class Spectra:
 
     read: returns the source's weights. bounds: by a matrix's label, the matrix without its weights' values, and the
     bound. fixed: the present weights are not the source's, so ``bounds`` gets no new ones. kept: other results, by
-    the names of their weights and by arguments. about: the names for the next such result."""
+    the names of their weights and by arguments. about: the weights of the next one."""
 
     read: TensorReader
     bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)

@@ -43,7 +43,7 @@ def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return each changed key's values ``before`` and ``after``, where it has one; dots lead into nested configs."""
+    """Return, by changed key, its values ``before`` and ``after``, if present; dots lead into nested configs."""
     differing: dict[str, dict[str, object]] = {}
     for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
         sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}

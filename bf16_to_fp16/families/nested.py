@@ -31,7 +31,7 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part with its modules inside ``body``, whose own sites begin with a colon; "" changes nothing."""
+    """Return a part with its modules inside ``body``; a name such as ":add" is a site of ``body`` itself."""
 
     def path(name: str) -> str:
         if name.startswith(":"):

@@ -113,7 +113,7 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
 
 
 def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
-    """Return the part of an attention. share: as in ``pairs``."""
+    """Return the ``Part`` of an attention. share: as in ``pairs``."""
     value, scores = f"{wiring.at}.value", f"{wiring.at}.scores"
     normed, gains = style.normalised(wiring.norm)
     own, rows = style.reads(wiring.norm), fused_rows(wiring.fused, 2)
@@ -208,8 +208,8 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the part of a feed-forward. ReLU and the linear branch of a gate pass factors on exactly; GELU and SiLU
-    only for large inputs."""
+    """Return the ``Part`` of a feed-forward. ReLU and the linear branch of a gate pass factors on exactly; GELU and
+    SiLU only for large inputs."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"
@@ -249,7 +249,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
 
 
 def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
-    """Return the part of a router and its experts. each: the parts of all feed-forwards, shared ones included."""
+    """Return the ``Part`` of a router and its experts. each: those of all feed-forwards, shared ones included."""
     routing = f"{wiring.classifier}.routing"
     chosen = multiplied_by(routing)
     router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]
@@ -264,7 +264,7 @@ def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool
 
 
 def projector(wiring: Projector, writer: str, *tensors: Tensor, size: str = "vision") -> Part:
-    """Return the part of a projector. writer: the module whose output joins the stream."""
+    """Return the ``Part`` of a projector. writer: the module whose output joins the stream."""
     stream = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(writer),))
     return Part((stream, Signal(wiring.norm, Kind.FIXED, size, (output_of(wiring.norm),))), tensors, wiring)
 
@@ -280,7 +280,7 @@ def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
 
 
 def states(norm: str, style: Style = PLAIN) -> Part:
-    """Return the part of a final norm that must not move: users or another stack read it."""
+    """Return the ``Part`` of a final norm whose output must not move: users or another stack read it."""
     return Part((Signal(f"{norm}.output", Kind.FIXED, style.model, (output_of(norm),)),), style.norm(norm, None))
 
 
@@ -293,7 +293,7 @@ def logits(of: Head) -> Signal:
 
 
 def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
-    """Return the part of a final norm and a tied head. The norm's gains remove the factor of the embedding."""
+    """Return the ``Part`` of a final norm and a tied head. The norm's gains remove the factor of the embedding."""
     seen = Signal(RESIDUAL, Kind.RESIDUAL, style.model, (output_of(norm, -1),))
     return Part(
         (seen, replace(logits(of), beside=(output_of(norm),))),
@@ -303,8 +303,8 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
-    """Return the part of a final norm and a separate head. sizes: named sizes of the linears' outputs. Nothing moves
-    behind the first linear: a tanh passes no factor, and users read differences of logits."""
+    """Return the ``Part`` of a final norm and a separate head. sizes: named sizes of the linears' outputs. Nothing
+    moves behind the first linear: a tanh passes no factor, and users read differences of logits."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

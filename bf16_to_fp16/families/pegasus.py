@@ -62,7 +62,7 @@ def attention(at: str, module: str, *, memory: bool = False, style: Style = STYL
 
 
 def neurons(at: str, config: Mapping[str, object]) -> Part:
-    """Return the part of a feed-forward; its neurons can carry a factor only with ReLU."""
+    """Return the ``Part`` of a feed-forward; its neurons can carry a factor only with ReLU."""
     stack = at.split(".")[0]
     wiring = FeedForward(
         at=at,

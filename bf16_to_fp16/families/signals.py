@@ -138,8 +138,8 @@ def before(norm: str) -> str:
 @dataclass(frozen=True)
 class Signal:
     """``size``: the named size of its channels; with ``spread``, the size of an axis whose elements share channels in
-    that way. ``seen``: the sites where it can be observed. ``beside``: sites of another signal to whose factor this one
-    is added."""
+    that way. ``seen``: the sites where it can be observed. ``beside``: sites where its exponent is added
+    to another signal's."""
 
     name: str
     kind: Kind

@@ -27,7 +27,7 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return the part of an attention. memory: whether it reads the encoder. shared: whose position bias it uses."""
+    """Return the ``Part`` of an attention. memory: if it reads the encoder. shared: whose position bias it uses."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -48,8 +48,8 @@ def with_table(part: Part, name: str) -> Part:
 
 
 def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
-    """Return the part of a feed-forward. projection: ``feed_forward_proj`` of the config, where "gated-gelu" means
-    gelu_new."""
+    """Return the ``Part`` of a feed-forward. projection: ``feed_forward_proj`` of the config, where "gated-gelu"
+    means gelu_new."""
     m, gated = f"{at}.{module}", projection.startswith("gated-")
     return feed_forward(
         FeedForward(

@@ -85,8 +85,8 @@ class MixedPrecision:
         """Divide the gradients by the loss scale, clip them to ``CLIP_NORM`` and move the scale. Return the norm of the
         unscaled gradient; if that is inf or NaN, the gradients are left as they are.
 
-        units: by which each parameter's gradient is multiplied in the norm to clip; with the weights' sizes, a rescaled
-        model is clipped as it would have been before."""
+        units: a factor on each parameter's gradient in the norm that is clipped. With the weights' sizes as units, a
+        rescaled model is clipped as it would have been before."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
