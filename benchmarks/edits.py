@@ -259,7 +259,7 @@ class Tally:
 
     def check_rare(self, seed: int, report: Any, source: Path, out: Path) -> None:
         """No id that stands in ordinary rows is harmed where the verdict is safe, and no pair where none is listed.
-        What harms one row is judged by the mean of AGAIN others."""
+        What harms one row is judged by the mean and the median of AGAIN others."""
         config, layout = load_config(source), resolve(open_checkpoint(source))
         generator, vocabulary = torch.Generator().manual_seed(seed), vocabulary_of(config)
 
@@ -278,13 +278,11 @@ class Tally:
                 continue
             kl, bf16 = judged(rows(inputs))
             for number in (kl > TIMES * bf16).nonzero().flatten()[:CONFIRMED].tolist():
-                mean, of_bf16 = (
-                    float(x.mean()) for x in judged(rows(inputs[number].repeat(AGAIN, 1)), least=-math.inf)
-                )
-                if mean > max(LEAST, TIMES * of_bf16):
-                    self.broken(
-                        seed, f"safe, and ids {inputs[number].tolist()}: {mean:.1e} where bf16 has {of_bf16:.1e}"
-                    )
+                others = judged(rows(inputs[number].repeat(AGAIN, 1)), least=-math.inf)
+                middles = [[float(middle(x)) for x in others] for middle in (torch.mean, torch.median)]
+                if harm := next(((a, b) for a, b in middles if a > max(LEAST, TIMES * b)), None):
+                    ids = inputs[number].tolist()
+                    self.broken(seed, f"safe, and ids {ids}: {harm[0]:.1e} where bf16 has {harm[1]:.1e}")
                     break
 
     def judged(

@@ -73,8 +73,9 @@ class ExceptionEntry(ReportObject):
     bf16's rounding.
 
     ``ids``: one id, tried in ordinary text, or several, drawn to fill a row. ``tokens``: the tokenizer's names for
-    them. ``kl``: the divergence in fp32, mean of 8 rows. ``kl_bf16``: that of the source with activations rounded
-    stochastically to bf16, mean of 8 runs of each row. ``kl_run``: that of the source run in bf16."""
+    them. ``kl``: the divergence in fp32, mean of 8 rows; their upper quartile if only that shows the harm. ``kl_bf16``:
+    that of the source with activations rounded stochastically to bf16, mean of 8 runs of each row. ``kl_run``: that of
+    the source run in bf16."""
 
     ids: list[int]
     tokens: list[str] = []

@@ -255,16 +255,26 @@ def test_stochastic_rounding_is_bf16s_in_the_mean(monkeypatch: pytest.MonkeyPatc
     assert bool(((rounded.mean(0) - exact[0]).abs() < step[0] * 0.05).all())
 
 
-@pytest.mark.parametrize(("again", "listed"), [(1.0, 2), (0.005, 0)])
+@pytest.mark.parametrize(
+    ("again", "bf16", "listed"),
+    [
+        ([1.0] * 8, [1e-3] * 8, 2),
+        ([0.005] * 8, [1e-5] * 8, 0),
+        ([1.0] * 8, [1e3] + [1e-3] * 7, 2),  # bf16 ruins one row, the edit all
+        ([1.0] + [1e-3] * 7, [1e-3] * 8, 2),  # the edit ruins one, bf16 none
+        ([1.0] + [1e-3] * 7, [0.16] + [1e-3] * 7, 0),  # both ruin one
+    ],
+)
 def test_what_harms_one_row_counts_if_it_harms_others(
-    again: float, listed: int, monkeypatch: pytest.MonkeyPatch
+    again: list[float], bf16: list[float], listed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def divergences(self: Any, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first = len(rows) == 2
-        return torch.full((len(rows),), 1.0 if first else again), torch.zeros(len(rows))
+    def values(of_eight: list[float], of_one: float, rows: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(of_eight * 2 if len(rows) > 2 else [of_one] * 2, dtype=torch.float64)
 
-    monkeypatch.setattr(soft_side.Rows, "divergences", divergences)
-    monkeypatch.setattr(soft_side.Rows, "bf16", lambda self, rows: torch.full((len(rows),), 1e-3))
+    monkeypatch.setattr(
+        soft_side.Rows, "divergences", lambda self, rows: (values(again, 1.0, rows), torch.zeros(len(rows)))
+    )
+    monkeypatch.setattr(soft_side.Rows, "bf16", lambda self, rows: values(bf16, 1e-3, rows))
     nothing: Any = None
     rows = soft_side.Rows(nothing, nothing, nothing, nothing, torch.zeros(3, LENGTH).long(), torch.Generator())
     found, further = rows.harmed([(3,), (4, 5)])
