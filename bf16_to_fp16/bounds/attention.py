@@ -85,9 +85,9 @@ def summed_scores(
 ) -> ScoreBounds:
     """Return the bounds of query·key products, with the rounding of their sums.
 
-    exact, error: of the exact product, and of the errors of its factors. partial: of its partial sums. apart: of the
-    difference between two exact products of one query. All four are fp64 [heads]. terms: each channel's bounds of query
-    and key added up, fp64 [heads, channels]. scale: the factor on the finished products."""
+    exact, partial: bounds of the exact product and of its partial sums. error: what the factors' errors add. apart: a
+    bound of the difference between two exact products of one query. All four are fp64 [heads]. terms: each channel's
+    bounds of query and key added up, fp64 [heads, channels]. scale: the factor on the finished products."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial

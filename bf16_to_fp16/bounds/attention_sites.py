@@ -59,7 +59,7 @@ class AttentionSites:
         return findings.project(sublayer.output, weight, projection, entering, mean_square)
 
     def summed(self, source: NormOutput, square: Tensor) -> Normed:
-        """Bound sums over blocks of positions and their norm; return the input of keys and values."""
+        """Bound the block sums and their norm; return bounds of what keys and values read, a token or a sum."""
         size, length = self.findings.layout.summed(self.sublayer), self.a.max_length
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)

@@ -38,8 +38,8 @@ WORTH_REFINING = 2.0**0.25
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
     """Return two linears on one norm's output as pure linear maps: shift and bias become one more column.
 
-    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. This s gives the sum of
-    both parts as each row's bound if their ratio is the same in all rows."""
+    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. The s chosen here
+    makes a row's bound the sum of those of A·n and c if their ratio is the same in all rows."""
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
     share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
@@ -133,11 +133,11 @@ class GatedNeurons:
         return torch.cat(best) * COMPUTED
 
     def row(self, out: Tensor, number: int) -> float:
-        """Return a tighter bound of |out · neurons| for one row, given its number."""
+        """Return a bound of |out·neurons| for one row, tighter than that of ``rows``. number: the row's index."""
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
-        """Return ``row`` for a scale of 1."""
+        """Return the result of ``row`` divided by ``scale``."""
         wide = out.double()
         values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
@@ -240,7 +240,7 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return ``unit_rows`` for one row of ±out. The part from the maps w is tighter: it has its own eigenvalue."""
+        """Return the two terms of ``unit_rows`` for one row, direction·out. Its eigenvalue makes the first tighter."""
         name, dtype = self.linear.matrix.name, working_dtype(self.linear.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale

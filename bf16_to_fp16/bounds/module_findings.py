@@ -1,5 +1,5 @@
-"""The bounds that a walk has recorded so far, and the recording of norms and linears. Each module has bounds at its
-sites and expected mean squares."""
+"""The bounds recorded so far in a walk through the layout, and the recording of norms and linears. Each channel of a
+module's input and output has a bound and an expected mean square."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Spectra:
 
 
 def without_weights(matrix: Tall) -> Tall:
-    """Return the matrix with the factors and names of its weights but without their values."""
+    """Return the matrix without its weights' values; their names and factors stay."""
     nothing = torch.zeros(0)
     return replace(matrix, blocks=tuple(tuple(replace(p, weight=nothing) for p in block) for block in matrix.blocks))
 

@@ -45,8 +45,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if config.get("configuration_files", ["config.json"]) not in ([], ["config.json"]):
         raise UserError(
-            f"{file}: names other configs by the version of transformers (configuration_files), and that decides what"
-            " runs; put the one that is meant in its place, without the key"
+            f"{file}: configuration_files lists other configs, of which transformers reads one by its own version;"
+            " save the right one as config.json, without the key"
         )
     if config.get("auto_map"):
         raise UserError(

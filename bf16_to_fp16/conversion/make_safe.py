@@ -201,8 +201,8 @@ def check_known(model: Any) -> None:
 
 
 def model_around(model: Any) -> Any:
-    """Return a model that contains this one as its body, by its config; None if there is none. A model that contains
-    this one but reads only its last states does not count."""
+    """Return a larger model with this one as its body, None if there is none. The larger one's config is or contains
+    this one's. A model without such a config reads only this one's last states and does not count."""
     from transformers import PreTrainedModel
 
     config = model.config

@@ -174,7 +174,7 @@ def converted(
         other, itself = giving_states(report), alone(pipeline, name)
         raise UserError(
             f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, which become"
-            f" {f'2^{factor}' if isinstance(factor, int) else 'other'} times the source's;"
+            f" {f'2^{factor} times' if isinstance(factor, int) else 'other values than'} the source's;"
             f" {f'let {MODEL_INDEX} load it as {other}, or ' if other else ''}{itself}"
         )
     return done

@@ -230,8 +230,8 @@ class Search:
     def plan_for(self, layout: Layout) -> tuple[Planned, SourceBounds]:
         """Return a layout's plan and its bounds.
 
-        LayerNorm's eps does not scale with the stream, so bounds hold only for their stream exponents and smaller ones.
-        Each round bounds with the last plan's exponents, until these bounds cover the new plan's."""
+        LayerNorm's eps does not scale with the stream, so bounds hold only up to the stream exponents they assume.
+        It bounds and plans again, for larger exponents, until no stream's new exponent exceeds them."""
         start = self.start if layout.family.centred_norm else {}
         exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
         planned, bounds = self.planned_within(layout, exponents, "")

@@ -304,7 +304,7 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
     """Return the ``Part`` of a final norm and a separate head. sizes: named sizes of the linears' outputs. Nothing
-    moves behind the first linear: a tanh passes no factor, and users read differences of logits."""
+    cancels a factor behind the first linear: a tanh passes none, and users read the logits."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

@@ -68,7 +68,7 @@ def activation(config: Mapping[str, object]) -> str:
 def block(config: Mapping[str, object], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
     capacity = config.get(CAPACITY)
     if isinstance(capacity, int) and capacity >= 2**63:
-        raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits count; write the number of tokens")
+        raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits hold; write the tokens per expert")
     *attending, _ = dense.block({"feed_forward_proj": "relu"}, i)
     at = f"{stack}.block.{i}.layer.{len(attending)}"
     sparse = is_sparse(config, stack, i)

@@ -128,8 +128,8 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 @dataclass(frozen=True)
 class StoredExperts:
     """The names of experts in files, where each has its own linears, while stock code fuses all experts in two tensors.
-    ``inside``: the module around them in files, "" if it has the same name in stock code. ``at``: the module of the
-    fused tensors. ``gates``: its tensor of gates and neurons together, [experts, 2 · neurons, width].
+    ``inside``: the experts' parent module in files, "" if it has stock code's name. ``at``: the module of the fused
+    tensors. ``gates``: its tensor of gates and neurons together, [experts, 2 · neurons, width].
     ``outputs``: its tensor of outputs, [experts, width, neurons]."""
 
     gate: str = "gate_proj"

@@ -188,7 +188,7 @@ class ActivationPenalty:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sites' weights and an unfinished step from ``state_dict``'s result, the same on every rank."""
+        """Restore the sites' weights and the calls of an unfinished step. state: the same on every rank."""
         self._order = list(state["order"])
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])

@@ -203,7 +203,7 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return an activation's attributes for comparison. Partial functions, never equal, are taken apart."""
+    """Return an activation's attributes for comparison; a ``partial`` as a tuple, since two are never equal."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
@@ -335,8 +335,8 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
 
 
 def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the config values that a layout is made from, with stock defaults. A default that is computed from other
-    values counts only if the config states it: without ``head_dim`` Llama's class computes one, Qwen2's does not."""
+    """Return the config values that a layout is made from, with stock defaults for missing keys. A missing key whose
+    default is a quotient stays out: Llama's class computes ``head_dim``, Qwen2's does not."""
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS

@@ -141,7 +141,7 @@ class _Watch:
         values[f"{sublayer.at}:scores"] = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
 
     def hand_out(self, sublayer: Experts, inputs: Any, kwargs: Any, output: Any) -> None:
-        """Give the sites of every expert zeros, [rows, positions, channels], and a mask of the tokens to fill them."""
+        """Set every expert's sites to zeros, [rows, positions, channels], with a mask of the tokens that it gets."""
         values, layout = self.values, self.layout
         chosen, weights = output[0].bool(), output[1]
         if sublayer.chosen:  # of tokens of all rows

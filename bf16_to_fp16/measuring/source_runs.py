@@ -102,10 +102,10 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the fp32 source's outputs with eps·4^-r in its norms, as rescaled weights with a fixed eps give them.
+    """Return the fp32 source's outputs with each norm's eps times 4^-r, as a fixed eps acts on an input times 2^r.
 
-    Gains that the plan corrects are rounded to fp16. If some gains are stored minus an offset, all weights are rounded:
-    the losses from rounding and from eps then have a similar size, and both must be in the comparison."""
+    Gains that the plan corrects are rounded to fp16. If some gains are stored minus an offset, all weights are rounded,
+    since rounding then costs about as much as eps."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

@@ -34,8 +34,8 @@ def choose_columns(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[str, str | None]:
-    """Return the names of the text column and the target column. By default they are ``input``, ``text`` or the first
-    other column of strings, and ``target``. Raises UserError if a named column is missing or there is none."""
+    """Return the names of the text column and the target column. Default text: ``input``, else ``text``, else the first
+    other column of strings. Default target: ``target``. Raises UserError if a named column or any text is missing."""
     listed = ", ".join(map(str, names)) or "none"
     for wanted in (target_column, input_column):
         if wanted is not None and wanted not in names:

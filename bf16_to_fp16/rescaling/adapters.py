@@ -54,8 +54,8 @@ PARTS = (
 
 
 def part_of(name: str) -> tuple[str, AdapterTensor | None]:
-    """Return the name of the checkpoint's tensor that an adapter's tensor changes, and its part; None for a whole
-    tensor."""
+    """Return the name of the checkpoint's tensor that an adapter's tensor changes, and which of ``PARTS`` it is; None
+    for a whole tensor."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):

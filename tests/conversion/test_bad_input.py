@@ -111,7 +111,7 @@ ROWS: tuple[tuple[Callable[[Path], object], str, str, str], ...] = (
         lambda source: (source / "generation_config.json").write_text(IMPOSSIBLE),
         *("", "source: stock code cannot run it", "generation_config.json"),
     ),
-    (with_another_config, "", "configuration_files", "put the one that is meant in its place"),
+    (with_another_config, "", "configuration_files", "save the right one as config.json"),
     (
         lambda source: save_file(load_file(source / WEIGHTS), source / WEIGHTS, metadata={"format": "bogus"}),
         *("", "format 'bogus'", "save it again with save_pretrained"),
