@@ -135,7 +135,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``over`` with all but the largest excess of each group of sites set to 0, index by index."""
+        """Return ``over`` with 0 wherever another site of the group has a larger excess at the same index."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)

@@ -296,7 +296,7 @@ class Corpus:
 
 
 def _first(length: int, most: int, rng: np.random.Generator) -> int:
-    """Return a random start for a window of ``most`` tokens. One drawn up to half a window outside is moved inside."""
+    """Return a random start for a window of ``most`` tokens. Starts up to half a window outside move to an end."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))

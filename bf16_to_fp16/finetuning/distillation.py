@@ -144,7 +144,7 @@ BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the dat
 @dataclass(frozen=True)
 class StepLosses:
     """Computes the terms of a step's loss. stock: the student; model: the student as wrapped for several processes.
-    passes: the batches of one step in one process."""
+    passes: the number of batches of a step in one process."""
 
     recipe: Recipe
     stock: Any
@@ -162,7 +162,7 @@ class StepLosses:
         return [call for index, batch in enumerate(batches) for call in (batch, index)]
 
     def of_batch(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the objective with its graph, and task loss and divergence without; sums over positions."""
+        """Return the objective with its graph, and the detached task loss and divergence, as sums over positions."""
         mix, device = self.recipe.distillation, self.processes.device
         out = self.model(**arguments(self.stock, batch, device))
         task = kl = torch.zeros((), device=device)

@@ -192,8 +192,8 @@ class Weights:
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's experts and their weights, [tokens, experts per token], largest first, whatever their
-        groups."""
+        """Return each token's experts and their weights, [tokens, experts per token], largest first. A restriction
+        to some groups of experts is ignored."""
         number, weight, _ = self.layout.experts_together(sublayer)
         scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
         correction = self.read(sublayer.correction) if sublayer.correction else None

@@ -86,8 +86,8 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the function that applies edits to a stored weight. read: returns weights with keys centred;
-    give one to share it between functions."""
+    """Return the function that applies edits to a stored weight. read: a reader of weights with centred
+    keys, to share between functions."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 

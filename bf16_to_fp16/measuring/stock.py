@@ -1,5 +1,5 @@
 """Stock models: the class that a config names, loaded from a folder with no remote code and no network; its inputs and
-outputs. What a family declares goes before the class's signature, and that before the config's flags."""
+outputs. A family's declaration overrides the class's signature, and that the config's flags."""
 
 from __future__ import annotations
 

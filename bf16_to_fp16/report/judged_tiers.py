@@ -16,9 +16,9 @@ def judged_tiers(
 ) -> dict[str, schema.TierEntry]:
     """Return, by tier, whether it holds, and by which proof.
 
-    certified: whether each tier's bounds hold. clean: regime ``half`` ran and nothing broke. squares: what the stream's
-    norms squared in a run; without it no tier with norms in fp16 holds. pooled: the model returns sentence vectors,
-    whose squares no run measures."""
+    certified: whether each tier's bounds hold. clean: regime ``half`` ran and nothing broke. squares: the stream's, in
+    a run; without them no tier with norms in fp16 holds. pooled: the model returns sentence vectors, whose squares no
+    run measures."""
     unfit = remedies.SQUARES_UNSEEN if squares is None else ""
     if squares is not None and squares.least < NORM_FLOOR:
         unfit = remedies.sinks(squares.least)

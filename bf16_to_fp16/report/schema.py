@@ -1,6 +1,6 @@
 """The types of the report, through which it is written, read and checked. Each keeps the order of its keys and the
-unknown keys of other versions, so that a report read and written again has the same bytes. JSON has no NaN: where a
-number may be NaN, null is read as it. ``python -m bf16_to_fp16.report.schema`` makes ``docs/report.schema.json``."""
+unknown keys of other versions, so that a report read and written again has the same bytes. JSON has no NaN: null
+stands for it where a number may be NaN. ``python -m bf16_to_fp16.report.schema`` makes ``docs/report.schema.json``."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class FinetuneEntry(ReportObject):
     ``evaluations``: by step, held-out losses, distances from the original and headroom. ``fidelity``: of the output to
     the original. ``next``: the next command if it missed the recipe's goals. ``recipe``: as written, with defaults.
     ``settled``: values chosen for keys left open. ``start``: the plan applied before the training. ``start_outputs``:
-    log2 of each output's factor over the original's at the start."""
+    log2 of each output at the start over the same output of the original."""
 
     start: Plan | None = None
     start_outputs: dict[str, int | list[int]] = {}

@@ -94,7 +94,7 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the reach of heads' queries; a head's largest score is proportional to the spectral norm of its qᵀk. q, k:
+    """Return the ``Reach`` of queries. A head's largest score is proportional to the spectral norm of its qᵀk. q, k:
     [heads, channels of a head, columns]. bits: by which each head must fall."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12

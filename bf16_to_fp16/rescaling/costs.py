@@ -205,7 +205,7 @@ class Costs(WeightLosses):
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return what depends on r alone: the stream's limits and noise, weights it alone scales, and drift."""
+        """Return the costs of r alone: the stream's limits and noise, weights that it alone scales, and drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r) + EXCESS * self.observed_excess(r)
         for point, observed in known_points(self.ranges, signal):
@@ -222,8 +222,8 @@ class Costs(WeightLosses):
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return the bits by which the stream's exponent puts weights over 65504. own: those with channel exponents
-        too."""
+        """Return the bits by which the stream's exponent puts weights over 65504. own: also weights that channel
+        exponents scale."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)

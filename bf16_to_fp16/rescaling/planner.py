@@ -1,8 +1,8 @@
 """Choosing the exponents: hard limits first, then the least predicted error.
 
 For a given exponent of the stream, every channel is a separate integer problem. So the planner tries all exponents of
-the stream, looks the channels' up, and moves gains only if a loss remains. Signals that only norms read come last
-(``with_smaller_gradients``).
+the stream, takes each channel's best from tables, and moves gains only if a loss remains. Signals that only norms read
+come last (``with_smaller_gradients``).
 
 Observed ranges must fit with a margin, always. A certificate's bounds must fit if that costs at most ``PROOF_WORTH``
 per signal. If limits cannot all hold, the excess is minimised and reported."""
