@@ -31,8 +31,8 @@ class NormRange:
         """Return, for each variance, a factor and the share of tokens. The factor is the change of the norm's output if
         its input is scaled by 2^exponent but eps is not. fixed: the eps of a tool that ignores the model's."""
         variance, shares = self.variances.unbind(1)
-        met = (eps if fixed is None else fixed) * 4.0**-exponent
-        return ((variance + eps) / (variance + met)).sqrt(), shares
+        scaled = (eps if fixed is None else fixed) * 4.0**-exponent
+        return ((variance + eps) / (variance + scaled)).sqrt(), shares
 
     def drift(self, eps: float, exponent: int) -> float:
         """Return the relative RMS change of the norm's output if its input is scaled by 2^exponent but eps is not."""

@@ -69,13 +69,11 @@ class Fidelity(ReportObject):
 
 
 class ExceptionEntry(ReportObject):
-    """Token ids with which edits are harmful: the divergence from the source is over 0.01 and over 10 times that of
-    bf16's rounding.
+    """Token ids with which an edit's divergence from the source is over 0.01 and over 10 times bf16's.
 
     ``ids``: one id, tried in ordinary text, or several, drawn to fill a row. ``tokens``: the tokenizer's names for
     them. ``kl``: the divergence in fp32, mean of 8 rows; their upper quartile if only that shows the harm. ``kl_bf16``:
-    that of the source with activations rounded stochastically to bf16, mean of 8 runs of each row. ``kl_run``: that of
-    the source run in bf16."""
+    of the source with activations rounded stochastically to bf16, mean of 8 runs. ``kl_run``: of its bf16 run."""
 
     ids: list[int]
     tokens: list[str] = []

@@ -155,8 +155,8 @@ class StepLosses:
     passes: int
 
     def calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
-        """Return the forwards of a step, each with its own backward: a batch, then the index of this process's share of
-        the probe. One backward for both would keep both activations, and all weights that a sharded model gathers."""
+        """Return the forwards of a step: batches, and indices of this process's share of the probe."""
+        # Each has its own backward: one for both would keep both activations, and all weights that shards gather.
         if self.penalty is None:
             return list(batches)
         return [call for index, batch in enumerate(batches) for call in (batch, index)]

@@ -249,9 +249,7 @@ class ActivationPenalty:
         return not unknown and amax > self._floor(site)
 
     def _floor(self, site: str) -> float:
-        """Return the |x| up to which values get no gradient. It is below the target, which other calls or ranks may
-        exceed."""
-        return self._target[site] / 2**MOST_SLACK_BITS
+        return self._target[site] / 2**MOST_SLACK_BITS  # smaller values get no gradient
 
     def _weight(self, site: str) -> float:
         return self._weights.get(site, 0.0) if self.weight is None else self.weight

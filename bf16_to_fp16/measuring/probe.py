@@ -25,7 +25,6 @@ from . import batch as kinds
 from . import id_choice, stock
 from .batch import (
     GENERATED_TOKENS,
-    LOGIT_BUDGET,
     Batch,
     bearable,
     bearable_as_one,
@@ -315,13 +314,10 @@ def _in_rows(ids: Tensor, columns: int) -> list[Tensor]:
 
 
 def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
-    rows = max(1, min(8, LOGIT_BUDGET // (length * vocabulary)))
-    inputs = []
-    for ids in torch.arange(vocabulary).split(rows * length):
-        for part in _in_rows(ids, min(length, len(ids))):
-            name = f"vocabulary {int(part[0, 0])} to {int(part[-1, -1])}"
-            inputs.append(_unpadded(config, kinds.SWEEP, name, part, vocabulary - 1 - part))
-    return inputs
+    return [
+        _unpadded(config, kinds.SWEEP, f"ids {int(ids[0, 0])} to {int(ids[-1, -1])}", ids, vocabulary - 1 - ids)
+        for ids in _in_rows(torch.arange(vocabulary), min(length, vocabulary))
+    ]
 
 
 def generation(config: Any, batch: Batch) -> Batch:

@@ -122,13 +122,11 @@ class Rows:
             return []
         rows = self.of([ids for ids in suspects for _ in range(AGAIN)])
         columns = (x.view(-1, AGAIN) for x in (*self.divergences(rows), self.bf16(rows)))
-        entries = []
+        entries: list[ExceptionEntry] = []
         for ids, *values in zip(suspects, *columns, strict=True):
-            for statistic in STATISTICS:
-                kl, run, bf16 = (float(statistic(x)) for x in values)
-                if kl > max(LEAST, TIMES * bf16):
-                    entries.append(ExceptionEntry(ids=list(ids), tokens=[], kl=kl, kl_bf16=bf16, kl_run=run))
-                    break
+            figures = ([float(statistic(x)) for x in values] for statistic in STATISTICS)
+            if harm := next((each for each in figures if each[0] > max(LEAST, TIMES * each[2])), None):
+                entries.append(ExceptionEntry(ids=list(ids), kl=harm[0], kl_run=harm[1], kl_bf16=harm[2]))
         return entries
 
     def divergences(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -234,11 +232,10 @@ def pairs_at(
             continue
         before, after = scores(q, k), scores(other, k)
         noise = HALF_STEP * scale * ((q.square() @ k.square().t()).sqrt() + before.abs())
-        moved = (weight_of_two(before) - weight_of_two(after)).abs() / (1 + noise + noise.diagonal()[:, None])
+        moved = (beside_own_key(before) - beside_own_key(after)).abs() / (1 + noise + noise.diagonal()[:, None])
         best = moved.flatten().topk(min(4 * RANKS, moved.numel())).indices
-        pairs = [
-            (t, u) for t, u in zip((best // len(some)).tolist(), (best % len(some)).tolist(), strict=True) if t != u
-        ]
+        of_best = zip((best // len(some)).tolist(), (best % len(some)).tolist(), strict=True)
+        pairs = [(t, u) for t, u in of_best if t != u]
         usual = [i for i, _ in Counter(i for pair in pairs for i in pair).most_common(4)]
         by_key, by_both = k.norm(dim=1), q.norm(dim=1) * k.norm(dim=1)
         soft = [each.argsort()[:n].tolist() for each in (by_both, by_key) for n in (3, 6)]
@@ -252,8 +249,7 @@ def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool)
     return weights.norm(norm, x.unflatten(1, (heads, -1)))
 
 
-def weight_of_two(scores: Tensor) -> Tensor:
-    """Return the attention weight of each query on each key, if the only other key is that of its own token."""
+def beside_own_key(scores: Tensor) -> Tensor:
     return (scores - scores.diagonal()[:, None]).sigmoid()
 
 

@@ -289,7 +289,6 @@ def unmet_target(report: schema.Report | other_reports.Verification) -> str:
 
 
 def held_tiers(report: schema.Report, proven: str) -> list[tuple[Tier, schema.TierEntry, str]]:
-    """Return each tier, its entry and the words on whether it holds. proven: words after "yes" if it is certified."""
     entries = [(tier, report.tiers[tier.name]) for tier in TIERS if tier.name in report.tiers]
     return [(tier, each, held_in(each, proven, broken=bool(report.broken_regimes))) for tier, each in entries]
 

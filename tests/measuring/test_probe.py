@@ -149,7 +149,7 @@ def test_the_inputs_are_listed_by_kind_with_their_shapes(monkeypatch: pytest.Mon
         ("repeated", 1, 2, 64, 32),
         ("padded", 1, 4, 48, 24),
         ("short", 2, 44, 8, 4),
-        ("vocabulary sweep", 6, 40, 128, 128),
+        ("vocabulary sweep", 2, 40, 128, 128),
         ("generate", 1, 2, 48, None),
     ]
     assert list(listed["batches"][0]) == ["kind", "batches", "rows", "encoder", "decoder"]
