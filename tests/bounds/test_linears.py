@@ -168,15 +168,17 @@ def test_scores_are_bounded_by_the_norm_of_the_product_of_their_maps() -> None:
 
     def bounds(*maps: Tensor) -> ScoreBounds:
         query, key = (bound_linear(NORM, each.view(-1, 24), None, Arithmetic()) for each in maps)
-        return score_bounds(query, key, len(maps[0]), Arithmetic())
+        return score_bounds(query, key, len(maps[0]), Arithmetic(), 0.5)
 
     made = bounds(*weights)
     queries, keys = weights[0].double(), weights[1].double().repeat_interleave(2, 0)
     exact = 24 * torch.linalg.matrix_norm(queries.mT @ keys, 2)
-    for found, of in ((made.product, exact), (made.span, 2 * exact)):
+    for found, of in ((made.product, exact), (made.span, 0.5 * 2 * exact)):
         assert bool((found >= of).all()) and bool((found <= 1.05 * of).all())
-    alone = [bounds(weights[0][h : h + 1], weights[1][h // 2 : h // 2 + 1]).partial for h in range(4)]
-    torch.testing.assert_close(made.partial, torch.cat(alone), rtol=1e-12, atol=0)
+    alone = [bounds(weights[0][h : h + 1], weights[1][h // 2 : h // 2 + 1]) for h in range(4)]
+    for name in ("product", "partial", "span"):
+        wanted = torch.cat([getattr(each, name) for each in alone])
+        torch.testing.assert_close(getattr(made, name), wanted, rtol=1e-12, atol=0)
 
 
 def test_a_gram_matrix_in_fp32_is_an_upper_bound() -> None:

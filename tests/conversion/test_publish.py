@@ -431,6 +431,12 @@ def test_what_someone_else_commits_meanwhile_stays(
     assert hub.files("me/out") == {"theirs.txt": b"theirs"}
 
 
+def test_an_endpoint_out_of_reach_is_asked_alone_and_told_in_one_line(run: Run, hub: HubServer, folder: Path) -> None:
+    for command in (("publish", folder, "me/out", "-y"), ("verify", "me/out")):
+        line = error_of(run(*command, "--json", "-", "--endpoint", "http://127.0.0.1:9"))
+        assert "the Hub cannot be reached; check the name and the network" in line and hub.seen == []
+
+
 def test_a_card_that_the_hub_refuses_is_one_line(send: Send, hub: HubServer, folder: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: my-own\n---\n# Mine\n")
     line = send(folder)

@@ -380,6 +380,7 @@ FORGED: dict[str, list[tuple[str, object, str, str]]] = {
         ("fidelity.positions", 3, "fidelity", "fidelity.positions"),
         ("signals.0.before", 1e9, "fidelity", "signals."),
         ("weights.lossless_fraction", 0.5, "replay", "weights.lossless_fraction"),
+        ("weights.flushed_to_zero", 9, "replay", "weights.flushed_to_zero"),
         ("source.dtype", "F32", "replay", "source.dtype"),
         ("source.config_changes.dtype.before", "float32", "replay", "source.config_changes"),
     ],

@@ -344,7 +344,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                     raise Refused(412, "", "A commit has happened since. Please refresh and try again.")
             elif key == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif key == "lfsFile":
+            else:  # "lfsFile"; the program deletes nothing
                 if value["oid"] not in self.server.objects:
                     raise Refused(400, "", f"LFS pointer of {value['path']} points to a file that does not exist")
                 files[value["path"]] = self.server.objects[value["oid"]]
