@@ -19,6 +19,7 @@ from bf16_to_fp16.measuring.soft_side import LENGTH, TIMES, row_of, run_rounded
 from bf16_to_fp16.measuring.stock import load_config
 from bf16_to_fp16.report.schema import REPORT, Report, read
 from bf16_to_fp16.report.terminal import print_conversion
+from bf16_to_fp16.optim.rounding import stochastic
 from bf16_to_fp16.rescaling.plan import Plan
 
 RARE = [1000, 1001, 1002]
@@ -249,6 +250,8 @@ def test_stochastic_rounding_is_bf16s_in_the_mean(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(soft_side, "output_on", lambda batch, output: output)
     with torch.no_grad():
         exact, rounded = model(x), run_rounded(None, 1, model)  # type: ignore[arg-type]
+    bits = torch.randint(1 << 16, exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
+    assert torch.equal(rounded, stochastic(exact, torch.bfloat16, bits))
     assert torch.equal(rounded, rounded.bfloat16().float()) and not torch.equal(rounded, exact)
     step = 2.0 ** (exact.abs().log2().floor() - 7)
     assert bool(((rounded - exact).abs() < step).all())
