@@ -17,9 +17,9 @@ from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.measuring import soft_side
 from bf16_to_fp16.measuring.soft_side import LENGTH, TIMES, row_of, run_rounded
 from bf16_to_fp16.measuring.stock import load_config
+from bf16_to_fp16.optim.rounding import stochastic
 from bf16_to_fp16.report.schema import REPORT, Report, read
 from bf16_to_fp16.report.terminal import print_conversion
-from bf16_to_fp16.optim.rounding import stochastic
 from bf16_to_fp16.rescaling.plan import Plan
 
 RARE = [1000, 1001, 1002]
