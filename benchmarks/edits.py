@@ -50,7 +50,7 @@ from support.judge import judge
 from torch import Tensor
 
 from bf16_to_fp16 import UserError, audit, convert
-from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.reader import Checkpoint, open_checkpoint
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.families.wiring import Attention, Experts
@@ -271,7 +271,8 @@ class Tally:
         def mixed(pairs: Tensor) -> Tensor:
             return pairs.gather(1, torch.randint(2, (len(pairs), LENGTH), generator=generator))
 
-        judged = partial(self.judged, config, layout, source, out)
+        models = [load(folder, torch.float32).eval() for folder in (source, out)]
+        judged = partial(self.judged, config, layout, open_checkpoint(source), models)
         pairs = torch.randint(vocabulary, (DRAWN, 2), generator=generator)
         for inputs, rows in ((torch.arange(vocabulary)[:, None], with_one), (pairs, mixed)):
             if rows is mixed and report.get("exceptions"):
@@ -286,19 +287,18 @@ class Tally:
                     break
 
     def judged(
-        self, config: Any, layout: Layout, source: Path, out: Path, rows: Tensor, least: float = LEAST
+        self, config: Any, layout: Layout, source: Checkpoint, models: list[Any], rows: Tensor, least: float = LEAST
     ) -> tuple[Tensor, Tensor]:
         """Return each row's divergence by what was written, and bf16's in the mean; inf where the first is at most
-        ``least``."""
+        ``least``. models: the source and what was written, in fp32."""
         batches = [whole_rows(config, part, "rare") for part in rows.split(64)]
-        before, after = (load(folder, torch.float32).eval() for folder in (source, out))
         with torch.no_grad():
-            expected, found = ([output_on(b, run_batch(m, b)) for b in batches] for m in (before, after))
+            expected, found = ([output_on(b, run_batch(m, b)) for b in batches] for m in models)
         kl = divergences(batches, expected, layout.gives_probabilities, found)
         bf16, over = torch.full_like(kl, math.inf), (kl > least).nonzero().flatten()
         if len(over):
             batches = [whole_rows(config, part, "rare") for part in rows[over].split(64)]
-            bf16[over] = mean_bf16_divergence(open_checkpoint(source), batches, layout)
+            bf16[over] = mean_bf16_divergence(source, batches, layout)
         return kl, bf16
 
     def check_certified(self, seed: int, out: Path) -> None:
