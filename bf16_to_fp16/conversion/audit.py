@@ -100,8 +100,8 @@ def audit(
 
     Its many parameters are the command's options. data: text to run in addition to the built-in probe. train_mode: run
     with dropout and a backward pass under a loss scale. attention: some of ``ATTENTIONS``. attack_steps: gradient steps
-    of a search for each site's worst input. device: auto, cpu, cuda, cuda:N or mps.
-    config: the config.json of one file of weights, else inferred. Raises ``UserError`` for unusable input."""
+    of a search for each site's worst input. device: auto, cpu, cuda, cuda:N or mps. config: the config.json of one file
+    of weights, else inferred. Raises ``UserError`` for unusable input."""
     progress = progress_of(progress)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")

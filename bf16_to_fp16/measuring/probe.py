@@ -59,8 +59,8 @@ def batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
     """Return the batches of ``data``, by the tokenizer in ``source``; without data, the built-in probe. data: see
-    ``texts``. examples, length: caps, in examples and tokens. chosen: the probe's token ids by the reason
-    for their choice, else random ones. Raises UserError for unusable data or tokenizer."""
+    ``texts``. examples, length: caps, in examples and tokens. chosen: the probe's token ids by the
+    reason for their choice, else random ones. Raises UserError for unusable data or tokenizer."""
     length = min(length, stock.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, chosen)

@@ -19,8 +19,9 @@ def test_ranges_are_those_of_the_tensors_of_all_batches_and_padding_counts() -> 
     kept: dict[str, list[tuple[Tensor, Tensor]]] = {}
     paths = ("encoder.block.1.layer.1.DenseReluDense.wo", "encoder.block.1.layer.1.layer_norm")
     for path in paths:
-        hook = lambda _, args, out, path=path: kept.setdefault(path, []).append((args[0], out))  # noqa: E731
-        model.get_submodule(path).register_forward_hook(hook)
+        model.get_submodule(path).register_forward_hook(
+            lambda _, args, out, path=path: kept.setdefault(path, []).append((args[0], out))
+        )
     with torch.no_grad():
         for batch in inputs:
             run_batch(model, batch)
