@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.models.glm4 import modeling_glm4
-from transformers.models.llama import modeling_llama
 
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.origins import MASKED_REACH, ceiling, masked_span
-from bf16_to_fp16.measuring.points import rotated
 from bf16_to_fp16.measuring.products import FastProducts
 
 
@@ -183,15 +180,3 @@ def test_no_gradient_goes_through_what_a_mask_leaves_out() -> None:
     scores = torch.tensor([[3.0, 1.0, 7.0, 2.0], [3.0, 1.0, 7.0, 2.0]], requires_grad=True)
     masked_span(scores, torch.tensor([[False, False, True, True], [True] * 4])).sum().backward()
     assert scores.grad is not None and scores.grad.tolist() == [[-1.0, 0.0, 1.0, 0.0], [0.0] * 4]
-
-
-@pytest.mark.parametrize(("stock", "turned"), [(modeling_llama, 12), (modeling_glm4, 12), (modeling_glm4, 6)])
-def test_a_rotation_is_stock_codes(stock: Any, turned: int) -> None:
-    """Of pairs of halves, of pairs side by side, and of the first channels of a head alone."""
-    generator = torch.Generator().manual_seed(0)
-    queries, keys = torch.randn(2, 3, 4, 7, 12, generator=generator)
-    angles = torch.randn(3, 7, turned // 2, generator=generator).repeat(1, 1, 2)
-    wanted = stock.apply_rotary_pos_emb(queries, keys, angles.cos(), angles.sin())
-    side_by_side = stock is modeling_glm4
-    for x, made in zip((queries, keys), wanted, strict=True):
-        assert torch.equal(rotated(x, angles.cos(), angles.sin(), interleaved=side_by_side), made)
