@@ -56,11 +56,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def check_lone(source: str | Path, config: object) -> None:
-    if config is not None:
-        raise UserError(f"{source} has a config.json of its own; leave out --config, which is for single files")
-
-
 def weights_in(folder: Path) -> list[Path]:
     endings = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".ckpt", ".pt", ".ot")
     return sorted(file for file in folder.iterdir() if file.name.endswith(endings))

@@ -145,12 +145,7 @@ def files_loaded(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
 
 
 def bring(
-    folder: Path,
-    names: Sequence[str],
-    target: Path,
-    *,
-    link: bool = True,
-    advance: Advance = lambda done, total: None,
+    folder: Path, names: Sequence[str], target: Path, *, advance: Advance = lambda done, total: None
 ) -> dict[str, int]:
     """Link large files of ``folder`` into ``target`` and copy the others; return each link's size by name."""
     links: dict[str, int] = {}
@@ -158,7 +153,7 @@ def bring(
         file, place = contained(folder, name), target / name
         nbytes = file.stat().st_size if file.is_file() else 0
         place.parent.mkdir(parents=True, exist_ok=True)
-        if link and nbytes >= LINKED_FROM and linked_to(file, place):
+        if nbytes >= LINKED_FROM and linked_to(file, place):
             links[name] = nbytes
         else:
             copy(file, place, folder)

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import UserError
 from . import files, formats, headers
-from .contents import check_lone, read_config, weight_files
+from .contents import read_config, weight_files
 from .hub import download
 from .naming import names_in_files
 from .single_file import open_single_file
@@ -83,16 +83,9 @@ class Checkpoint:
 VIEWS: dict[Path, Checkpoint] = {}  # checkpoints opened from one file, by their scratch folder
 
 
-def open_checkpoint(
-    source: str | Path,
-    subfolder: str | None = None,
-    *,
-    config: Path | Mapping[str, Any] | None = None,
-    endpoint: str | None = None,
-) -> Checkpoint:
+def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoint: str | None = None) -> Checkpoint:
     """Open a local folder, one file of weights, or a Hub id ``org/name[@revision]``; raise UserError for anything else.
-    subfolder: the model's folder below it. config: replaces the one inferred for a file. endpoint: the Hub's
-    address."""
+    subfolder: the model's folder below it. endpoint: the Hub's address."""
     folder, revision = local_source(source), None
     if folder in VIEWS and subfolder is None:
         return VIEWS[folder]
@@ -100,10 +93,9 @@ def open_checkpoint(
         if subfolder is not None:
             raise UserError(f"{folder} is one file of weights, which has no folders; leave out --subfolder")
         states = {folder: formats.state_of(folder)}
-        scratch, own_config, tensors, notes = open_single_file(folder, config)
+        scratch, own_config, tensors, notes = open_single_file(folder)
         one = Checkpoint(scratch, str(source), None, own_config, tensors, (folder,), None, states, notes=notes)
         return VIEWS.setdefault(scratch, one)
-    check_lone(source, config)
     if folder is None:
         folder, revision = download(str(source), subfolder, endpoint)
     if subfolder is not None:

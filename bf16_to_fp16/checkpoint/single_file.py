@@ -11,7 +11,7 @@ from typing import Any
 
 from ..errors import UserError, shortened
 from ..json_text import write_json
-from . import files, formats, headers
+from . import formats, headers
 from .files import FREE_SPACE_REMEDY, writing
 from .naming import SPIECE, SPIECE_FILE, STOCK, WAN
 from .recorded import undo_data_of
@@ -25,16 +25,14 @@ ASIDE = (  # endings of tensors' names that are not weights, as ComfyUI's files 
 SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
-def open_single_file(
-    file: Path, config: Path | Mapping[str, Any] | None
-) -> tuple[Path, dict[str, Any], dict[str, headers.TensorInfo], tuple[str, ...]]:
+def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, headers.TensorInfo], tuple[str, ...]]:
     """Open one file of weights. Return a temporary folder with config and tokenizer, the config, the tensors by stock
-    names, and the assumptions made. config: replaces the inferred one."""
+    names, and the assumptions made."""
     safetensors = file.suffix in (".safetensors", ".sft")
     every = headers.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
     if not every:
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
-    inside = undo_data_of(file) if config is None else None
+    inside = undo_data_of(file)
     of_ours = inside is not None and inside["layout"] == "single"
     naming = STOCK if of_ours else next((n for n in (STOCK, WAN) if every.keys() >= {*n.anchors}), None)
     if naming is None:
@@ -48,15 +46,13 @@ def open_single_file(
     if len(tensors) + len(aside) < len(every):
         raise UserError(f"{file}: holds a tensor under two names at once; {RESTORE}")
     notes = []
-    if config is not None:
-        settled = given_config(config, tensors)
-    elif inside is not None:
-        settled = given_config(inside["config"], tensors)
+    if inside is not None:
+        settled = recorded_config(inside["config"], tensors)
         notes.append(f"{file.name}: has its config inside, from its conversion")
     else:
         settled = inferred_config(tensors, str(file))
         (name,) = settled["architectures"]
-        notes.append(f"{file.name}: {name}, told from names and shapes (--config FILE overrides it)")
+        notes.append(f"{file.name}: {name}, told from names and shapes")
     SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
     folder = Path(SCRATCH[-1].name).resolve()
     for name, info in tensors.items():
@@ -137,9 +133,9 @@ def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> di
     }
 
 
-def given_config(config: Path | Mapping[str, Any], tensors: Mapping[str, headers.TensorInfo]) -> dict[str, Any]:
-    """Return the given config with the class that fits the tensors: the encoder's class if they have no decoder."""
-    read = files.read_json(config, "config") if isinstance(config, Path) else dict(config)
+def recorded_config(config: Mapping[str, Any], tensors: Mapping[str, headers.TensorInfo]) -> dict[str, Any]:
+    """Return the recorded config with the class that fits the tensors: the encoder's class if they have no decoder."""
+    read = dict(config)
     model_type = str(read.get("model_type"))
     if model_type in CLASSES:
         whole = any(name.startswith("decoder.block.") for name in tensors)

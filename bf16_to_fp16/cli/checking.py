@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..checkpoint.contents import check_lone, is_converted
+from ..checkpoint.contents import is_converted
 from ..checkpoint.sources import CONVERTED, local_source
 from ..conversion.options import FOLDER, PATH, check_data
 from ..targets import RECORDS, TARGETS
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     help="Search by gradient for the input that comes nearest to each limit, and compare with the certificate.",
 )
 @shared.subfolder
-@shared.config
-@shared.seed
 @shared.device
 @click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
 @shared.json_file
@@ -56,19 +54,18 @@ def audit_command(
     source: str,
     data: str | None,
     subfolder: str | None,
-    config: Path | None,
     html: Path | None,
     json_file: str | None,
     **options: Any,
 ) -> int:
     """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
-    shared.check_given(source, data, config, subfolder, check=partial(check_source, config, proof=False))
+    shared.check_given(source, data, subfolder, check=partial(check_source, proof=False))
     shared.checked_target(html, "--html")
     from ..conversion.audit import audit
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = audit(source, data=data, subfolder=subfolder, config=config, progress=True, **options)
+    result = audit(source, data=data, subfolder=subfolder, progress=True, **options)
     shared.write_result(json_file, result)
     report = read(Report, result)
     if html is not None:
@@ -92,31 +89,27 @@ def audit_command(
 )
 @shared.max_length
 @shared.subfolder
-@shared.config
 @shared.device
 @shared.json_file
-def certify_command(
-    source: str, subfolder: str | None, config: Path | None, json_file: str | None, **options: Any
-) -> int:
+def certify_command(source: str, subfolder: str | None, json_file: str | None, **options: Any) -> int:
     """Bound every value in SOURCE for any input, from the weights alone."""
-    shared.check_given(source, None, config, subfolder, check=partial(check_source, config, proof=True))
+    shared.check_given(source, None, subfolder, check=partial(check_source, proof=True))
     from ..conversion.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = certify(source, subfolder=subfolder, config=config, progress=True, **options)
+    result = certify(source, subfolder=subfolder, progress=True, **options)
     if shared.write_result(json_file, result):
         report = read(Report, result)
         terminal.print_certificate(report, exact_next(report, source, subfolder))
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
-def check_source(lone: object, folder: Path, config: Mapping[str, Any], *, proof: bool) -> None:
+def check_source(folder: Path, config: Mapping[str, Any], *, proof: bool) -> None:
     from ..bounds.activations import check_bounded
     from ..families.from_config import check_config
     from ..families.known import is_known
 
-    check_lone(folder, lone)
     if proof:
         check_bounded(check_config(config))
     elif is_known(config):
@@ -157,7 +150,7 @@ def verify_command(
     place = shared.check_there(source, CONVERTED, or_file=True, endpoint=options["endpoint"])
     if place is not None:
         shared.check_written(place, options["subfolder"], data)
-    shared.check_given(original, check=partial(check_source, None, proof=False))
+    shared.check_given(original, check=partial(check_source, proof=False))
     from ..conversion.verify import verify
     from ..report import terminal
     from ..report.other_reports import Verification

@@ -46,9 +46,6 @@ OTHER_OPTIONS = (  # the options of ``convert`` that are not fields of ``Options
         metavar="DIR",
         help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
     ),
-    click.option(
-        "--copy", is_flag=True, help="Of a whole pipeline: copy the other files instead of linking large ones."
-    ),
     shared.force,
     shared.json_file,
 )
@@ -70,7 +67,6 @@ def convert_command(
     dry_run: bool,
     recipe: Path | None,
     adapter: Path | None,
-    copy: bool,
     force: bool,
     json_file: str | None,
     **fields: Any,
@@ -91,18 +87,16 @@ def convert_command(
             if given:
                 raise UserError(f"--finetune writes a folder and needs its audit; leave out --finetune or {flag}")
     fit = partial(check_convertible, options)
-    shared.check_given(source, options.data, options.config, options.subfolder, check=fit)
+    shared.check_given(source, options.data, options.subfolder, check=fit)
     place = Destination(out, force=force, dry_run=dry_run)
-    if folder and options.subfolder is None and options.config is None:
+    if folder and options.subfolder is None:
         from ..families.known import is_known
 
         if (pipeline := open_pipeline(source, is_known)) is not None:
             if recipe is not None:
                 one = f"--finetune takes one model, and {source} is a whole pipeline"
                 raise UserError(f"{one}; give --subfolder NAME as well")
-            return convert_whole(options, pipeline, place, copy, json_file=json_file)
-    if copy:
-        raise UserError(f"--copy is for whole pipelines, and {source} is one model; leave it out")
+            return convert_whole(options, pipeline, place, json_file=json_file)
     if recipe is not None:
         from ..finetuning.recipe import read_recipe_for
 
@@ -158,13 +152,11 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     return SAFE
 
 
-def convert_whole(
-    options: Options, pipeline: Pipeline, place: Destination, copy: bool, *, json_file: str | None
-) -> int:
+def convert_whole(options: Options, pipeline: Pipeline, place: Destination, *, json_file: str | None) -> int:
     from ..conversion.pipeline import convert_pipeline_by
     from ..report import terminal
 
-    result = convert_pipeline_by(options, pipeline, place, copy=copy, progress=True)
+    result = convert_pipeline_by(options, pipeline, place, progress=True)
     reports = {name: one.report for name, one in result.encoders.items()}
     if shared.write_result(json_file, {**result.report, "reports": reports}):
         for name, one in result.encoders.items():
@@ -183,7 +175,7 @@ def check_convertible(options: Options, folder: Path, config: Mapping[str, Any])
     if is_converted(folder):
         raise converted_already(folder)
     config = config if options.as_class is None else naming_class(config, options.as_class)
-    check_source(options.config, folder, config, proof=True)
+    check_source(folder, config, proof=True)
     if options.plan is not None:
         recorded_plan(Path(options.plan), None if options.target == AUTO else options.target)
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 @click.option("--public", is_flag=True, help="Make the repository public; without it a new one is private.")
 @click.option("--create-pr", is_flag=True, help="Propose the change as a pull request.")
 @click.option("--revision", metavar="BRANCH", help="Branch to upload to; default: main.")
-@click.option("--commit-message", "message", metavar="TEXT", help="First line of the commit.")
 @click.option(
     "--allow-unsafe", is_flag=True, help="Publish an unsafe checkpoint; the first line of its card says that it is."
 )

@@ -42,9 +42,7 @@ def field_option(name: str) -> Callable[[Any], Any]:
     return click.option(flag.name, name, help=flag.help, **flag.click, **more)
 
 
-data, seed, max_length, subfolder, config, device = map(
-    field_option, ("data", "seed", "max_length", "subfolder", "config", "device")
-)
+data, max_length, subfolder, device = map(field_option, ("data", "max_length", "subfolder", "device"))
 
 json_file = click.option(
     "--json",
@@ -74,12 +72,11 @@ class Ordered(click.Group):
 def check_given(
     source: str | None,
     data: str | None = None,
-    config: str | Path | None = None,
     subfolder: str | None = None,
     *,
     check: Check = lambda *_: None,
 ) -> None:
-    """Raise UserError if a given checkpoint, text or config is missing, or a folder is no usable checkpoint. It runs
+    """Raise UserError if a given checkpoint or text is missing, or a folder is no usable checkpoint. It runs
     before slow imports and downloads. check: a further check of the folder and its config by the command."""
     here = None if source is None else local_source(source)
     if source is not None and (here is None or here.is_dir()):
@@ -95,8 +92,6 @@ def check_given(
             for file in weight_files(folder)[0] if here is not None else ():
                 (read_header if file.suffix == ".safetensors" else zip_records)(file)
     check_text(data)
-    if config is not None and not Path(config).exists():
-        raise UserError(f"{config} does not exist; give the config.json of SOURCE's weights")
 
 
 def check_text(data: str | None) -> None:

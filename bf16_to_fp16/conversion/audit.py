@@ -93,21 +93,20 @@ def audit(
     subfolder: str | None = None,
     seed: int = 0,
     device: str | torch.device = "auto",
-    config: str | Path | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report.
 
     Its many parameters are the command's options. data: text to run in addition to the built-in probe. train_mode: run
     with dropout and a backward pass under a loss scale. attention: some of ``ATTENTIONS``. attack_steps: gradient steps
-    of a search for each site's worst input. device: auto, cpu, cuda, cuda:N or mps. config: the config.json of one file
-    of weights, else inferred. Raises ``UserError`` for unusable input."""
+    of a search for each site's worst input. seed: of the probe. device: auto, cpu, cuda, cuda:N or mps. Raises
+    ``UserError`` for unusable input."""
     progress = progress_of(progress)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     check_names(regimes, attention)
     on = Device(device, progress)
-    checkpoint = opened_with_notes(source, subfolder, config, progress)
+    checkpoint = opened_with_notes(source, subfolder, progress)
     regimes = tuple(regime for regime in REGIMES if regime in regimes)
     attacks = attack_steps is not None
     subject = subject_of(checkpoint, tuple(attention), attacks, progress, data, seed)

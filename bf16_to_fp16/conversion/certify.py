@@ -33,7 +33,6 @@ def certify(
     target: str = "half",
     subfolder: str | None = None,
     device: str | torch.device = "auto",
-    config: str | Path | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
     """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights rounded to
@@ -42,11 +41,11 @@ def certify(
     Nothing is run. Stock code builds the model on the meta device, which shows that the bounds are about the model that
     it runs. max_length: positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the stream
     in fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout and the derivative of GELU's cube). device:
-    for large products. config: of one file of weights, else inferred. Raises UserError for unusable input."""
+    for large products. Raises UserError for unusable input."""
     progress = progress_of(progress)
     arithmetic = Arithmetic(max_length)  # refuses an impossible length
     on = Device(device, progress)
-    checkpoint = opened_with_notes(source, subfolder, config, progress)
+    checkpoint = opened_with_notes(source, subfolder, progress)
     layout = layout_with_notes(checkpoint, progress, max_length)
     certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress)
     if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:

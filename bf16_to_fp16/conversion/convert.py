@@ -119,7 +119,7 @@ def convert_by(
     opened = opened.with_edits_of(decided)
     if place.dry_run:
         return dry_run(opened, decided)
-    inputs = describe_batches(opened.inputs, seed=options.seed, data=options.data) if options.run_model else None
+    inputs = describe_batches(opened.inputs, seed=0, data=options.data) if options.run_model else None
     with staged(place.out, force=place.force) as work:
         moved = provenance is not None and provenance.lineage.finetune.start is not None
         rewritten = rewrite(opened, decided, work, options, progress, moved=moved)
@@ -173,7 +173,7 @@ def rewrite(
             checkpoint,
             writes(checkpoint, layout, decided.plan),
             work,
-            max_shard_size=options.max_shard_size if options.layout == FOLDER_LAYOUT else sys.maxsize,
+            max_shard_size=None if options.layout == FOLDER_LAYOUT else sys.maxsize,
             advance=advance,
         )
     check_finite(written, checkpoint, layout)

@@ -68,7 +68,7 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
         attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
         inputs, train = opened.inputs, decided.target == "train"
         in_fp32 = in_fp32_too(inputs, decided.layout, decided.plan)
-        ran = audited(written, inputs, in_fp32, device, progress, train=train, seed=options.seed)
+        ran = audited(written, inputs, in_fp32, device, progress, train=train)
     else:
         inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
         with progress.step("Running a few short rows of the output") as advance:
@@ -212,7 +212,7 @@ def audited(
     progress: Progress,
     *,
     train: bool,
-    seed: int,
+    seed: int = 0,
 ) -> Audited:
     with progress.step(f"Auditing {', '.join(REGIMES)}") as advance:
         if not train:

@@ -16,14 +16,9 @@ from ..wording import counted
 
 
 def opened_with_notes(
-    source: str | Path,
-    subfolder: str | None,
-    config: str | Path | None,
-    progress: Progress,
-    endpoint: str | None = None,
+    source: str | Path, subfolder: str | None, progress: Progress, endpoint: str | None = None
 ) -> Checkpoint:
-    path = None if config is None else Path(config)
-    checkpoint = open_checkpoint(source, subfolder, config=path, endpoint=endpoint)
+    checkpoint = open_checkpoint(source, subfolder, endpoint=endpoint)
     for note in checkpoint.notes:
         progress.say(note)
     return checkpoint

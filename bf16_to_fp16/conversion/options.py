@@ -81,19 +81,6 @@ def option(
     return field(default=default, metadata={"flag": Flag(name, help, more, read, written)})
 
 
-def parse_size(text: str) -> int:
-    units = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
-    upper = text.strip().upper()
-    unit = next((unit for unit in units if upper.endswith(unit)), "")
-    try:
-        size = float(upper.removesuffix(unit)) * units[unit]
-    except (KeyError, ValueError):
-        size = 0
-    if not 0 < size < 2**63:
-        raise UserError(f"--max-shard-size {text!r} is not a size; write it like 5GB or 500MB")
-    return max(1, int(size))
-
-
 def checked_device(name: str) -> str:
     from ..devices import checked_name, find_device
 
@@ -143,13 +130,6 @@ class Options:
     subfolder: str | None = option(
         None, "--subfolder", "Folder inside SOURCE (diffusers: text_encoder_2).", metavar="NAME"
     )
-    config: str | Path | None = option(
-        None,
-        "--config",
-        "config.json of a SOURCE that is one file of weights; default: told from its names and shapes.",
-        type=FOLDER,
-        metavar="FILE",
-    )
     as_class: str | None = option(
         None,
         "--as",
@@ -195,15 +175,6 @@ class Options:
         type=int,
         metavar="N",
     )
-    max_shard_size: int | None = option(
-        None,
-        "--max-shard-size",
-        "Such as 5GB; default: sharded like the source.",
-        read=parse_size,
-        written="{}B".format,
-        metavar="SIZE",
-    )
-    seed: int = option(0, "--seed", "Seed of the built-in probe.", type=int, show_default=True)
     device: str | torch.device = option(
         "auto",
         "--device",
@@ -231,8 +202,6 @@ class Options:
             raise UserError(f"the stream cannot be moved by 2^{self.stream}; give -{MOST_EXPONENT} to {MOST_EXPONENT}")
         if self.max_kl is not None and not 0 < self.max_kl < math.inf:
             raise UserError(f"max_kl {self.max_kl!r} is no distance to accept; give a number over 0, such as 0.01")
-        if self.layout != FOLDER_LAYOUT and self.max_shard_size is not None:
-            raise UserError("--layout writes one file; leave out either it or --max-shard-size")
         Arithmetic(self.max_length)  # raises for an unusable length
         check_data(self.data, run_model=self.run_model)
         for name, own in (

@@ -73,7 +73,6 @@ def convert_pipeline(
     source: str | Path,
     out: str | Path,
     *,
-    copy: bool = False,
     dry_run: bool = False,
     force: bool = False,
     endpoint: str | None = None,
@@ -83,14 +82,14 @@ def convert_pipeline(
     """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and link the other files into
     ``out``.
 
-    Other parameters are fields of ``Options``. copy: copy large files instead of linking them. force: replace an
+    Other parameters are fields of ``Options``. force: replace an
     existing ``out``. Raises UserError where an encoder cannot be converted; ``out`` then does not exist.
     """
     pipeline = open_pipeline(source, is_known, endpoint)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    return convert_pipeline_by(Options(**options), pipeline, place, copy=copy, endpoint=endpoint, progress=progress)
+    return convert_pipeline_by(Options(**options), pipeline, place, endpoint=endpoint, progress=progress)
 
 
 @quiet()
@@ -99,7 +98,6 @@ def convert_pipeline_by(
     pipeline: Pipeline,
     place: Destination,
     *,
-    copy: bool = False,
     endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> PipelineConversion:
@@ -118,7 +116,7 @@ def convert_pipeline_by(
         if not local:
             fetch_others(pipeline, endpoint, progress)
         with progress.step(f"Linking or copying {counted(len(pipeline.others), 'other file')}") as advance:
-            links = bring(pipeline.folder, pipeline.others, work, link=not copy, advance=advance)
+            links = bring(pipeline.folder, pipeline.others, work, advance=advance)
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
@@ -137,7 +135,7 @@ def convert_pipeline_by(
                 for name, one in done.items()
             ],
             left_out=list(pipeline.left_out),
-            command=options.command(pipeline.source, place.out) + (" --copy" if copy else ""),
+            command=options.command(pipeline.source, place.out),
             environment=schema.read(schema.Report, next(iter(done.values())).report).environment,
             output=schema.Output(files=[schema.FileEntry.model_validate(entry) for entry in files]),
             linked=len(links),

@@ -100,7 +100,7 @@ def open_source(
     source: str | Path, options: Options, place: Destination, endpoint: str | None, progress: Progress
 ) -> Opened:
     device = Device(options.device, progress)
-    checkpoint = opened_with_notes(source, options.subfolder, options.config, progress, endpoint)
+    checkpoint = opened_with_notes(source, options.subfolder, progress, endpoint)
     place.check(checkpoint.folder)
     say_where_saved_again(checkpoint, progress)
     own, name = architectures(checkpoint.config)[:1], options.as_class
@@ -113,7 +113,7 @@ def open_source(
     options.check_layout(layout, checkpoint.name)
     layout = replace(layout, held_eps=options.held_eps(layout))
     check_norms(checkpoint, layout)
-    inputs = checkpoint_batches(checkpoint, layout, options.data, options.seed) if options.run_model else []
+    inputs = checkpoint_batches(checkpoint, layout, options.data, 0) if options.run_model else []
     return Opened(checkpoint, layout, inputs, device)
 
 

@@ -117,7 +117,6 @@ def publish(
     public: bool = False,
     create_pr: bool = False,
     revision: str | None = None,
-    message: str | None = None,
     allow_unsafe: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -156,7 +155,7 @@ def publish(
     if (confirm is not None and not confirm(upload)) or dry_run:
         return done
     api = HfApi(endpoint=endpoint, token=token, library_name="bf16_to_fp16")
-    how: dict[str, Any] = {"revision": revision, "message": message or MESSAGE, "public": public, "force": force}
+    how: dict[str, Any] = {"revision": revision, "public": public, "force": force}
     with explained(repo_id, endpoint=api.endpoint, revision=revision, token=token, writing=True), transfers(api):
         if create_pr:  # a second try could open a second pull request
             return done | send(api, repo_id, upload, progress, create_pr=True, **how)
@@ -165,7 +164,7 @@ def publish(
 
 def send(
     api: Any, repo: str, upload: Upload, progress: Progress, *,
-    revision: str | None, message: str, public: bool, create_pr: bool, force: bool,
+    revision: str | None, public: bool, create_pr: bool, force: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """Commit the files that the repository lacks. Its many parameters are those of ``publish``."""
     from huggingface_hub import CommitOperationAdd
@@ -192,7 +191,7 @@ def send(
         commit = api.create_commit(
             repo,
             additions,
-            commit_message=message,
+            commit_message=MESSAGE,
             commit_description=f"Verdict: {upload.report.verdict}. Check it with `bf16-to-fp16 verify`.",
             revision=revision,
             create_pr=create_pr,
@@ -214,8 +213,8 @@ def check_other_content(repo: str, held: dict[str, Any], names: list[str], missi
         )
     if WEIGHTS in other and WEIGHTS not in names:
         raise UserError(
-            f"{repo} has a {WEIGHTS}, which from_pretrained would load instead of the shards; delete it there,"
-            " choose another name, or convert with a --max-shard-size that makes one file"
+            f"{repo} has a {WEIGHTS}, which from_pretrained would load instead of the shards; delete it there, or"
+            " choose another name"
         )
 
 

@@ -54,7 +54,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     linked, copied, size = report["linked"], report["copied"], decimal(report["nbytes"])
     screen.say(f"the rest: {size}, byte for byte ({linked:,} files linked, {copied:,} copied)")
     if linked:
-        screen.say("a linked file is the source's own: to write to one later, convert with --copy")
+        screen.say("a linked file is the source's own: copy the folder before you write to one")
     screen.rows(("left out", ", ".join(report["left_out"])))
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]

@@ -1,6 +1,5 @@
 """One file of weights is a source like a folder: the config told from it, and foreign names."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -130,20 +129,6 @@ def test_published_shapes_give_the_published_configs(name: str) -> None:
     assert [config[key] for key in keys] == [kind, vocabulary, width, heads, size, hidden, activation, 3]
 
 
-def test_a_given_config_goes_before_the_inferred_one(t5: Path, tmp_path: Path) -> None:
-    config = json.loads((tiny.save(encoder(), tmp_path / "folder") / "config.json").read_text())
-    # The whole model's, as its publisher has it, for a file of its encoder.
-    config |= {"architectures": ["T5ForConditionalGeneration"], "layer_norm_epsilon": 2.0**-18}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    result = convert(t5, tmp_path / "out", config=tmp_path / "config.json", run_model=False)
-    eps = json.loads((tmp_path / "out/config.json").read_text())["layer_norm_epsilon"]
-    assert eps == 2.0**-18 * 4.0**result.plan.residual_exponent
-    assert "--config config.json" in result.report["command"]
-    assert open_checkpoint(t5, config=tmp_path / "config.json").notes == ()
-    with pytest.raises(UserError, match="leave out --config"):
-        open_checkpoint(tmp_path / "folder", config=tmp_path / "config.json")
-
-
 def without(*endings: str) -> Any:
     return lambda tensors: {n: t for n, t in tensors.items() if not n.endswith(endings)}
 
@@ -181,4 +166,3 @@ def test_options_that_do_not_fit_a_file_are_refused(
     t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "leave out --subfolder" in refused(capsys, "certify", t5, "--subfolder", "a")
-    assert "none.json does not exist" in refused(capsys, "certify", t5, "--config", tmp_path / "none.json")

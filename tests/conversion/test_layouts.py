@@ -124,7 +124,6 @@ def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path
     [
         ("umt5", {}, "--layout wan", "Wan's tools read only encoders"),
         ("umt5-encoder", {"feed_forward_proj": "relu"}, "--layout wan", "use the activation gelu_new, and the config"),
-        ("t5-encoder", {}, "--layout single --max-shard-size 5GB", "leave out either it or --max-shard-size"),
     ],
 )
 def test_what_a_tool_cannot_read_is_refused_before_the_work(

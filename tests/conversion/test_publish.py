@@ -112,9 +112,9 @@ def upload(run: Run, folder: Path, *options: object, repo: str = "me/out") -> tu
 
 
 def test_every_byte_is_published_and_a_second_run_has_nothing_to_do(run: Run, hub: HubServer, folder: Path) -> None:
-    status, out, _ = upload(run, folder, "--commit-message", "My message")
+    status, out, _ = upload(run, folder)
     result = json.loads(out)
-    assert status == 0 and hub.repos["me/out"].private and hub.repos["me/out"].messages == ["initial", "My message"]
+    assert status == 0 and hub.repos["me/out"].private and hub.repos["me/out"].messages == ["initial", MESSAGE]
     assert sorted(result["uploaded"]) == sorted(contents(folder))
     assert result["commit"] == hub.repos["me/out"].branches["main"] and result["private"] is True
     assert result["url"] == f"{hub.endpoint}/me/out" and result["verdict"] == "safe"
