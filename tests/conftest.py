@@ -62,8 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the imports made to itself, and look seldom over the rest: looking for garbage took a tenth of the
-    time, and then a twentieth."""
+    """Leave what the imports made out of the search for garbage, and search seldom: it took a tenth of the time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5000)
@@ -71,8 +70,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Put the signals' handlers back: the program and the command line set them for the rest of their process, and a
-    later test of the same worker would meet them in its children."""
+    """Put the signals' handlers back, which programs set for the rest of their process."""
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     yield

@@ -97,8 +97,7 @@ def test_what_is_taken_is_the_same_model_in_both_versions_or_none_in_4(
 
 
 def test_a_tied_mt5_is_tied_in_4_once_converted(tmp_path: Path, warm_python: Path, compat_python: Path) -> None:
-    """4.57 takes an MT5 to have a head of its own unless its config says otherwise, and fills it at random; a tied one
-    it scales, and 5 does not."""
+    """4.57 takes an MT5 to have a head of its own unless its config says otherwise; a tied one it scales."""
     torch.manual_seed(0)
     model = transformers.MT5ForConditionalGeneration(transformers.MT5Config(**T5_SHAPE))
     model.save_pretrained(tmp_path / "source")

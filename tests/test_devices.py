@@ -32,8 +32,7 @@ class Said(Progress):
 
 @contextmanager
 def stand_in(room: int) -> Iterator[list[int]]:
-    """Let what is copied to ``STAND_IN`` stay on the CPU, until so many copies fill its memory; give the size of
-    each."""
+    """Let what is copied to ``STAND_IN`` stay on the CPU, until so many copies fill it; give the size of each."""
     to, copies = Tensor.to, list[int]()
 
     def copied(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:

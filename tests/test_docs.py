@@ -1,7 +1,4 @@
-"""The documentation: its links lead somewhere, its commands are ones that the program has, its Python runs.
-
-``mkdocs build --strict`` checks the links and anchors of the site.
-"""
+"""The documentation: its links lead somewhere, its commands are ones that the program has, its Python runs."""
 
 import os
 import re

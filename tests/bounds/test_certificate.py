@@ -1,5 +1,4 @@
-"""The certificate: sound against an adversary that moves every norm's input freely, in fp32 and real fp16 arithmetic;
-tight; and complete: every place that an audit names has a bound."""
+"""The certificate: sound against an adversary, tight, and with a bound for every place that an audit names."""
 
 import copy
 import json
@@ -151,8 +150,7 @@ def test_the_norm_safe_bound_covers_the_length_of_the_stream(kind: str) -> None:
     "kind", exhaustive.beyond(["gated", "pegasus", "gemma3"], [*tiny.FIRST, "gated", "t5-classifier"])
 )
 def test_certify_fails_before_and_holds_after(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other kinds' plans scale the same parts; the contract has each kind's couplings, and the adversary its
-    bounds. ``convert`` may call a proven folder unsafe, where an eps without a place in the config moves a state."""
+    """The other kinds' plans scale the same parts; the contract has each kind's couplings."""
     source = tiny.save(tiny.build(kind, 0, **tiny.few_layers(kind)), tmp_path / "source")
     report = tmp_path / "report.json"
     assert main(["certify", str(source), "--json", str(report)]) == 1

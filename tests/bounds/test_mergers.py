@@ -1,5 +1,4 @@
-"""What images bring into the stream: bounded whatever a tower gives, and some of its outputs come near; with Qwen3-VL
-they join the stream behind early layers too."""
+"""What images bring into the stream is bounded whatever a tower gives, and some of its outputs come near."""
 
 from copy import deepcopy
 from typing import Any

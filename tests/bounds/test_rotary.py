@@ -1,5 +1,4 @@
-"""Bounds of what attention computes: queries and keys turned by rotary positions, masks in fp16, sums over blocks of
-positions. They are sound for every input, and some reach them."""
+"""Bounds of what attention computes are sound for every input: rotary positions, masks in fp16, sums over blocks."""
 
 import copy
 import math

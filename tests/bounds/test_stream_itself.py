@@ -1,5 +1,4 @@
-"""Bounds of a stream that linears read without a norm, of signals that numbers of a config multiply, and of bounds as
-functions with a gradient."""
+"""Bounds of a stream that linears read without a norm, of a config's multipliers, and bounds with a gradient."""
 
 import math
 from typing import Any

@@ -1,5 +1,4 @@
-"""A sentence encoder of Qwen3-Embedding's kind, whose third layer passes 65504 where a text begins with one word: found
-by audit, attack and certificate, mended to the bit, and safe by proof with the division by the vector's length."""
+"""A sentence encoder of Qwen3-Embedding's kind, which a text's first word breaks: found, mended to the bit, proven."""
 
 import json
 from pathlib import Path
@@ -28,8 +27,7 @@ BROKEN = ["import w5", "import w9 w200 w31 w4"]
 
 # The library is imported where it is used: that takes longer than most tests.
 def save(model: Any, folder: Path, *, dense: bool = False, pooling: str = "mean", **options: Any) -> Path:
-    """Add a model to a folder with its tokenizer, and behind it pooling, a normalisation and, with ``dense``, a linear
-    with tanh between them; options: of ``SentenceTransformer``."""
+    """Add a model to a folder with its tokenizer, pooling, normalisation and, with ``dense``, a linear behind it."""
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 

@@ -37,10 +37,7 @@ CLIP |= {"projection_dim": 8, "max_position_embeddings": 218}
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline class, that of its transformer (or the like), its encoders and tokenizers, the transformer's shape and
-    what it gives for what ``encode_prompt`` returns, and what this takes besides the prompt. encoders: the components
-    to be converted. quiet: weights that bring the states of an encoder, which are large, to the size of what is added
-    to them there, as in trained ones; else the next norm would hide any factor."""
+    """A pipeline class and its parts; encoders: to be converted; quiet: weights that bring large states down."""
 
     kind: str
     transformer: str
@@ -80,8 +77,7 @@ def encoder(kind: str, **changes: Any) -> Any:
 
 
 def loud(model: Any) -> Any:
-    """Return a tiny encoder, whose stream fits fp16, with a neuron in each layer that does not: its row is larger by a
-    power of two and its column smaller, which changes nothing that the encoder computes."""
+    """Return a tiny encoder whose stream fits fp16, with a neuron in each layer that does not."""
     for name, weight in model.named_parameters():
         if name.endswith("up_proj.weight"):
             weight.data[:1] *= 2.0**20

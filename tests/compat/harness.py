@@ -18,8 +18,6 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a stock class made of a folder: its fp32 output, the tensors it invented or dropped."""
-
     output: np.ndarray
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -27,7 +25,6 @@ class Outcome:
 
 
 def run_script(python: str | Path, script: str, *arguments: str | Path) -> None:
-    """Run a script of this folder in another environment; raise RuntimeError with the end of its errors."""
     done = subprocess.run([python, "-I", HERE / script, *arguments], stderr=subprocess.PIPE, text=True, timeout=300)
     if done.returncode != 0:
         raise RuntimeError(f"{script} failed in {python}:\n{done.stderr[-3000:]}")
@@ -44,13 +41,7 @@ def edit_config(folder: Path, **values: object) -> None:
 
 
 def make_inputs(folder: Path, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return random int64 ids for a folder's model: three sources, each before the end token, and three targets.
-
-    Keys ``input_ids`` and ``attention_mask`` (3, 12), rows 1 and 2 padded after 9 and 4 ids;
-    ``decoder_input_ids`` (3, 8), the start token first. No other special token is drawn. Of a Gemma 3 that
-    reads images the first row is about one: ``pixel_values`` (1, 3, height, width), its tokens marked in
-    ``token_type_ids`` (3, 12).
-    """
+    """Return ids of three padded sources with end tokens, of three targets, and an image for a Gemma 3's first row."""
     whole = read_config(folder)
     inner = whole.get("text_config")
     config = inner if isinstance(inner, dict) else whole

@@ -46,8 +46,6 @@ def converted_by(kind: str, folder: Path, kinds: tuple[Kind, ...] = MOVED) -> Pa
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """Return what gives a T5 of a kind and its conversion, with the same outputs to the bit in fp32."""
-
     @functools.cache
     def pair_of(kind: str) -> Pair:
         source, out = converted_by(kind, tmp_path_factory.mktemp(kind))

@@ -38,8 +38,6 @@ BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
 class Bomb:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

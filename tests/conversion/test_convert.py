@@ -113,15 +113,6 @@ def test_the_written_files_compute_the_sources_function(converted: Converted) ->
         assert error <= (1e-6 if result.report["target"] == "half" else 1e-5)
 
 
-def test_every_tensor_is_fp16_and_undo_brings_back_those_that_were_kept(converted: Converted, tmp_path: Path) -> None:
-    """With their bits, as the contract of families shows."""
-    source, result = converted
-    back = undo(result.out, tmp_path / "back")
-    before, written, after = (load_file(folder / "model.safetensors") for folder in (source, result.out, back))
-    assert {t.dtype for t in written.values()} == {torch.float16}
-    assert set(before) - set(result.report["source"]["dropped"]) == set(after) and set(after) <= set(written)
-
-
 def test_a_plan_of_another_checkpoint_is_refused(conversion_of: Callable[[str], Converted], tmp_path: Path) -> None:
     other = tiny.save(tiny.small("pegasus"), tmp_path / "other")
     for dry_run in (True, False):

@@ -1,5 +1,4 @@
-"""Same input, same bytes out, whatever the threads, the source's shards, or the order of the file system; and what one
-bound and plan of a source leave to the next."""
+"""Same input, same bytes out; and what one bound and plan of a source leave to the next."""
 
 import json
 import os

@@ -153,8 +153,7 @@ def metadata_of(file: Path) -> dict[str, str]:
 
 
 def rewritten(file: Path, out: Path, others: Mapping[str, torch.Tensor | None], **said: Any) -> Path:
-    """Copy a converted file with other tensors, without those that are None, and with other claims in its metadata; its
-    hash is that of these."""
+    """Copy a converted file with other tensors, None for one to leave out, other claims, and the hash of these."""
     metadata = metadata_of(file)
     tensors = {name: tensor for name, tensor in {**load_file(file), **others}.items() if tensor is not None}
     metadata |= {"bf16_to_fp16": json.dumps(json.loads(metadata["bf16_to_fp16"]) | said)}

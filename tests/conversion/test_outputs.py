@@ -84,7 +84,7 @@ def test_a_head_of_its_own_leaves_the_last_state_as_it_was(tmp_path: Path) -> No
     assert off(last_states(tmp_path / "out"), last_states(source)) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
 def test_converted_for_the_class_without_a_head_the_last_states_are_the_sources(kind: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.small(kind), tmp_path / "source")
     name = type(transformers.AutoModel.from_pretrained(source)).__name__
@@ -97,15 +97,9 @@ def test_converted_for_the_class_without_a_head_the_last_states_are_the_sources(
     assert off(last_states(tmp_path / "out", dtype=torch.float16), theirs) < 1e-2
     assert f"--as {name}" in result.report["command"]
     assert verify(tmp_path / "out", original=source)["verified"]
-
-
-@pytest.mark.parametrize(("kind", "name"), [("gemma2", "Gemma2Model"), ("llama", "LlamaModel")])
-def test_undo_of_another_class_gives_the_tensors_their_own_names(kind: str, name: str, tmp_path: Path) -> None:
-    """Where the head is not the embedding without it, which nobody asks for."""
-    source = tiny.save(tiny.small(kind), tmp_path / "source")
-    convert(source, tmp_path / "out", as_class=name, run_model=False)
+    # Undone, the tensors have their own names; a head that is not the embedding is gone.
     undo(tmp_path / "out", tmp_path / "back")
-    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "source"))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     if kind == "gemma2":
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,5 +1,4 @@
-"""Whole pipelines: every text encoder is converted where ``from_pretrained`` looks for it, all else is there byte for
-byte."""
+"""Whole pipelines: every text encoder is converted in its place, all else is there byte for byte."""
 
 import errno
 import json

@@ -1,5 +1,4 @@
-"""Publishing to a Hub of one's own: what goes up is what was converted, nothing leaves unchecked, every fault is a line
-with its remedy, and the token is nowhere."""
+"""Publishing: what goes up is what was converted, and every fault is a line with its remedy; the token is nowhere."""
 
 import io
 import json

@@ -157,8 +157,7 @@ def test_what_transformers_4_does_otherwise_is_told(tmp_path: Path, warm_python:
 
 
 def test_ctranslate2_scores_a_converted_t5_as_the_source(pairs: Pairs, compat_python: Path) -> None:
-    """It ignores the config's eps, so the stream is made no smaller than fp16 needs: with ``half`` its variance stays
-    far over eps."""
+    """It ignores the config's eps; with ``half`` the stream's variance stays far over it."""
     names = ["gated", DEMO]
     scores = compute_scores([folder for name in names for folder in pairs[name]], compat_python)
     for name, source, out in zip(names, scores[::2], scores[1::2], strict=True):

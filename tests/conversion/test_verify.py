@@ -1,5 +1,4 @@
-"""``verify``: an untouched checkpoint passes every check, and each kind of damage, forged or not, is found by the check
-named here."""
+"""``verify``: an untouched checkpoint passes every check, and each kind of damage is found by the check named here."""
 
 import json
 import shutil

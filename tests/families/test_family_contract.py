@@ -1,8 +1,4 @@
-"""Every family keeps the contract: each of its models as it stands in ``tiny``, and architectures drawn from its entry.
-
-Each tensor is classified, each coupling exact in fp32, each plan undone to the bit, no bound passed; signals whose
-exponents have a price are declared on each of their axes. A new family is one more entry in ``tiny``.
-"""
+"""Every family keeps the contract: each of its models in ``tiny``, and architectures drawn from its entry."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -72,11 +68,7 @@ def test_the_norms_eps_goes_with_the_square_of_a_quiet_stream(kind: str) -> None
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(exhaustive.of_today(tiny.SEARCHED, 3), tiny.KINDS))
 def test_every_axis_matters(kind: str) -> None:
-    """Leaving out any one declared axis changes the outputs, so a wrong declaration cannot pass the tests above.
-
-    What a norm reads shows its factor by its eps alone, so that of a branch before a norm is made quiet. All
-    blocks of a stack are declared by the same records, so that a third one would show nothing else.
-    """
+    """Leaving out any one declared axis changes the outputs, so a wrong declaration cannot pass the tests above."""
     few = tiny.few_layers(kind)
     normed = any(getattr(w, "post_norm", "") for w in layout_of(tiny.build(kind, **few)).topology)
     model = tiny.build(kind, factor=1e-3, **few) if normed else tiny.build(kind, **few)

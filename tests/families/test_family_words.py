@@ -1,7 +1,4 @@
-"""What is known of one family stands in ``families/`` alone: no other module names a family or a module of one.
-
-The words are taken from the records themselves, so those of a new family are looked for as soon as it has an entry.
-"""
+"""What is known of one family stands in ``families/`` alone: no other module names a family or a module of one."""
 
 import ast
 import re
@@ -44,7 +41,6 @@ biases, and of what sentence-transformers calls its own modules."""
 
 
 def paths_of(topology: Topology) -> Iterator[str]:
-    """Yield the texts of a wiring record: paths, sites, config keys, an activation's name."""
     for value in astuple(topology):
         values = value if isinstance(value, tuple) else (value,)
         yield from (each for each in values if isinstance(each, str))
@@ -77,7 +73,6 @@ def words() -> set[str]:
 
 
 def constants(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """Yield the string constants of a module, without its docstrings."""
     said = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
@@ -85,7 +80,6 @@ def constants(nodes: Sequence[ast.AST]) -> Iterator[str]:
 
 
 def found_in(nodes: Sequence[ast.AST], known: set[str]) -> set[str]:
-    """Return the known words and families' names that a module spells out, and the families it imports."""
     names = "|".join(re.escape(family.name) for family in FAMILIES)
     found = {
         node.module.rpartition(".")[2]

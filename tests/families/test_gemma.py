@@ -1,5 +1,4 @@
-"""What Gemmas have and no other family: gains that are stored less 1, caps that a config may leave out, a gate under an
-old name, configs that are refused, and T5Gemma's config and embedding for each stack."""
+"""What Gemmas have alone: gains stored less 1, caps that a config may leave out, T5Gemma's config for each stack."""
 
 import json
 import math
@@ -89,16 +88,6 @@ def test_what_stock_code_makes_in_fp32_stays_so_where_all_weights_are_halved(tmp
     assert {p.dtype for p in half.parameters()} == {torch.float16}
     found, wanted = (dict(model.model.rotary_emb.named_buffers()) for model in (half, wide))
     assert wanted and all(torch.equal(found[name], frequencies) for name, frequencies in wanted.items())
-
-
-def test_the_drift_that_is_predicted_is_the_one_that_is_measured(tmp_path: Path) -> None:
-    model = tiny.build("embeddinggemma", factor=900.0, dtype=torch.float32, num_hidden_layers=1)
-    result = convert(tiny.save(model, tmp_path / "source", torch.float32), tmp_path / "out", target="half")
-    drift = result.plan.drift
-    # fp16 holds none of the weights: what the gains alone lose is a fraction.
-    assert drift is not None and drift.predicted_kl and drift.predicted_max_logit_error
-    assert drift.measured_kl == pytest.approx(drift.predicted_kl, rel=1e-3)
-    assert drift.measured_max_logit_error == pytest.approx(drift.predicted_max_logit_error, rel=1e-2)
 
 
 def test_a_cap_on_scores_bounds_what_follows_it_and_not_the_scores() -> None:

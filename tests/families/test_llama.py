@@ -1,5 +1,4 @@
-"""What Llama and its relatives have and no other family: exponents of rotary pairs, biases that a config asks for,
-configs that leave sizes out or are refused, and Phi-3's joint matrices."""
+"""What Llama and its relatives have alone: rotary pairs, biases of a config, sizes left out, Phi-3's joint matrices."""
 
 import copy
 import json

@@ -1,7 +1,4 @@
-"""Mixtral, Qwen3-MoE, OLMoE and GLM-4.5: experts taken apart are stock code's, and what is not known is refused.
-
-Switch Transformers: which blocks are sparse, and copies of the embedding.
-"""
+"""Models of experts: taken apart they are stock code's, blocks are sparse as there, and what is unknown is refused."""
 
 import json
 from copy import deepcopy

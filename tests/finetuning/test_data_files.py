@@ -1,5 +1,4 @@
-"""Pairs and texts from files, folders and the Hub; span corruption and gap sentences, of T5's and Pegasus's lengths and
-places."""
+"""Pairs and texts from files, folders and the Hub; span corruption and gap sentences."""
 
 import gzip
 import itertools

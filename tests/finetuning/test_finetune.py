@@ -221,8 +221,7 @@ def test_a_full_device_is_one_line_and_the_run_goes_on_after(source: Path, tmp_p
 
 
 def test_only_a_fitting_start_begins_in_fp16(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe, of longer texts than the data, is looked at too. What a conversion alone does not prove is trained,
-    and of the conversion nothing is left."""
+    """The probe is looked at too; what a conversion alone does not prove is trained, and nothing is left of it."""
     without_edits(monkeypatch)
     recipe, two = written(source, tmp_path), ("schedule.steps=2",)
     with monkeypatch.context() as unproven:

@@ -123,7 +123,6 @@ def assert_same_run(out: Path, reference: Path, tolerance: float, *, pulls: bool
 def run_by(
     script: str, words: list[str], folder: Path, environment: Mapping[str, str] = ON_CPU, status: int = 0
 ) -> str:
-    """Run a command line with a script in the place of the package's own main, and return what it said."""
     (folder / "script.py").write_text(script)
     module = words.index("bf16_to_fp16") - 1
     return run([*words[:module], str(folder / "script.py"), *words[module + 2 :]], environment, status)
@@ -246,8 +245,7 @@ StepLosses.beyond_the_data = infinite
 def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradient_behind(
     kind: str, recipe: Path, warm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The shipped JSON as it is: autocast, loss scale, clipping. The text's backward of the third step has been when
-    the probe turns out infinite."""
+    """The shipped JSON as it is; the probe of the third step turns out infinite after the text's backward."""
     # Where rounding decides which value is the largest, the penalty would pull at another.
     settings = ("penalty.headroom_bits=1", "precision=fp16")
     words = command(warm_python, kind, 2, recipe, tmp_path / "zero", settings=settings)
@@ -284,7 +282,6 @@ def launched(python: Path, recipe: Path, folder: Path, *settings: str, count: in
 
 
 def end_of(process: "subprocess.Popen[str]", states: Path, pattern: str, how: Callable[[], None]) -> tuple[str, str]:
-    """End a run by ``how`` once it has a state whose name fits the pattern, and return what it said."""
     try:
         for _ in range(6000):
             if list(states.glob(pattern)):
@@ -373,8 +370,7 @@ Accelerator.__init__ = make
 
 
 def under_fsdp(python: Path, recipe: Path, folder: Path, status: int, *settings: str) -> None:
-    """Run in two processes of FSDP2, with the shipped settings: on CPUs accelerate takes FSDP for DDP, so it is told
-    otherwise after it has begun."""
+    """Run in two processes of FSDP2 with the shipped settings; on CPUs accelerate would take FSDP for DDP."""
     shipped = yaml.safe_load((ACCELERATE / "fsdp.yaml").read_text())["fsdp_config"]
     environment = {key.upper(): str(value) for key, value in shipped.items()} | ON_CPU
     words = command(python, "ddp", 2, recipe, folder / "out", settings=(*IN_TWO_PASSES, *settings))

@@ -55,7 +55,6 @@ def teachers_in_parts() -> dict[str, Any]:
 
 
 def on_a_rank(rank: int) -> dict[str, Any]:
-    """Train under DDP and FSDP2, and run different sites on each rank; return what was seen."""
     found: dict[str, Any] = {"world": torch.distributed.get_world_size()}
     for kind in ("ddp", "fsdp"):
         found[kind] = trained_on(rank, kind)

@@ -1,5 +1,4 @@
-"""What a config.json says beyond the keys that the bounds are made from is refused, unless it changes nothing: every
-key that stock code knows, and some that nobody does, edited."""
+"""What a config.json says beyond the keys that the bounds are made from is refused, unless it changes nothing."""
 
 import hashlib
 import json
@@ -192,8 +191,7 @@ def test_a_size_of_zero_is_one_line_that_names_it(
 
 @pytest.fixture(scope="module")
 def spoilt(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A source, what ``convert`` made of it, that with a config that stock code reads otherwise and a report to match,
-    and a recipe for such a source."""
+    """A source, its conversion, one whose config stock code reads otherwise with a report to match, and a recipe."""
     root = tmp_path_factory.mktemp("spoilt")
     convert(folders("t5"), root / "whole", run_model=False)
     edited(folders("t5"), root / "source", dense_act_fn="relu2")

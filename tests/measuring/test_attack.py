@@ -30,8 +30,7 @@ HARD = ("model.decoder.layers.1.encoder_attn:scores", "model.decoder.layers.0.en
 
 @pytest.fixture
 def few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a search run a tiny model, of which batches cost next to nothing and forwards all, on fewer and larger
-    ones: all goals in one batch, one of random inputs to start from, one change of a token at each step."""
+    """Let a search run a tiny model on fewer and larger batches, of which it costs next to nothing."""
     for name, number in {"GROUP": 128, "POOL": 1, "FLIPS": 1}.items():
         monkeypatch.setattr(attacking, name, number)
 

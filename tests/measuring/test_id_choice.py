@@ -1,5 +1,4 @@
-"""Of a large vocabulary the probe runs ids that the weights say stand for the rest; texts become the tokens of the
-checkpoint's tokenizer, and bad data is one line of what to do."""
+"""Of a large vocabulary the probe runs ids that stand for the rest; texts become tokens; bad data is one line."""
 
 import gzip
 import json

@@ -383,8 +383,7 @@ print(peak() - before)
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the peak is not told")
 def test_a_conversion_with_its_audit_takes_the_memory_of_a_few_blocks(tmp_path: Path) -> None:
-    """Of 17 blocks of 8.5 MB in fp32, after a small model, in a process of its own: another would compute in what its
-    tests have freed. The plan is a drawn one: tables of a search grow with the channels, here many for the size."""
+    """Of 17 blocks of 8.5 MB in fp32, in a process of its own, by a drawn plan, which needs no search."""
     folders = [tmp_path / "small", tmp_path / "large"]
     for folder, layers in zip(folders, (1, 16), strict=True):
         tiny.save(tiny.t5(d_model=1024, d_ff=1024, num_layers=layers, num_decoder_layers=1), folder)

@@ -1,5 +1,4 @@
-"""What LongT5 bears of padding in fp16 under its stock masks of −1e10, and that audits and reports keep to it; and what
-Gemma 3's finite masks make of padding that sees no position."""
+"""What LongT5's and Gemma 3's masks make of padding in fp16, and that audits and reports keep to it."""
 
 import copy
 import math
@@ -103,8 +102,7 @@ def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, tmp_p
 
 
 def with_low_scores(kind: str) -> Any:
-    """Return a Gemma 3, Llama or Mistral all of whose scores are under −16, whatever it reads: queries and keys lie
-    opposite to each other, in the pair of channels that turns slowest."""
+    """Return a model all of whose scores are under −16, whatever it reads: queries lie opposite to keys."""
     gemma = "gemma" in kind
     # Of Gemma's two kinds of layers one each; the others have one.
     changes: dict[str, Any] = (

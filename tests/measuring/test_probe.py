@@ -1,5 +1,4 @@
-"""The probe covers what it says; causal models are probed as they are used: from a start token, padded on the left,
-past their window."""
+"""The probe covers what it says, and causal models are probed as they are used."""
 
 import json
 from copy import deepcopy

@@ -14,8 +14,6 @@ from bf16_to_fp16.measuring.products import FastProducts
 
 
 class Products(nn.Module):
-    """The three matrix products a T5 or Pegasus forward consists of, in its layouts."""
-
     def forward(self, x: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         heads = x.view(4, -1, x.shape[-1])
         return (nn.functional.linear(x, w), nn.functional.linear(x, w, b), torch.matmul(heads, heads.transpose(1, 2)))

@@ -46,8 +46,6 @@ Audits = Callable[..., dict[str, RegimeResult]]
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> Audits:
-    """Return a function that gives the audit in every regime of what ``saved`` saves, which it runs once."""
-
     def audit_of(kind: str, change: Any = None) -> dict[str, RegimeResult]:
         folder = saved(kind, tmp_path_factory.mktemp(kind), change)
         return audit_folder(folder, inputs=batches(load_config(folder), None, None))

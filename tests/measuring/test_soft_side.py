@@ -92,8 +92,7 @@ def gate_behind_decoys(folder: Path) -> Path:
 
 @torch.no_grad()
 def head_of_positions(folder: Path) -> Path:
-    """Write a model whose head tells only positions apart, on usual ids sharply, on three softly, on decoys not at
-    all."""
+    """Write a model whose head tells only positions apart: sharply on usual ids, softly on three, not on decoys."""
     model = llama()
     table, attention = model.model.embed_tokens.weight, model.model.layers[0].self_attn
     table[:, 1], table[:, 3] = 2.0, 2.0

@@ -14,7 +14,6 @@ WORDS = {BF16: 1 << 16, FP16: 1 << 13}  # of the random bits, those that matter 
 
 
 def every_value(dtype: torch.dtype) -> Tensor:
-    """Return all 65536 values of a format in fp32, NaNs included."""
     return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).to(torch.float32)
 
 
@@ -137,7 +136,6 @@ def test_random_bits_are_the_documented_hash() -> None:
 
 
 def bits_of(begin: int, end: int, chunk: int = 1 << 16) -> Tensor:
-    """Return the bits of a parameter's elements from one index to another, in pieces of ``chunk``."""
     pieces = []
     for start, stop, block, first in rounding.index_blocks(begin, end, chunk):
         key = rounding.make_key(0, 0, 0, block, first)

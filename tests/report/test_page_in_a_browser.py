@@ -83,7 +83,6 @@ class Browser:
         return parsed
 
     def command(self, method: str, **params: Any) -> dict[str, Any]:
-        """Send a command of the protocol and return its result; events that come meanwhile are kept."""
         self.count += 1
         message = {"id": self.count, "method": method, "params": params} | self.session
         self.commands.write(json.dumps(message).encode() + b"\0")
@@ -93,7 +92,6 @@ class Browser:
         return result
 
     def open(self, page: Path, *, width: int, dark: bool = False) -> None:
-        """Load a local page at an inner width of ``width`` CSS pixels, in light or dark, and wait until it stands."""
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.command("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}

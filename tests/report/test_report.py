@@ -1,5 +1,4 @@
-"""The report's types: what is written is what they declare, what is read stays as it was, and the published schema is
-theirs."""
+"""The report's types: what is written is what they declare, what is read stays, and the schema is theirs."""
 
 import ast
 import json

@@ -39,7 +39,6 @@ FRAME = re.compile("[\u2500-\u257f]")
 
 
 def on_a_terminal(show: Callable[[], None], **variables: str) -> str:
-    """Return what ``show`` prints on a terminal of 100 columns, control sequences included."""
     ours, theirs = pty.openpty()
     shown = bytearray()
 
@@ -107,7 +106,6 @@ def test_a_long_name_is_neither_cut_nor_folded_nor_taken_for_markup(capsys: pyte
 
 
 def in_columns(width: int, show: Callable[[], None]) -> list[str]:
-    """Return the lines that ``show`` prints on a terminal of some columns, without control sequences."""
     return re.sub(r"\x1b\[[\d;]*m", "", on_a_terminal(show, COLUMNS=str(width))).splitlines()
 
 

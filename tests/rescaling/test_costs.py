@@ -61,10 +61,7 @@ def by_hand(
     squares: dict[str, list[float]] | None = None,
     norm_max: float = 1.0,
 ) -> tuple[Layout, TensorReader, dict[str, ModuleRange]]:
-    """Return the layout of the named weights, their values, and ranges.
-
-    amax, squares: largest value and mean squares by ``module:side``, 1 where not given; norm_max: largest ‖h‖₂.
-    """
+    """Return a layout, weights and ranges; amax, squares: by ``module:side``, else 1; norm_max: largest ‖h‖₂."""
 
     def reached(place: str) -> ChannelRange:
         largest = torch.full((2,), (amax or {}).get(place, 1.0))
@@ -88,8 +85,7 @@ def price(search: PlanSearch) -> float:
 
 
 def test_a_channel_weighs_what_its_readers_make_of_it() -> None:
-    """Mean square times the energy of the weights that read it, all readers alike; for queries and keys the product of
-    the mean squares; where nothing was seen, all channels alike."""
+    """Mean square times the energy of what reads it; for queries and keys the product of mean squares."""
     weights: Weights = {"norm": GAINS, "v": [[3.0, 1.0], [0.0, 0.0]], "o": [[1.0, 2.0], [1.0, 0.0]], "gate": [GAINS]}
     squares = {"o:input": [4.0, 1.0], "norm:output": [1.0, 9.0], "q:output": [1.0, 2.0], "k:output": [3.0, 4.0]}
     search = PlanSearch(*by_hand(weights, squares=squares))
@@ -139,8 +135,7 @@ def test_the_residual_exponent_costs_the_streams_noise_and_what_the_weights_it_a
 
 
 def test_a_stream_whose_norm_no_exponent_brings_under_256_is_named() -> None:
-    """‖h‖₂ of 2³⁵ at the smallest exponent, −24, is 2¹¹: over 2⁸, less what fp16 adds in
-    summing two squares, with its margin by 4.25 bits."""
+    """‖h‖₂ of 2³⁵ at the smallest exponent, −24, is 2¹¹: over 2⁸ with its margin by 4.25 bits."""
     model = by_hand({"embed": ONES, "norm": GAINS, "v": ONES, "o": ONES}, norm_max=2.0**35)
     planned = make_plan(*model, target="norm-safe")
     assert planned.plan.residual_exponent == -24
@@ -167,8 +162,7 @@ def test_once_a_signal_is_settled_the_tables_of_its_weights_other_axes_are_of_th
 
 
 def test_what_a_moved_gain_makes_needless_moves_back() -> None:
-    """Values and gate both have bits at 2⁻²⁷; values alone could move up by 3, but the gain must for the gate, and then
-    serves both."""
+    """Values alone could move up by 3, but the gain must for the gate's bits at 2⁻²⁷, and then serves both."""
     small = [[2.0**-20 * (1 + 2.0**-7)] * 2] * 2
     layout, weights, ranges = by_hand({"embed": ONES, "norm": GAINS, "v": small, "o": ONES, "gate": small})
     assert make_plan(layout, weights, ranges).plan.exponents == {"norm": -3}

@@ -1,5 +1,4 @@
-"""The bounds of an edit's error that docs/edits.md proves: no input passes them, and the figures there are theirs. Cuts
-of columns bring gates and scores under their aims by the fewest channels, or there is none."""
+"""The bounds of an edit's error that docs/edits.md proves: no input passes them, and the figures there are theirs."""
 
 import copy
 from collections.abc import Callable

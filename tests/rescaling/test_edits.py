@@ -108,8 +108,7 @@ def least_of(found: int | list[int]) -> int:
 
 @each_case
 def test_exponents_by_bounds_bring_every_site_of_a_signal_under_its_limit(kind: str, own: dict[str, Any]) -> None:
-    """For every input, scores with their bias and under a mask included; one bit less at the channel that needs most
-    does not."""
+    """For every input, with bias and under a mask; one bit less at the channel that needs most does not."""
     model, layout = saturated(kind, own)
     _, before = certified(model)
     needed = {n: exponents_for(bits) for n, bits in excess(layout, before).items() if bool((bits > 0).any())}

@@ -138,8 +138,7 @@ def test_stacks_that_nothing_ties_have_an_exponent_each() -> None:
 
 
 def test_the_tied_heads_norm_bounds_the_shrinking_from_the_other_side() -> None:
-    """Where the final norm times 1/s would overflow, the limits cannot all hold with the head tied, and can with it
-    apart."""
+    """Where the final norm times 1/s would overflow, the limits hold only with the head apart."""
     model = tiny.build("t5", factor=30000.0)
     model.decoder.final_layer_norm.weight.data.mul_(2.0**19)
     assert make_plan(*observed(model)).violations != ()
@@ -149,8 +148,7 @@ def test_the_tied_heads_norm_bounds_the_shrinking_from_the_other_side() -> None:
 
 
 def with_large_last_gains(kind: str) -> Any:
-    """Return a model with a tied head whose last gains are 5,952 but for one, of the channel that outweighs all others
-    in the stream, so that no signal is large; the stream asks for 2^-9."""
+    """Return a model with a tied head and last gains of 5,952 but for one, whose stream asks for 2^-9."""
     model = tiny.build(kind)
     model.config.tie_word_embeddings = True
     model.lm_head.weight = model.shared.weight

@@ -150,11 +150,7 @@ def gain_of(state: Mapping[str, Tensor], layout: Layout, norm: str) -> Tensor:
 
 
 def loud_pairs(query: Tensor, key: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """Return inputs of norms of queries and keys, of both of which the louder channel of the loudest pair gets all;
-    and each channel alone. Both signs and some angle between two positions then make the largest score.
-
-    heads, kv_heads: that one norm is of.
-    """
+    """Return inputs of norms of queries and keys of which the loudest pair's channels get all."""
     sides = query.abs().view(heads, 2, -1), key.abs().view(kv_heads, 2, -1).repeat_interleave(heads // kv_heads, 0)
     half = sides[0].shape[2]
     head, pair = divmod(int((sides[0].amax(1) * sides[1].amax(1)).argmax()), half)
@@ -166,8 +162,7 @@ def loud_pairs(query: Tensor, key: Tensor, heads: int, kv_heads: int) -> tuple[T
 
 
 def observe(model: Any, layout: Layout, inputs: Mapping[str, Tensor], *, attention: str = "eager") -> dict[str, float]:
-    """Return the largest |x| at every site of a model whose norms read ``inputs``; attention: eager where its class has
-    no other."""
+    """Return the largest |x| at every site of a model whose norms read ``inputs``."""
     batch = next(iter(inputs.values())).shape[0]
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(model.config)

@@ -12,8 +12,7 @@ CENTRED = ("pegasus", "mbart", "bigbird_pegasus")  # kinds with LayerNorms
 
 
 def aligned(kind: str, **options: Any) -> Any:
-    """Return a model that one input drives to all its bounds at once, since every row of every linear points the same
-    way and every sublayer moves the stream that way too."""
+    """Return a model that one input drives to all bounds at once: every row of every linear points the same way."""
     model = tiny.build(kind, 0, factor=1.0, **options)
     way = torch.ones(model.config.d_model)
     if kind in CENTRED:

@@ -35,8 +35,7 @@ def draw_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def agree_once(patch: pytest.MonkeyPatch) -> None:
-    """Let the stock model of the same config and tensors be built, and looked into, once in a process: that takes a
-    sixth of a tiny model's conversion."""
+    """Let the stock model of the same config and tensors be built once in a process, a sixth of a conversion."""
     check, agreed = agreement.check_agreement, set[str]()
 
     def once(checkpoint: Checkpoint, layout: Layout) -> None:
@@ -49,9 +48,7 @@ def agree_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def probe_briefly(patch: pytest.MonkeyPatch) -> None:
-    """Let the probe have one batch of each kind, none that is only longer, and a generation one step with a cache;
-    conversions and audits run padded rows, a sweep of the vocabulary, images and the shortest texts: a generation takes
-    a quarter of a tiny model's conversion. Edits are tried on fewer rows, too."""
+    """Let the probe have one batch of each kind, a generation of one step, and fewer rows for edits."""
 
     def brief(*given: Any, **options: Any) -> list[Any]:
         first = {each.kind: each for each in reversed(WHOLE_PROBE(*given, **options))}
@@ -68,8 +65,7 @@ def probe_briefly(patch: pytest.MonkeyPatch) -> None:
 
 
 def evaluate_briefly(patch: pytest.MonkeyPatch) -> None:
-    """Let an evaluation look at two batches of the probe and of texts of other kinds: with all of them the first and
-    the last evaluation take as long as the steps between them."""
+    """Let an evaluation look at two batches of the probe and of texts of other kinds."""
 
     def few(evaluator: Evaluator) -> dict[str, Any]:
         return {kind: each[:FEW] for kind, each in ALL_BATCHES(evaluator).items()}

@@ -1,8 +1,4 @@
-"""Edits of every key that stock code knows in a config.json, and of keys that nobody knows, to every kind of value.
-
-What must come of each: a refusal in one line, no certificate, or a stock model, loaded from the very folder, that stays
-under every bound on a run that hits them hard.
-"""
+"""Edits of every key that stock code knows in a config.json, and of keys that nobody knows, to every kind of value."""
 
 import copy
 import json
@@ -68,11 +64,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Original:
-    """A small certified folder of one kind, what its config may be edited to, and what came of the edits so far.
-
-    ``ids``: what stock models of it read. ``logits``: what the unedited one, as ``.half()`` runs it, gives for them.
-    ``certificates``: by the keys that the bounds are made from.
-    """
+    """A small certified folder and edits of its config; certificates: by the keys that bounds are made from."""
 
     kind: str
     folder: Path
@@ -124,8 +116,7 @@ def run_on(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def passed(half: Any, ids: torch.Tensor, layout: Layout, certificate: Certificate) -> list[str]:
-    """Return the sites of a folder's stock model, as ``.half()`` runs it, that pass their bounds: those that a free
-    norm's output reaches on adverse inputs, and all of them on token ids."""
+    """Return the sites of a folder's stock model, as ``.half()`` runs it, that pass their bounds."""
     seen = observe(half, layout, adverse_inputs(copy.deepcopy(half).float(), layout, 4, 0))
     wrong = list(broken(certificate, seen, FREE))
     with SiteObserver(half) as observer:

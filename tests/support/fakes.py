@@ -28,13 +28,11 @@ def site(name: str, amax: float, **changes: Any) -> dict[str, Any]:
 
 
 def placed(name: str) -> dict[str, Any]:
-    """Return where a module or site of a T5, Pegasus or Gemma stands, as reports give it."""
     behind = re.search(r"layer\.[12]\.(layer_norm|DenseReluDense)|fc2|mlp", name)
     return Place(stack_of(name), block_of(name), "feed-forward" if behind else "attention").to_json()
 
 
 def sites(blocks: int, stacks: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the sites of a model with ``blocks`` blocks in each stack, tightest first."""
     names = [
         f"{stack}.block.{i}.layer.{j}.{op}".replace(".:", ":")
         for stack in stacks

@@ -37,8 +37,7 @@ AUDITED = ("open", "os.rename", "os.link", "os.mkdir", "os.remove", "os.rmdir", 
 
 @dataclass(frozen=True)
 class Job:
-    """A command: its words, where ``{root}`` is the folder that it works in; the files there that it begins with are
-    ``inputs``, and ``kept`` those besides ``out`` that it may leave."""
+    """A command: its words, its input files, and ``kept``: files besides ``out`` that it may leave."""
 
     command: str
     inputs: tuple[str, ...] = ("source",)
@@ -110,10 +109,7 @@ def main(words: list[str]) -> int:
 
 
 def watch(root: Path, act: Callable[[int, str], None]) -> None:
-    """Call ``act`` with the number and the name of every moment from now on; for a child only, as it cannot be undone.
-
-    An exception that ``act`` raises comes out of the call.
-    """
+    """Call ``act`` with number and name of every moment from now on; for a child only, as it cannot be undone."""
     numbers = itertools.count(1)
     inside = f"{root}/"
 
@@ -211,8 +207,7 @@ DISK = {"ENOSPC": errno.ENOSPC, "EIO": errno.EIO}
 
 
 def content(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file below a folder, of the report and what is made from it only the name: they hold
-    times and the command."""
+    """Return the SHA-256 of every file below a folder; of the report and its renderings the name: they hold times."""
     made = ("fp16_report.json", "fp16_report.html", "README.md")
     return {
         path.relative_to(folder).as_posix(): "" if path.name in made else hashlib.sha256(path.read_bytes()).hexdigest()
@@ -222,8 +217,7 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def wrong_after(job: Job, root: Path, whole: dict[str, str], *, strays: bool) -> str:
-    """Return what is wrong in a folder: an output that is neither whole nor absent (nor the one to be replaced), and,
-    unless ``strays`` are allowed, anything else that the job left there; "" for nothing."""
+    """Return what is wrong in a folder: an output neither whole nor absent, or strays; "" for nothing."""
     out = root / "out"
     if out.exists() and content(out) != whole and not (job.prepare and (out / "older").exists()):
         return f"half an output: {sorted(content(out))}"

@@ -25,11 +25,7 @@ def forge(
     views: bool = True,
     new: bool = False,
 ) -> None:
-    """Change a folder's report, and make its list of files agree with what is there.
-
-    change: keys with their new values, or what changes the report. views: make card and page from the changed report.
-    new: list every file that is there, not only those that are listed.
-    """
+    """Change a folder's report and its list of files to fit; views: card and page too; new: every file there is."""
     report = report_of(folder)
     if callable(change):
         change(report)
@@ -65,7 +61,6 @@ def relist(folder: Path, report: dict[str, Any], *, new: bool = False) -> None:
 
 
 def plan_file(place: Path, plan: Plan) -> Path:
-    """Write a plan as ``--plan`` takes it."""
     place.write_text(json.dumps({"schema": 1, "target": "half", "plan": describe_plan(plan)}))
     return place
 

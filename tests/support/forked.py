@@ -8,11 +8,7 @@ from pathlib import Path
 
 
 def child(action: Callable[[], int | None], log: Path | None = None, errors: Path | None = None) -> int:
-    """Run ``action`` in a child process and return its process id at once.
-
-    log: where its output goes, nowhere for None. errors: where what it prints to standard error goes, ``log`` for None.
-    The child ends with what ``action`` returns, 0 for None, and with 70 after an exception.
-    """
+    """Run ``action`` in a child, return its id at once; it ends with what that returns, 70 after an exception."""
     sys.stdout.flush()
     sys.stderr.flush()
     number = os.fork()
@@ -38,7 +34,6 @@ def child(action: Callable[[], int | None], log: Path | None = None, errors: Pat
 
 
 def in_a_fork(action: Callable[[], int | None], log: Path | None = None, errors: Path | None = None) -> tuple[int, int]:
-    """Run ``action`` in a child process to its end, as ``child`` does; return its exit status (negative: the signal
-    that killed it) and its peak resident memory in bytes."""
+    """Run ``action`` in a child to its end; return its exit status (negative: the signal) and peak memory in bytes."""
     _, status, usage = os.wait4(child(action, log, errors), 0)
     return os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024

@@ -56,7 +56,6 @@ def nodes(tree: Any) -> list[tuple[Any, Any]]:
 
 @st.composite
 def trees(draw: st.DrawFn, tree: Any, most: int = 3) -> Any:
-    """Draw a tree that differs from ``tree`` in one to ``most`` nodes."""
     tree = copy.deepcopy(tree)
     for _ in range(draw(st.integers(1, most))):
         every = nodes(tree)
@@ -82,7 +81,6 @@ def trees(draw: st.DrawFn, tree: Any, most: int = 3) -> Any:
 
 @st.composite
 def blobs(draw: st.DrawFn, data: bytes, most: int = 3) -> bytes:
-    """Draw bytes that differ from ``data`` in one to ``most`` places."""
     for _ in range(draw(st.integers(1, most))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
         length = draw(st.sampled_from((1, 2, 8, 64, 1000)))
@@ -100,7 +98,6 @@ def blobs(draw: st.DrawFn, data: bytes, most: int = 3) -> bytes:
 
 @st.composite
 def documents(draw: st.DrawFn, tree: Any) -> bytes:
-    """Draw a JSON text that differs from that of ``tree`` in its nodes or in its bytes."""
     if draw(st.integers(0, 3)):
         return json.dumps(draw(trees(tree))).encode("utf-8", "surrogatepass")
     return draw(blobs(json.dumps(tree).encode()))
@@ -139,7 +136,6 @@ LISTING = json.dumps([{"path": path, "type": f"sentence_transformers.models.{kin
 
 
 def originals(root: Path) -> Originals:
-    """Make small sound checkpoints of T5 and Pegasus, whole, sharded, pickled and converted, and a recipe."""
     folders = {}
     small: dict[str, Any] = {"num_layers": 1, "num_decoder_layers": 1, "relative_attention_num_buckets": 4}
     wide: dict[str, Any] = {"encoder_layers": 1, "decoder_layers": 1}
@@ -168,7 +164,6 @@ Case = tuple[str, str, bytes]
 
 
 def cases(good: Originals) -> dict[str, st.SearchStrategy[Case]]:
-    """Return for each kind of input a strategy of mutations."""
     folders = good.folders
 
     def whole(folder: str, file: str) -> bytes:

@@ -42,9 +42,7 @@ def as_the_hub(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Fault:
-    """Something that goes wrong with the next ``times`` requests whose method and path match. status: answered instead
-    of the real thing, with ``headers`` and ``body``. cut: bytes sent (GET) or received (PUT) before the connection
-    breaks."""
+    """What goes wrong with the next ``times`` matching requests: a ``status``, or a cut after so many bytes."""
 
     method: str
     path: str
@@ -221,7 +219,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return json.loads(self.body)
 
     def user(self) -> tuple[str, bool] | None:
-        """Return whose token came with the request and whether it may write; None without one."""
         header = self.headers.get("Authorization")
         if header is None:
             return None
@@ -230,7 +227,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return USERS[token]
 
     def allowed(self, repo: str, revision: str = "main", *, write: bool = False) -> tuple[Repo, str]:
-        """Return a repository that the user may see (and write to), and the commit of a revision."""
         user = self.user()
         found = self.server.repos.get(repo)
         if found is None or (found.private and (user is None or user[0] != found.owner)):

@@ -20,8 +20,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Judged:
-    """KL divergences from the source in fp32 in nats, the mean over positions or, of a classifier, texts; of a model
-    without a head relative squared errors of the last hidden states. ``inf`` where an output is not finite."""
+    """KL divergences from the source in fp32 in nats, of last states relative squared errors; or ``inf``."""
 
     kl_fp16_text: float
     kl_bf16_text: float
@@ -42,13 +41,11 @@ def load(folder: Path, dtype: torch.dtype, attention: str) -> Any:
 
 
 def is_seq2seq(model: Any) -> bool:
-    """Say whether the model has a decoder that is given tokens apart from those of its encoder."""
     return bool(model.config.is_encoder_decoder) and "Classification" not in type(model).__name__
 
 
 def text_batches(model: Any, folder: Path, texts: Sequence[str], length: int) -> list[Batch]:
-    """Return one batch per text: its first tokens or, of an encoder-decoder, those around a gap, and the gap's for the
-    decoder, behind the last id of the vocabulary, which stands for the gap as T5's first sentinel does."""
+    """Return one batch per text: its first tokens or, of an encoder-decoder, those around a gap, and the gap's."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = []
     for text in texts:
@@ -129,11 +126,7 @@ def judge(
     rows: int = 8,
     attention: str = "eager",
 ) -> Judged:
-    """Run source and output on the texts and on ``rows`` rows of random ids, and compare them with the source in fp32.
-
-    ``length``: tokens of a row at most; an encoder-decoder's target are a sixth of a text, half as many as random ids.
-    ``attention``: eager keeps scores in the weights' precision; on a CPU sdpa has them in fp32, and hides overflows.
-    """
+    """Run source and output on texts and on ``rows`` rows of random ids, and compare them with the source in fp32."""
     model = load(source, torch.float32, attention)
     text = text_batches(model, source, texts, length)
     random = random_batches(model, rows, length, seed)

@@ -50,7 +50,6 @@ def saved(folder: Path, lines: int, dropout: float = 0.1, dtype: torch.dtype = t
 
 
 def recipe_tree(source: Path, out: Path) -> dict[str, Any]:
-    """Return what recipes of a short training of the model on its text have in common."""
     data = {"path": str(source / "text.txt"), "first_sentinel": 383, "input_length": 48, "target_length": 24}
     tree: dict[str, Any] = {"source": str(source), "out": str(out), "data": data | {"batch_size": 4, "held_out": 0.1}}
     tree |= {"schedule": {"steps": 6, "learning_rate": 0.003}, "checkpointing": {"every": 2}}
@@ -59,7 +58,6 @@ def recipe_tree(source: Path, out: Path) -> dict[str, Any]:
 
 
 def changed(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tree with keys of its sections, and whole keys, replaced."""
     sections = {k: {**tree[k], **v} for k, v in changes.items() if isinstance(v, dict) and k in tree}
     return {**tree, **changes, **sections}
 
@@ -89,7 +87,6 @@ def killed_at(end: int) -> Damage:
 
 
 def trainer_of(recipe: Recipe, folder: Path, run: Path, model: Any, original: Any, damage: Damage = kept) -> Trainer:
-    """Return a trainer of ``model`` on the text in ``folder``, distilled from ``original``."""
     corpus = Corpus(recipe.data, folder, model.config, seed=recipe.seed)
     run.mkdir(exist_ok=True)
     accelerator = make_accelerator(recipe)

@@ -20,8 +20,7 @@ NARROW |= {"scale_embedding": False}
 
 
 def spanning(kind: str, size: float) -> Any:
-    """Return an fp32 model in eval mode in whose self-attentions products of a query and a key reach about
-    ±``size``."""
+    """Return an fp32 model in whose self-attentions products of a query and a key reach about ±``size``."""
     torch.manual_seed(0)
     model = tiny.KINDS[kind](**NARROW if kind == "pegasus" else SMALL).eval()
     layout, state = resolve(ModelTensors(model)), model.state_dict()
@@ -43,8 +42,7 @@ def spanning(kind: str, size: float) -> Any:
 
 
 def seen_alone_and_masked(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs of outputs that differ only in what is masked: a text alone and with masked tokens after it, and
-    the first decoder positions with this and that behind them."""
+    """Return pairs of outputs that differ only in what is masked."""
     text = torch.tensor([[5, 6, 7, 8]])
     longer = torch.cat([text, torch.full((1, 2), LOUD)], 1)
     mask = (torch.arange(6) < 4).long()[None]

@@ -1,5 +1,4 @@
-"""Small diffusion pipelines, with the file names of diffusers and transformers: text encoders, a transformer
-large enough to be linked, a VAE, a scheduler and tokenizers."""
+"""Small diffusion pipelines, with the file names of diffusers and transformers."""
 
 import json
 from collections.abc import Mapping
@@ -32,10 +31,7 @@ def llama(**changes: Any) -> Any:
 
 
 def make(folder: Path, encoders: Mapping[str, Any], **others: Any) -> Path:
-    """Write a pipeline of the given encoders by sub-folder, beside a CLIP encoder and the rest, and return it.
-
-    others: further entries of its index.
-    """
+    """Write a pipeline of encoders by sub-folder, beside a CLIP encoder and the rest; others: of its index."""
     index: dict[str, Any] = {"_class_name": "FluxPipeline", "_diffusers_version": "0.42.1"}
     index |= {"feature_extractor": [None] * 2}
     for name, model in encoders.items():

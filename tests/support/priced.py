@@ -33,8 +33,7 @@ def exponents(size: int, generator: torch.Generator) -> list[int]:
 
 
 def asymptotic_plan(layout: Layout, seed: int = 0) -> Plan:
-    """Return a plan that moves every channel of what an activation, a softmax of scores or a tanh reads, all of a head
-    alike, and with gains those of all heads."""
+    """Return a plan that moves every channel of what an activation, a softmax of scores or a tanh reads."""
     generator, made = torch.Generator().manual_seed(seed), dict[str, int | list[int]]()
     heads = {f"{w.at}.scores": 1 if w.query_norm else layout.heads(w) for w in attentions(layout)}
     heads |= {f"{w.classifier}.routing": 1 for w in layout.topology if isinstance(w, Experts)}  # whose order must stay
@@ -105,8 +104,7 @@ def values_at_sites(model: Any, layout: Layout) -> Values:
 
 
 def check_asymptotic(model: Any, layout: Layout, before: Values) -> None:
-    """Exponents of all asymptotic signals multiply what they say, and leave every other site and all outputs as they
-    were, to the bit; before: what ``values_at_sites`` gave."""
+    """Exponents of all asymptotic signals multiply what they say and nothing else, to the bit."""
     plan = asymptotic_plan(layout)
     moved = moved_sites(layout_of(model), plan)
     apply(model, layout, plan)

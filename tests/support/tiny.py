@@ -1,5 +1,4 @@
-"""Tiny models of every family with odd shapes, whose activations pass fp16's range, and their folders as published
-ones are."""
+"""Tiny models of every family with odd shapes, whose activations pass fp16's range, and their folders."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,8 +122,7 @@ def longt5(kind: str = "LongT5ForConditionalGeneration", **changes: Any) -> Any:
 
 
 def switch(kind: str = "SwitchTransformersForConditionalGeneration", **changes: Any) -> Any:
-    """Return a Switch Transformer with experts in some blocks, too few places in each for every token, and a tied
-    head unless asked for another."""
+    """Return a Switch Transformer with few places in each expert, and a tied head unless asked for another."""
     shape = SWITCH_SHAPE | changes
     model = of_t5(kind, **shape)()
     for module in model.modules():
@@ -175,8 +173,7 @@ MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 1]}
 
 
 def qwen_vl(name: str, **vision: Any) -> Callable[..., Any]:
-    """Return a function that makes a model with images of changes to the config of its text model; vision: of its
-    tower's."""
+    """Return a function that makes a model with images; changes: to the text model's config; vision: the tower's."""
     kind: Any = getattr(transformers, f"{name}ForConditionalGeneration")
 
     def made(**changes: Any) -> Any:
@@ -230,8 +227,7 @@ def olmo3(**changes: Any) -> Any:
 
 
 def experts(name: str, **own: Any) -> Callable[..., Any]:
-    """Return the same of a stock class with experts, whose router is sure of its choice, and which are taken apart as
-    when a checkpoint is loaded; a size that is None is left to the class."""
+    """Return the same of a stock class with experts, taken apart, whose router is sure; None: the class's size."""
 
     def made(**changes: Any) -> Any:
         shape = {"num_experts_per_tok": 2, **LLAMA_SHAPE, **own, **changes}
@@ -509,11 +505,7 @@ def few_layers(kind: str) -> dict[str, Any]:
 def build(
     kind: str, seed: int = 0, *, factor: float = 900.0, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> Any:
-    """Return a random fp32 model in eval mode whose values are ``dtype``'s and whose residual stream passes 65504.
-
-    factor: how much larger than usual the residual stream is; a few of its channels in the later half of each stack
-    are larger still, and with them a few neurons, as in published checkpoints.
-    """
+    """Return a random fp32 model in eval mode of ``dtype``'s values; factor: how much larger its stream is."""
     torch.manual_seed(seed)
     entry = next(entry for entry in ENTRIES if kind in entry.kinds)
     model = KINDS[kind](**changes).eval()
@@ -575,12 +567,7 @@ def final_norm(layout: Layout) -> str:
 
 
 def gains(weight: torch.Tensor, layout: Layout, module: str, factor: float) -> None:
-    """Fill what is stored of gains, less an offset: of those behind a sublayer every other one is so large that the
-    stream passes 65504, and a tied head's are small.
-
-    They are multiples of 2^-6, of a tied head 2^-8, so that fp32 and as a rule fp16 hold them less the offset at the
-    exponents that tests draw and plans choose.
-    """
+    """Fill what is stored of gains, less an offset, with few bits; behind a sublayer every other one is large."""
     gain, grid = torch.rand_like(weight) + 0.5, 64
     if module in {w.post_norm for w in layout.topology if isinstance(w, (Attention, FeedForward, Experts))}:
         gain[::2] *= max(1.0, 15.0 * factor)

@@ -21,7 +21,6 @@ SHAPE: dict[str, Any] = {"relative_attention_num_buckets": 32, "relative_attenti
 
 
 def encoder(kind: str = "t5-encoder", **changes: Any) -> Any:
-    """Return a stock encoder with as many buckets of positions as published ones."""
     return tiny.build(kind, **SHAPE | changes)
 
 
@@ -104,8 +103,7 @@ def as_wan(model: Any) -> Wan:
 
 
 def stored(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model as a file holds them, each with memory of its own and without the copies of the
-    embedding."""
+    """Return the tensors of a model as a file holds them, without the copies of the embedding."""
     return {
         name: tensor.detach().to(dtype).clone()
         for name, tensor in model.state_dict().items()
@@ -114,7 +112,6 @@ def stored(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> dict[str, t
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """Write tensors as their tool does: ``.pth`` by torch, else safetensors."""
     if path.suffix == ".pth":
         torch.save(dict(tensors), path)
     else:

@@ -65,8 +65,7 @@ IMPORTED = (
 
 
 def interpreter(shared: Path, owner: int, python: str | Path = sys.executable) -> Path:
-    """Return the interpreter that all workers of a run share in the folder ``shared``, starting it for the first;
-    python: the one that imports, of an environment with this package or without it."""
+    """Return the interpreter that all workers of a run share in ``shared``, starting it for the first."""
     shared.mkdir(exist_ok=True)
     with open(shared / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -108,8 +107,7 @@ def import_all() -> None:
 
 
 def start(connection: socket.socket) -> int | None:
-    """Fork for what a caller has lent, and return the child's process id; None for a caller that was killed before it
-    had lent all."""
+    """Fork for what a caller has lent and return the child's id; None for a caller that was killed before."""
     head, streams, _, _ = socket.recv_fds(connection, 8, 3)
     left, parts = int.from_bytes(head, "little"), b""
     while left and (part := connection.recv(left)):
@@ -137,8 +135,7 @@ def start(connection: socket.socket) -> int | None:
 
 
 def end(action: Callable[[], None]) -> NoReturn:
-    """Run ``action`` and end this process as Python would, without taking apart all that it has imported: that would
-    touch, and so copy, the memory that it shares with others."""
+    """Run ``action`` and end this process without taking apart its imports, which would copy shared memory."""
     status = 0
     try:
         action()
