@@ -99,13 +99,13 @@ def test_converted_for_the_class_without_a_head_the_last_states_are_the_sources(
     assert verify(tmp_path / "out", original=source)["verified"]
     # Undone, the tensors have their own names; a head that is not the embedding is gone.
     undo(tmp_path / "out", tmp_path / "back")
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source))
+    weights, back = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     if kind == "gemma2":
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert back.keys() == weights.keys() and all(torch.equal(back[name], weights[name]) for name in back)
         assert config["architectures"] == ["Gemma2ForCausalLM"]
     else:
-        assert "lm_head.weight" not in ours
+        assert "lm_head.weight" not in back
     assert off(last_states(tmp_path / "back"), last_states(source)) == 0
 
 
