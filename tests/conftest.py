@@ -41,9 +41,9 @@ SLOW = (
     *("launch", "from_a_wheel", "finetune", "family_contract", "journeys", "stock_loading", "trainer", "demo"),
     *("soft_side", "images", "least_edit", "least_move", "drift", "make_safe", "certificate", "faults", "pipeline"),
     *("convert", "adamw", "determinism", "sentence_encoders", "convert_verdicts", "pipelines", "lanes", "agreement"),
-    *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "before_norms", "gradients", "audit_any"),
+    *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "gradients", "audit_any"),
     *("adapter", "padding", "regimes", "linears", "attack", "sources", "outputs"),
-    *("bound_constraint", "own_eps", "centred_keys", "launching", "bad_input", "follow"),
+    *("bound_constraint", "centred_keys", "launching", "bad_input", "follow"),
 )
 """Files that take longest: begun first, so that no worker is left alone with one at the end."""
 

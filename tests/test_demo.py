@@ -171,13 +171,6 @@ def test_a_caller_of_the_command_line_keeps_its_own_handler_of_interrupts(capsys
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_error_that_no_interrupt_caused_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An error of our own has to be planted.
-    monkeypatch.setattr("bf16_to_fp16.report.screen.print_families", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["families"])
-
-
 @pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
 def test_threads_that_wait_leave_their_core(given: str | None, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", given or "")

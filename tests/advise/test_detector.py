@@ -47,14 +47,6 @@ def test_where_a_fall_ends_nothing_rises_and_a_small_spike_on_it_does() -> None:
     assert [event.start for event in run(losses) if event.kind == "Spike"] == [120]
 
 
-def test_a_rise_that_comes_back_is_a_spike() -> None:
-    for length in (1, 8, 30):
-        losses = noisy(2.0, 200)
-        losses[100 : 100 + length] = noisy(4.0, length)
-        (spike,) = run(losses)
-        assert spike.kind == "Spike" and spike.start == 101 and spike.end in range(101 + length, 105 + length)
-
-
 def test_a_spike_has_the_height_that_it_reached_and_one_that_stays_becomes_a_divergence() -> None:
     losses = noisy(2.0, 150)
     losses[100:103] = [3.0, 5.0, 4.0]

@@ -63,14 +63,6 @@ def test_a_weight_past_fp16s_range_is_unsafe_though_no_input_met_it(tmp_path: Pa
     assert (half["nonfinite"], half["sites"][0]["fp32"], amp["nonfinite"]) == (1, 1e5, 0)
 
 
-def test_a_head_that_no_family_has_is_audited(tmp_path: Path) -> None:
-    transformers.BertForTokenClassification(transformers.BertConfig(**SMALL)).save_pretrained(tmp_path / "m")
-    report = audit(tmp_path / "m", regimes=("half",), attention=("eager",))
-    assert report["verdict"] == "safe" and report["unsafe"] == []
-    assert any(site["name"] == "classifier" for site in report["regimes"]["half"]["sites"])
-    assert report["family"] == "BertForTokenClassification"  # no family of the package
-
-
 @pytest.mark.parametrize("end", [0, 1])
 def test_a_classifier_of_rows_has_one_end_token_in_each(tmp_path: Path, end: int) -> None:
     torch.manual_seed(0)
