@@ -1,8 +1,8 @@
 """Run a stock model many times in one walk over its files, with one block's weights in memory.
 
 A lane is one run of the model in its own thread. Its model starts without weights and waits at each place: a block, a
-final norm or a head. The walk loads the weights of the first place where a lane waits, lets those lanes through and
-drops the weights. Every number is that of a whole model on as many threads. A generation passes all places for each
+final norm or a head. The walk loads the weights of the first place where a lane waits, lets those lanes through, one
+after another, and drops the weights. Every number is that of a whole model. A generation passes all places for each
 token, so the weights are read again each time."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -30,8 +30,6 @@ T = TypeVar("T")
 Change = Callable[[str, Tensor], Tensor]
 """Gives the values that a run uses in place of a stored weight, from its name and values in the run's dtype."""
 
-_AT_ONCE = 4  # most lanes that run at once: Python code, a fifth of a small model's time, runs in one at a time
-_TOGETHER = 600 << 20  # most bytes of a place's weights, in several precisions, in memory at once
 _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
 
 
@@ -92,8 +90,6 @@ class Lane(Generic[T]):
     weights: _Model
     change: Change | None
     waits_at: str | None = None  # the place where it waits; None before it has started
-    casts: bool = False
-    threads: int = 1
     done: bool = False
     error: BaseException | None = None
     go: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -111,9 +107,7 @@ class Walk:
         self.device = torch.device(device)
         self.lanes: list[Lane[Any]] = []
         self._models: dict[Any, _Model] = {}
-        self._read: dict[str, Tensor] = {}
-        self._threads = 1
-        self._back: SimpleQueue[Lane[Any]] = SimpleQueue()  # lanes that have come to a place or to their end
+        self._back: SimpleQueue[None] = SimpleQueue()  # an item each time that a lane comes to a place or to its end
         self._own = threading.local()  # holds each thread's lane
         self._ending = False
 
@@ -125,13 +119,11 @@ class Walk:
         half: bool = False,
         attention: str = "eager",
         change: Change | None = None,
-        casts: bool = False,
     ) -> Lane[T]:
         """Add a run of the model as ``stock.load`` would load it; raises the same errors.
 
         run: called with the model in its own thread; it must not change weights. half: all weights in fp16. attention:
-        the implementation. change: a function of name and weight, applied to each weight. casts: ``run`` uses autocast;
-        such lanes run one after another."""
+        the implementation. change: a function of name and weight, applied to each weight."""
         weights = self._weights(dtype, half)
         model: Any = copy.deepcopy(weights.module, dict(weights.shared))
         set_attention(model, attention)
@@ -144,8 +136,7 @@ class Walk:
                     self._hook_lookup(module, weights.names[module.weight])
                     continue
                 module.register_forward_pre_hook(lambda module, args, path=path: self._pause(path))
-                self._hook_own(module)
-        lane = Lane(run, model, weights, change, casts=casts)
+        lane = Lane(run, model, weights, change)
         self.lanes.append(lane)
         return lane
 
@@ -161,11 +152,11 @@ class Walk:
     def run(self, advance: Advance | None = None) -> None:
         """Run all lanes to their ends; raise the first error. advance: called after each block, final norm or head."""
         with STOCK_LOCK:
-            self._threads = torch.get_num_threads()
             done, total = 0, max((len(lane.weights.places) for lane in self.lanes), default=0)
             try:
                 with one_arena(), weights_widened_once() as widened:
-                    self._resume(self.lanes)
+                    for lane in self.lanes:
+                        self._resume(lane)
                     while waiting := [lane for lane in self.lanes if not lane.done]:
                         self._run_place(waiting, widened)
                         done = min(done + 1, total - 1)
@@ -180,7 +171,6 @@ class Walk:
                         lane.go.release()
                         with suppress(RuntimeError):  # where an interrupt came before it had started
                             lane.thread.join()
-                torch.set_num_threads(self._threads)  # which new threads start with, and a lane has set
                 # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
                 self.lanes.clear()
                 self._models.clear()
@@ -189,71 +179,41 @@ class Walk:
         order = {path: i for i, path in enumerate(waiting[0].weights.places)}
         place = min((str(lane.waits_at) for lane in waiting), key=order.__getitem__)
         here = [lane for lane in waiting if lane.waits_at == place]
-        every = list(dict.fromkeys(lane.weights for lane in here))
-        small = sum(p.numel() * p.element_size() for each in every for _, p in each.stored[place]) <= _TOGETHER
-        rounds = [every] if small else [[each] for each in every]
-        for models in rounds:
-            lanes = [lane for lane in here if lane.weights in models]
-            plain: dict[_Model, dict[str, Tensor]] = {weights: {} for weights in models}
-            while lanes:
-                changes = {lane.weights: lane.change for lane in reversed(lanes)}  # of each model the next
-                for each in changes:
-                    self._load(each, place, changes[each], plain[each], widened)
-                if models is rounds[-1]:
-                    self._read.clear()
-                now = [lane for lane in lanes if lane.change is changes[lane.weights]]
-                lanes = [lane for lane in lanes if lane.change is not changes[lane.weights]]
-                self._resume(now)
+        read: dict[str, Tensor] = {}
+        for weights in dict.fromkeys(lane.weights for lane in here):
+            lanes = [lane for lane in here if lane.weights is weights]
+            stored = weights.stored[place]
+            read |= {name: self.checkpoint.read(name) for name, _ in stored if name not in read}
+            plain = {name: read[name].to(self.device, parameter.dtype) for name, parameter in stored}
+            if weights is here[-1].weights:
+                read.clear()
+            for change in dict.fromkeys(lane.change for lane in lanes):
+                values = plain if change is None else {name: change(name, value) for name, value in plain.items()}
+                for lane in (lane for lane in lanes if lane.change is change):
+                    for name, parameter in stored:  # for each lane: Switch's routers overwrite theirs by a cast
+                        parameter.data = values[name]
+                    self._resume(lane)
+                torch.clear_autocast_cache()  # it holds the same parameters under the next change
             widened.clear()
-            for weights in models:
-                for _, parameter in weights.stored[place]:
-                    parameter.data = weights.placeholders[parameter]
-            torch.clear_autocast_cache()
+            for _, parameter in stored:
+                parameter.data = weights.placeholders[parameter]
 
-    def _load(
-        self, weights: _Model, place: str, change: Change | None, plain: dict[str, Tensor], widened: Widened
-    ) -> None:
-        for name, parameter in weights.stored[place]:
-            if name not in plain:
-                if name not in self._read:
-                    self._read[name] = self.checkpoint.read(name)
-                plain[name] = self._read[name].to(self.device, parameter.dtype)
-            parameter.data = plain[name] if change is None else change(name, plain[name])
-            if parameter.dtype == torch.float32:
-                widened.offer(parameter.data)
-        torch.clear_autocast_cache()  # it may hold the same parameters under another change
-
-    def _resume(self, lanes: Sequence[Lane[Any]]) -> None:
-        apart = {(lane.casts, None if lane.casts else id(lane)) for lane in lanes}
-        most = min(self._threads, _AT_ONCE) if self.device.type == "cpu" else 1
-        # Decided by the lanes alone, so that each has as many threads in every run.
-        at_once = max(1, min(len(apart), most))
-        waiting, running = [*lanes], list[Lane[Any]]()
-        while waiting or running:
-            free = (lane for lane in waiting if not (lane.casts and any(other.casts for other in running)))
-            lane = next(free, None) if len(running) < at_once else None
-            if lane is None:
-                running.remove(self._back.get())
-                continue
-            waiting.remove(lane)
-            running.append(lane)
-            lane.threads = self._threads // at_once
-            if lane.thread is None:
-                lane.thread = threading.Thread(target=self._live, args=(lane,), daemon=True)
-                before = threading.stack_size(_STACK)
-                try:
-                    lane.thread.start()
-                finally:
-                    threading.stack_size(before)
-            else:
-                lane.go.release()
-        for lane in lanes:
-            if lane.error is not None:
-                raise lane.error
+    def _resume(self, lane: Lane[Any]) -> None:
+        if lane.thread is None:
+            lane.thread = threading.Thread(target=self._live, args=(lane,), daemon=True)
+            before = threading.stack_size(_STACK)
+            try:
+                lane.thread.start()
+            finally:
+                threading.stack_size(before)
+        else:
+            lane.go.release()
+        self._back.get()
+        if lane.error is not None:
+            raise lane.error
 
     def _live(self, lane: Lane[Any]) -> None:
         self._own.lane = lane
-        _compute_on(lane.threads)
         # Leaving autocast's outermost level would empty the cache that all lanes share, and each would cast anew.
         torch.autocast_increment_nesting()
         try:
@@ -265,33 +225,15 @@ class Walk:
             lane.error = error
         lane.done = True
         lane.model = None
-        self._back.put(lane)
+        self._back.put(None)
 
     def _pause(self, place: str) -> None:
         lane: Lane[Any] = self._own.lane
         lane.waits_at = place
-        self._back.put(lane)
+        self._back.put(None)
         lane.go.acquire()
         if self._ending:
             raise _Ended
-        _compute_on(lane.threads)
-
-    def _hook_own(self, place: nn.Module) -> None:
-        """Hook a place so that each lane has its own parameters there: Switch's routers overwrite theirs by a cast.
-        Lanes under autocast share them, so that each is cast only once."""
-        slots = [(m, n, p) for m in place.modules() for n, p in m._parameters.items() if p is not None]
-
-        def before(module: nn.Module, args: Any) -> None:
-            if not self._own.lane.casts:
-                for owner, name, shared in slots:
-                    owner._parameters[name] = nn.Parameter(shared.data)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            for owner, name, shared in slots:
-                owner._parameters[name] = shared
-
-        place.register_forward_pre_hook(before)
-        place.register_forward_hook(after, always_call=True)
 
     def _hook_lookup(self, module: nn.Embedding, name: str) -> None:
         def before(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
@@ -318,8 +260,3 @@ class Walk:
         wanted, places = ids.unique(return_inverse=True)
         rows = self.checkpoint.read_some_rows(name, wanted.tolist()).to(self.device, dtype)
         return rows if lane.change is None else lane.change(name, rows), places
-
-
-def _compute_on(threads: int) -> None:
-    if torch.get_num_threads() != threads:  # setting it clears oneDNN's caches
-        torch.set_num_threads(threads)

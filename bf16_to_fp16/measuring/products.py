@@ -3,7 +3,6 @@ accumulate in fp32 too, but take up to 100 times as long. fp32 linears go to one
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,8 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..bounds.spectral import onednn_linear
-
-_ELEMENTS_AT_A_TIME = 1 << 18  # of two weights that are compared: 1 MB in fp32
 
 MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that multiply two matrices
 
@@ -65,35 +62,20 @@ def _is_weight(operand: Tensor) -> bool:
 
 
 class Widened:
-    """Transposed fp32 copies of 16-bit weights, kept until ``clear``. An equal fp32 weight given to ``offer`` serves as
-    the copy."""
+    """Transposed fp32 copies of 16-bit weights, kept until ``clear``."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
-        self._offered: list[Tensor] = []
-        self._making = threading.Lock()
 
     def of(self, weight: Tensor) -> Tensor:
         key = (weight.data_ptr(), weight.shape)
-        with self._making:
-            if key not in self._copies:
-                known = next((x.t() for x in self._offered if _has_values_of(weight.t(), x)), None)
-                # The weight is kept too, so that no other tensor gets its address.
-                self._copies[key] = (weight, weight.float() if known is None else known)
-            return self._copies[key][1]
-
-    def offer(self, weight: Tensor) -> None:
-        self._offered.append(weight)
+        if key not in self._copies:
+            # The weight is kept too, so that no other tensor gets its address.
+            self._copies[key] = (weight, weight.float())
+        return self._copies[key][1]
 
     def clear(self) -> None:
         self._copies.clear()
-        self._offered.clear()
-
-
-def _has_values_of(narrow: Tensor, wide: Tensor) -> bool:
-    """Whether two contiguous weights are equal, compared in parts to save memory."""
-    parts = (weight.flatten().split(_ELEMENTS_AT_A_TIME) for weight in (narrow, wide))
-    return narrow.shape == wide.shape and all(torch.equal(x.float(), y) for x, y in zip(*parts, strict=True))
 
 
 _kept: Widened | None = None

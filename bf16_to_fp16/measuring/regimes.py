@@ -235,8 +235,7 @@ class _RegimeLanes:
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
         dtype, half = _weights(self.regime)
         for batch in inputs:
-            how: dict[str, Any] = {"attention": self.attention, "casts": self.regime == "amp"}
-            self.lanes.append(walk.add(partial(self._run, batch), dtype, half=half, **how))
+            self.lanes.append(walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention))
             self.inputs.append(batch)
 
     def _run(self, batch: Batch, model: nn.Module) -> _RunResult:

@@ -5,8 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -69,14 +67,6 @@ def shown(site: Site) -> tuple[Any, ...]:
     return (site.name, site.dtype, site.limit, site.amax, *counts, site.reason)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def two_at_once() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Checkpoints that overflow in fp16: tied and untied heads, in shards."""
@@ -109,8 +99,7 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
             return run(model, batch, way == "amp"), observer.sites()
 
     walk = Walk(open_checkpoint(folders[kind]))
-    how: dict[str, Any] = {"half": half, "attention": attention, "casts": way == "amp"}
-    lanes = [walk.add(partial(observed, b), dtype, **how) for b in inputs]
+    lanes = [walk.add(partial(observed, b), dtype, half=half, attention=attention) for b in inputs]
     walk.run()
     for lane, outputs in zip(lanes, expected, strict=True):
         given, _ = lane.result
@@ -144,7 +133,7 @@ def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Pa
     ways.sort(key=lambda way: way[0].itemsize)
     walk = Walk(open_checkpoint(folder))
     lanes = [
-        walk.add(partial(run, batch=batch, amp=amp), dtype, half=half, attention=attention, change=change, casts=amp)
+        walk.add(partial(run, batch=batch, amp=amp), dtype, half=half, attention=attention, change=change)
         for dtype, half, attention, amp, change in ways
     ]
     walk.run()
@@ -153,33 +142,36 @@ def test_lanes_of_every_way_in_one_walk_share_no_weights(kind: str, tmp_path: Pa
         assert logits.dtype == whole.dtype and torch.equal(logits.nan_to_num(7), whole.nan_to_num(7)), way
 
 
-@pytest.mark.parametrize(
-    ("kind", "amp", "casts"), [("pegasus", False, False), ("gated", True, False), ("gated", True, True)]
-)
+@pytest.mark.parametrize(("kind", "amp"), [("pegasus", False), ("gated", True)])
 def test_a_walk_holds_the_weights_of_one_place_through_a_generation_too(
-    kind: str, amp: bool, casts: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    kind: str, amp: bool, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a tied head as well, whose weights are another place's embedding, and where autocast keeps copies."""
     folder = folders[kind]
     batch = next(b for b in batches(load(folder, torch.float32).config, None, None) if b.generate)
     held: list[tuple[str, StorageWeakRef]] = []
-    load_place, read = Walk._load, Checkpoint.read
+    run_place, resume, read = Walk._run_place, Walk._resume, Checkpoint.read
 
-    def watched(walk: Walk, weights: Any, place: str, *more: Any) -> Any:
-        assert [name for name, storage in held if not storage.expired()] == [] and not walk._read
-        altered = load_place(walk, weights, place, *more)
-        held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in weights.stored[place])
-        return altered
+    def watched(walk: Walk, *more: Any) -> None:
+        assert [name for name, storage in held if not storage.expired()] == []
+        run_place(walk, *more)
+
+    def loaded(walk: Walk, lane: Any) -> None:
+        if lane.waits_at is not None:
+            stored = lane.weights.stored[lane.waits_at]
+            held.extend((name, StorageWeakRef(p.untyped_storage())) for name, p in stored)
+        resume(walk, lane)
 
     def noted(checkpoint: Checkpoint, name: str) -> Tensor:
         tensor = read(checkpoint, name)
         held.append((name, StorageWeakRef(tensor.untyped_storage())))
         return tensor
 
-    monkeypatch.setattr(Walk, "_load", watched)
+    monkeypatch.setattr(Walk, "_run_place", watched)
+    monkeypatch.setattr(Walk, "_resume", loaded)
     monkeypatch.setattr(Checkpoint, "read", noted)
     walk = Walk(open_checkpoint(folder))
-    walk.add(partial(run, batch=batch, amp=amp), torch.float32, casts=casts)
+    walk.add(partial(run, batch=batch, amp=amp), torch.float32)
     walk.run()
     assert len(held) > len({name for name, _ in held}) > 8
 
@@ -274,49 +266,6 @@ def test_fewer_ids_than_the_number_of_the_padding_are_looked_up(tmp_path: Path) 
     model = tiny.build("pegasus", encoder_layers=1, decoder_layers=1, pad_token_id=90)
     folder = tiny.save(model, tmp_path)
     assert_walked_as_whole(folder, batch_of(5, 90, 7))
-
-
-@pytest.mark.parametrize(("how", "at_once"), [({}, 3), ({"casts": True}, 1)])
-def test_lanes_run_at_once_on_shared_threads(how: dict[str, Any], at_once: int, folders: dict[str, Path]) -> None:
-    """Those under autocast one after another on all of them."""
-    walk, meet, inside = Walk(open_checkpoint(folders["t5"])), threading.Barrier(at_once), list[int]()
-    seen: list[tuple[int, int]] = []
-
-    def looks(model: Any) -> None:
-        inside.append(0)
-        meet.wait(20)
-        seen.append((len(inside), torch.get_num_threads()))
-        meet.wait(20)
-        inside.clear()
-        run_batch(model, FEW_IDS)
-
-    torch.set_num_threads(3)
-    for _ in range(3):
-        walk.add(looks, torch.float32, **how)
-    walk.run()
-    after = [torch.get_num_threads()]
-    fresh = threading.Thread(target=lambda: after.append(torch.get_num_threads()))
-    fresh.start()
-    fresh.join()
-    torch.set_num_threads(2)
-    assert seen == [(at_once, 3 // at_once)] * 3
-    assert after == [3, 3]
-
-
-def test_lanes_that_may_not_run_at_once_do_not_beside_one_that_may(folders: dict[str, Path]) -> None:
-    walk, inside, most = Walk(open_checkpoint(folders["t5"])), [0], [0]
-
-    def looks(model: Any) -> None:
-        inside[0] += 1
-        most[0] = max(most[0], inside[0])
-        time.sleep(0.05)
-        inside[0] -= 1
-
-    for _ in range(3):
-        walk.add(looks, torch.float32, casts=True)
-    walk.add(lambda model: None, torch.float32)
-    walk.run()
-    assert most == [1]
 
 
 @pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
