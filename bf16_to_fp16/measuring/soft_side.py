@@ -3,7 +3,8 @@ most.
 
 The weights give candidates, from ids that stand alone (``id_choice``): those whose output of the model or a sublayer
 changes most, and sets of ids between which attention weights move most. Stock code runs each in one row, beside random
-pairs. What comes out worse than bf16 is run in several rows: one bad row can be chance."""
+pairs. The ids of the worst rows are put beside other ids. What comes out worse than bf16 is run in several rows: one
+bad row can be chance."""
 
 from __future__ import annotations
 
@@ -34,18 +35,21 @@ from .products import FastProducts
 from .stock import vocabulary_of
 
 LENGTH, EVERY = 16, 4  # tokens of a row; one in four of a text is replaced
-LEAST_ROWS, MOST_ROWS = 64, 512  # rows that are run, fewer of a large vocabulary
-TOGETHER = 32  # rows of one batch
+LEAST_ROWS, MOST_ROWS = 64, 2048  # rows that are run, fewer of a large vocabulary
+TOGETHER = 128  # rows of one batch
 IN_TEXT = 32  # ids that are put into text
+MOST_OVER = 256  # rows, worst beside a bf16 run, that are rounded stochastically too
 AGAIN, MOST_AGAIN = 8, 24  # rows that confirm a harmed input, and most inputs that are confirmed
+WORST, PARTNERED = 24, 8  # inputs that are fed back, and how many of their ids are put beside random ones
+NEGLIGIBLE = 1e-4  # a smaller divergence of bf16 counts as this
 RANKS = 8  # suspects of one site
 IN_PAIRS = 2048  # ids of which all pairs are looked at
 DRAWS = 8  # stochastic roundings whose mean stands for bf16
 TIMES, LEAST = 10.0, 0.01
 """An edit harms an input from TIMES bf16's divergence on, if its own is over LEAST: by a statistic of AGAIN rows."""
 
-STATISTICS: tuple[Callable[[Tensor], Tensor], ...] = (torch.mean, partial(torch.quantile, q=0.75))
-"""bf16's mean can hide harm to most rows, where bf16 ruins one; the upper quartile does not see that one."""
+STATISTICS: tuple[Callable[[Tensor], Tensor], ...] = (torch.mean, *(partial(torch.quantile, q=q) for q in (0.75, 0.5)))
+"""bf16's mean can hide harm to most rows, where bf16 ruins one; the quartiles do not see that one."""
 
 LOGITS_TOGETHER = 1 << 25  # of lone tokens, 128 MiB
 HALF_STEP = 2.0**-9  # relative rounding error of bf16
@@ -74,17 +78,22 @@ def soft_side(
     most = max(LEAST_ROWS, min(MOST_ROWS, carried // LENGTH))
     most = min(most, LOGIT_BUDGET // (LENGTH * vocabulary))
     inputs = (alone[: most // 4] + together)[: most // 2]
-    pairs = torch.randint(vocabulary, (most - len(inputs), 2), generator=generator)
-    inputs += map(tuple, pairs.tolist())
+    pairs = torch.randint(vocabulary, ((most - len(inputs)) // 2, 2), generator=generator)
     lines = torch.randint(vocabulary, (AGAIN, LENGTH), generator=generator) if text is None else text
     lines = lines.repeat(1, math.ceil(LENGTH / lines.shape[1]))[:, :LENGTH]  # a text may be shorter
     rows = Rows(source, written, layout, config, lines, generator)
-    harmed, further = rows.harmed(inputs)
+    inputs += map(tuple, pairs.tolist())
+    harmed, kl, run = rows.harmed(inputs)
+    worst = Counter(i for n in in_order(kl, run)[:WORST].tolist() for i in inputs[n])
+    beside = torch.randint(vocabulary, (most - len(inputs),), generator=generator).tolist()
+    usual = cycle([i for i, _ in worst.most_common(PARTNERED)])
+    harmed += rows.harmed(list(zip(usual, beside, strict=False)))[0]
     parts = dict.fromkeys((i,) for each in harmed if len(each.ids) > 1 for i in each.ids)
     if untried := [part for part in parts if part not in inputs][:IN_TEXT]:
         harmed += rows.harmed(untried)[0]
-    search = SearchEntry(ids=len(ids), further=float(further[-len(pairs) :].float().mean()))
-    return SoftSide(sorted(harmed, key=lambda each: -each.kl), search)
+    search = SearchEntry(ids=len(ids), further=float((kl > run)[-len(pairs) :].float().mean()))
+    different = {tuple(each.ids): each for each in harmed}.values()
+    return SoftSide(sorted(different, key=lambda each: -each.kl), search)
 
 
 @dataclass(frozen=True)
@@ -106,16 +115,18 @@ class Rows:
     def batches(self, rows: Tensor) -> list[Batch]:
         return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
 
-    def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor]:
-        """Return the entries of the inputs that edits harm, and for each input whether its row diverges more than in
-        bf16."""
+    def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
+        """Return the entries of the inputs that edits harm, and how far the edited checkpoint and a bf16 run diverge on
+        one row of each input."""
         rows = self.of(inputs)
         kl, run = self.divergences(rows)
-        over = kl.argsort(descending=True)[: int((kl > LEAST).sum())]
+        order = in_order(kl, run)
+        over = order[kl[order] > LEAST][:MOST_OVER]
         if not len(over):
-            return [], kl > run
-        suspects = over[kl[over] > TIMES * self.bf16(rows[over])].tolist()[:MOST_AGAIN]
-        return self.confirmed([inputs[i] for i in suspects]), kl > run
+            return [], kl, run
+        suspects = over[kl[over] > TIMES * self.bf16(rows[over])].tolist()
+        different = dict.fromkeys(tuple(sorted(inputs[i])) for i in suspects)
+        return self.confirmed(list(different)[:MOST_AGAIN]), kl, run
 
     def confirmed(self, suspects: Sequence[tuple[int, ...]]) -> list[ExceptionEntry]:
         if not suspects:
@@ -141,6 +152,11 @@ class Rows:
 
     def bf16(self, rows: Tensor) -> Tensor:
         return mean_bf16_divergence(self.source, self.batches(rows), self.layout)
+
+
+def in_order(kl: Tensor, run: Tensor) -> Tensor:
+    """Return the numbers of the rows, the worst beside bf16 first."""
+    return (kl / run.clamp(min=NEGLIGIBLE)).argsort(descending=True)
 
 
 def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:

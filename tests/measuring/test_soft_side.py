@@ -263,6 +263,7 @@ def test_stochastic_rounding_is_bf16s_in_the_mean(monkeypatch: pytest.MonkeyPatc
         ([1.0] * 8, [1e-3] * 8, 2),
         ([0.005] * 8, [1e-5] * 8, 0),
         ([1.0] * 8, [1e3] + [1e-3] * 7, 2),  # bf16 ruins one row, the edit all
+        ([1.0] * 5 + [1e-3] * 3, [1e3] * 3 + [1e-3] * 5, 2),  # the edit ruins most, bf16 three
         ([1.0] + [1e-3] * 7, [1e-3] * 8, 2),  # the edit ruins one, bf16 none
         ([1.0] + [1e-3] * 7, [0.16] + [1e-3] * 7, 0),  # both ruin one
     ],
@@ -279,5 +280,26 @@ def test_what_harms_one_row_counts_if_it_harms_others(
     monkeypatch.setattr(soft_side.Rows, "bf16", lambda self, rows: values(bf16, 1e-3, rows))
     nothing: Any = None
     rows = soft_side.Rows(nothing, nothing, nothing, nothing, torch.zeros(3, LENGTH).long(), torch.Generator())
-    found, further = rows.harmed([(3,), (4, 5)])
-    assert [each.ids for each in found] == [[3], [4, 5]][:listed] and bool(further.all())
+    found, kl, run = rows.harmed([(3,), (5, 4)])
+    assert [each.ids for each in found] == [[3], [4, 5]][:listed] and bool((kl > run).all())
+
+
+def test_the_ids_of_the_worst_rows_are_tried_beside_others(
+    gate: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One random pair in 2,000 holds id 7; what harms it together with one id in four is found."""
+    root, report = gate
+    source, written = (open_checkpoint(root / name) for name in ("source", "out"))
+
+    def divergences(self: soft_side.Rows, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        beside, zeros = (rows % 4 == 1).any(1), torch.zeros(len(rows), dtype=torch.float64)
+        return torch.where((rows == 7).any(1), torch.where(beside, 1.0, 1e-3), zeros), zeros
+
+    monkeypatch.setattr(soft_side.Rows, "divergences", divergences)
+    monkeypatch.setattr(soft_side.Rows, "bf16", lambda self, rows: torch.zeros(len(rows)))
+    monkeypatch.setattr(soft_side, "suspected", lambda *_: [(7, 8)])
+    plan = Plan.model_validate(report["plan"])
+    found = soft_side.soft_side(source, written, resolve(source), plan, load_config(source.folder), None).exceptions
+    ids = [tuple(each.ids) for each in found]
+    pairs = [each for each in ids if len(each) == 2]
+    assert pairs and all(7 in each for each in ids) and len({*ids}) == len(ids)
