@@ -3,15 +3,13 @@ mapping kills the process if the file shrinks."""
 
 from __future__ import annotations
 
-import hashlib
 import pickle
-from io import FileIO
 from pathlib import Path
 
 import torch
 
 from ..errors import UserError
-from .files import read_exactly, reading, size_of, zip_records
+from .files import read_exactly, reading, zip_records
 from .headers import TensorInfo
 from .sources import RESTORE, shown
 
@@ -33,8 +31,6 @@ SAFETENSORS_DTYPES = {
 
 SAFETENSORS_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
-READ_BYTES = 1 << 20  # bytes read at a time where a whole file is hashed
-
 FileState = tuple[int, int, int, int, int]  # device, inode, size in bytes, mtime and ctime in ns
 
 
@@ -47,31 +43,6 @@ def state_of(file: Path) -> FileState:
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------
-
-
-class RunningHash:
-    """The SHA-256 of an open file. Bytes that are fed in order are not read again."""
-
-    def __init__(self, source: FileIO) -> None:
-        self.digest, self.position, self.source = hashlib.sha256(), 0, source
-
-    def feed(self, data: memoryview, offset: int) -> None:
-        if offset >= self.position:
-            self.catch_up(offset)
-            self.digest.update(data)
-            self.position = offset + len(data)
-
-    def whole(self) -> str:
-        self.catch_up(size_of(self.source))
-        return self.digest.hexdigest()
-
-    def catch_up(self, end: int) -> None:
-        buffer = memoryview(bytearray(max(0, min(READ_BYTES, end - self.position))))
-        while self.position < end:
-            part = buffer[: end - self.position]
-            read_exactly(self.source, part, self.position)
-            self.digest.update(part)
-            self.position += len(part)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

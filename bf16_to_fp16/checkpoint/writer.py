@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from io import FileIO
 from itertools import chain
 from operator import add
@@ -21,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .files import created, read_exactly, reading, write_all, writing
-from .formats import SAFETENSORS_DTYPES, RunningHash, bytes_of
+from .files import created, read_exactly, reading, sha256_of, write_all, writing
+from .formats import SAFETENSORS_DTYPES, bytes_of
 from .reader import Checkpoint
 from .shards import FileRecord, Write, lay_out, shards
 
@@ -35,7 +34,6 @@ FP32_REACH = 100
 or above 2²⁸, outside fp16."""
 
 Array = np.ndarray[Any, Any]
-Chunk = tuple[Callable[[], object], memoryview]
 
 
 @dataclass(frozen=True)
@@ -87,21 +85,21 @@ def write_fp16(
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         read = {checkpoint.tensors[write.source].file for write in writes if write.source is not None}
-        hashed = checkpoint.weight_files if hashes else ()
         sources = {path: stack.enter_context(reading(path)) for path in sorted(read)}
-        source_hashes = {path: RunningHash(stack.enter_context(reading(path))) for path in hashed}
         outputs = [stack.enter_context(created(file.path)) for file in files]
         # Hashing, the disk and all else take equally long, so they run at the same time.
-        hasher, flusher = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        hasher, flusher, source_hasher = (ThreadPoolExecutor(1) for _ in range(3))
+        for executor in (hasher, flusher, source_hasher):
+            stack.callback(executor.shutdown, cancel_futures=True)
+        digests = {path: source_hasher.submit(sha256_of, path) for path in (checkpoint.weight_files if hashes else ())}
         waiting: deque[Future[object]] = deque()
         for file, output in zip(files, outputs, strict=True):
             digest = hashlib.sha256()
             flushed: Future[object] = flusher.submit(bool)
-            header: Chunk = (int, memoryview(file.header))
-            parts = (converted(write, checkpoint, sources, source_hashes, stats) for write in file.writes)
-            for feed, data in chain([header], *parts):
+            parts = (converted(write, checkpoint, sources, stats) for write in file.writes)
+            for data in chain([memoryview(file.header)], *parts):
                 if hashes:
-                    waiting += hasher.submit(feed), hasher.submit(digest.update, data)
+                    waiting.append(hasher.submit(digest.update, data))
                 while len(waiting) > MOST_WAITING:
                     waiting.popleft().result()
                 with writing(file.path):
@@ -118,18 +116,17 @@ def write_fp16(
             while waiting:
                 waiting.popleft().result()
             records.append(FileRecord(file.path.name, file.size, digest.hexdigest() if hashes else None))
-        digests = {checkpoint.file_name(path): running.whole() for path, running in source_hashes.items()}
-    return Written(stats, tuple(records), dict(sorted(digests.items())))
+        source_sha256 = {checkpoint.file_name(path): digest.result() for path, digest in digests.items()}
+    return Written(stats, tuple(records), dict(sorted(source_sha256.items())))
 
 
 def converted(
     write: Write,
     checkpoint: Checkpoint,
     sources: Mapping[Path, FileIO],
-    hashes: Mapping[Path, RunningHash],
     stats: dict[str, TensorStats],
-) -> Iterator[Chunk]:
-    """Yield a tensor's chunks, each with a call that hashes its source bytes; add to ``stats``."""
+) -> Iterator[memoryview]:
+    """Yield a tensor's chunks, and add to ``stats``."""
     if write.data is None:
         info = checkpoint.tensors[str(write.source)]
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
@@ -138,7 +135,6 @@ def converted(
     reach = abs(write.exponent) + sum(int(exponents.abs().max()) for exponents in axes)
     wide = torch.float32 if narrow and reach <= FP32_REACH else torch.float64
     columns = math.prod(write.shape[1:])
-    feed: Callable[[], object] = int
     for rows, part in chunks(write.shape):
         begin, size = rows.start * columns + part.start, (rows.stop - rows.start) * (part.stop - part.start)
         if write.data is not None:
@@ -146,13 +142,11 @@ def converted(
         else:
             source, offset = torch.empty(size, dtype=dtype), info.offset + begin * dtype.itemsize
             read_exactly(sources[info.file], bytes_of(source), offset)
-            if info.file in hashes:
-                feed = partial(hashes[info.file].feed, bytes_of(source), offset)
         wanted, zero = scaled(source.to(wide, copy=True), write, rows, part)
         values = wanted.to(write.dtype)
         counts = count(wanted.numpy(), values.to(wide).numpy(), zero, torch.finfo(write.dtype).tiny)
         stats[write.name] = stats[write.name].plus(counts)
-        yield feed, bytes_of(values)
+        yield bytes_of(values)
 
 
 def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
