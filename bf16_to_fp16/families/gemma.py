@@ -53,13 +53,7 @@ GEMMA3 = replace(
     config_type="gemma3_text",
     classes=llama.classes("Gemma3", STYLE, bare="TextModel", labels=(f"Text{llama.OF_ROWS}",)),
     defaults={
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
+        **llama.shape(vocab=262_208, width=2304, ff=9216, layers=26, heads=8, kv_heads=4, head=256),
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": 256,
         "attention_bias": False,
@@ -179,11 +173,7 @@ GEMMA = replace(
     classes=llama.classes("Gemma", STYLE),
     defaults={key: value for key, value in GEMMA2.defaults.items() if key not in OTHERS}
     | {
-        "hidden_size": 3072,
-        "intermediate_size": 24_576,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
+        **llama.shape(width=3072, ff=24_576, layers=28, heads=16, kv_heads=16),
         "hidden_act": "gelu_pytorch_tanh",
     },
     encoder=llama.layers(plain_block),

@@ -66,8 +66,7 @@ GEMMA4 = replace(
     },
     defaults={key: value for key, value in gemma.GEMMA3.defaults.items() if key not in gemma.OTHERS[1:3]}
     | {
-        "vocab_size": 262_144,
-        "num_hidden_layers": 30,
+        **llama.shape(vocab=262_144, layers=30),
         "attention_k_eq_v": False,
         "enable_moe_block": False,
         "final_logit_softcapping": None,

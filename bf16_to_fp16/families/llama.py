@@ -258,6 +258,22 @@ def image_classes(conditional: str, bare: str, style: parts.Style = parts.PLAIN)
     )
 
 
+SHAPE = {
+    "vocab": "vocab_size",
+    "width": "hidden_size",
+    "ff": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head": "head_dim",
+}
+
+
+def shape(**numbers: int) -> dict[str, int]:
+    """Return the numbers of a model's shape by their config keys."""
+    return {SHAPE[name]: number for name, number in numbers.items()}
+
+
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*QUERIES_KEYS_VALUES, "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -277,11 +293,7 @@ LLAMA = Family(
         "labels": ("id2label",),
     },
     defaults={
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
+        **shape(vocab=32_000, width=4096, ff=11_008, layers=32, heads=32),
         "num_key_value_heads": SameAs("num_attention_heads"),
         "head_dim": Quotient("hidden_size", "num_attention_heads"),
         "hidden_act": "silu",
@@ -348,12 +360,7 @@ SEED_OSS = replace(
     classes=classes("SeedOss"),
     defaults={
         **LLAMA.defaults,
-        "vocab_size": 155_136,
-        "intermediate_size": 27_648,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 80,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        **shape(vocab=155_136, ff=27_648, layers=64, heads=80, kv_heads=8, head=128),
         "attention_bias": True,
         "attention_out_bias": False,
         "attention_dropout": 0.1,
@@ -384,11 +391,7 @@ SMOLLM3 = replace(
     classes=classes("SmolLM3"),
     defaults={
         **LLAMA.defaults,
-        "vocab_size": 128_256,
-        "hidden_size": 2048,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
+        **shape(vocab=128_256, width=2048, layers=36, heads=16, kv_heads=4),
         "no_rope_layer_interval": 4,
         "tie_word_embeddings": True,
     },
@@ -403,13 +406,7 @@ ERNIE4_5 = replace(
     classes=classes("Ernie4_5", labels=()),
     defaults={key: value for key, value in SHARED_DEFAULTS.items() if key != "attention_dropout"}
     | {
-        "vocab_size": 103_424,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 18,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
+        **shape(vocab=103_424, width=1024, ff=3072, layers=18, heads=16, kv_heads=2, head=128),
         "use_bias": False,
         "tie_word_embeddings": True,
     },

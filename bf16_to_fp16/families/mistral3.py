@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import UserError
 from .configs import looked_up
-from .llama import INSIDE, MISTRAL, block, classes, heads, image_classes, layers
+from .llama import INSIDE, MISTRAL, block, classes, heads, image_classes, layers, shape
 from .nested import keys_inside
 from .parts import Style
 from .parts import projector as projector_records
@@ -110,13 +110,12 @@ MINISTRAL3 = replace(
     name="ministral3",
     title="Ministral 3",
     classes=classes("Ministral3"),
-    defaults={**MISTRAL.defaults, "vocab_size": 131_072, "num_hidden_layers": 34, "head_dim": 128},
+    defaults={**MISTRAL.defaults, **shape(vocab=131_072, layers=34, head=128)},
     encoder=layers(growing),
     eps=1e-5,
 )
 
-SIZES = {"vocab_size": 131_072, "hidden_size": 5120, "intermediate_size": 32_768, "num_hidden_layers": 40}
-SMALL = {**MISTRAL.defaults, **SIZES, "head_dim": 128}
+SMALL = {**MISTRAL.defaults, **shape(vocab=131_072, width=5120, ff=32_768, layers=40, head=128)}
 TEXT_TYPE = "text_config.model_type"
 TEXT = keys_inside(replace(MISTRAL, defaults=SMALL, eps=1e-5, encoder=layers(of_either), **heads(body=INSIDE)))
 

@@ -67,8 +67,7 @@ EXAONE4 = replace(
     classes=llama.classes("Exaone4"),
     defaults={
         **llama.SHARED_DEFAULTS,
-        "vocab_size": 102_400,
-        "intermediate_size": 16_384,
+        **llama.shape(vocab=102_400, ff=16_384),
         "layer_types": None,
         "sliding_window": 4096,
     },

@@ -44,9 +44,7 @@ PHI3 = replace(
     },
     defaults={
         **llama.SHARED_DEFAULTS,
-        "vocab_size": 32_064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
+        **llama.shape(vocab=32_064, width=3072, ff=8192),
         "resid_pdrop": 0.0,
     },
     encoder=llama.layers(block),

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from .configs import looked_up
-from .llama import INSIDE, QWEN2, QWEN3, STACK, heads, image_classes
+from .llama import INSIDE, QWEN2, QWEN3, STACK, heads, image_classes, shape
 from .nested import keys_inside
 from .parts import PLAIN, Style, projector, states
 from .signals import RESIDUAL, multiplied_by
@@ -106,14 +106,7 @@ def with_images(
     )
 
 
-SIZES = {
-    "vocab_size": 152_064,
-    "hidden_size": 8192,
-    "intermediate_size": 29_568,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}
+SIZES = shape(vocab=152_064, width=8192, ff=29_568, layers=80, heads=64, kv_heads=8)
 QWEN2_VL_TEXT = alone(QWEN2, "qwen2_vl_text", "Qwen2-VL (text)", "Qwen2VLTextModel", SIZES, 1e-5)
 QWEN2_5_VL_TEXT = alone(QWEN2, "qwen2_5_vl_text", "Qwen2.5-VL (text)", "Qwen2_5_VLTextModel", SIZES, 1e-5)
 QWEN3_VL_TEXT = alone(
