@@ -12,6 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+WINDOW = 64  # calm losses with which one is compared
+CHUNK = WINDOW // 4  # losses of which a median shows slow events
+FAST = WINDOW // 8  # losses within which a fall flattens out, and without a number a run has diverged
+Z = 6.0  # robust standard deviations that make a spike
+
 MAD_TO_SIGMA = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 _LEAST_SIGMA = 0.005  # least noise that is believed, as a share of the level: a smooth curve's small rise is no spike
 _CLEAR = 2.0  # how many times as far above the level as the lowest of the last calm losses is below it a spike must be
@@ -55,12 +60,9 @@ class _Chunk(NamedTuple):
 
 
 class Detector:
-    """Finds events in losses as they come. z: the number of robust standard deviations that makes a spike. window: the
-    number of calm losses to compare with."""
+    """Finds events in losses as they come."""
 
-    def __init__(self, *, z: float = 6.0, window: int = 64) -> None:
-        self.z, self.window = z, window
-        self.fast = window // 8
+    def __init__(self) -> None:
         self.events: list[Event] = []  # in the order of their discovery
         self._calm: list[float] = []
         self._tail: list[float] = []  # z-scores of calm losses
@@ -78,7 +80,7 @@ class Detector:
         loss = loss if math.isfinite(loss) else math.inf
         if self._excursion is not None:
             self._follow(self._excursion, step, loss)
-        elif len(self._calm) >= self.window // 2:
+        elif len(self._calm) >= WINDOW // 2:
             self._compare(step, loss)
         elif math.isfinite(loss):
             self._accept(step, loss)
@@ -103,7 +105,7 @@ class Detector:
         if slope < 0:
             end, scatter = _median_and_spread([loss + slope * (len(losses) - 1 - i) for i, loss in enumerate(losses)])
             if scatter < _STEEP * spread:
-                level, spread = max(end, min(losses[-self.fast :])), scatter
+                level, spread = max(end, min(losses[-FAST:])), scatter
         return level, max(spread, _LEAST_SIGMA * abs(level), 1e-12)
 
     def _compare(self, step: int, loss: float) -> None:
@@ -111,11 +113,11 @@ class Detector:
         z = (loss - level) / sigma
         # Noise with long tails falls far as well as it rises; a spike stands clear of that too. What fell further
         # than a spike rises was no noise.
-        tail = min(-min(self._tail, default=0.0), self.z)
-        if z > max(self.z, _CLEAR * tail):
-            self._begin(step, loss, level, level + self.z / 2 * sigma)
+        tail = min(-min(self._tail, default=0.0), Z)
+        if z > max(Z, _CLEAR * tail):
+            self._begin(step, loss, level, level + Z / 2 * sigma)
         else:
-            self._tail = [*self._tail, z][-4 * self.window :]
+            self._tail = [*self._tail, z][-4 * WINDOW :]
             self._accept(step, loss)
 
     def _begin(self, step: int, loss: float, level: float, back: float) -> None:
@@ -134,18 +136,18 @@ class Detector:
                     self._accept(step, value)
             return
         coming_back = median - level < event.size / 2
-        if excursion.losses > self.fast and math.isinf(min(excursion.recent)):
+        if excursion.losses > FAST and math.isinf(min(excursion.recent)):
             event.kind = "Divergence"
-        elif excursion.losses > self.window * (4 if coming_back else 1):
+        elif excursion.losses > WINDOW * (4 if coming_back else 1):
             event.kind = "Divergence"
             # From here on the new level is the one to compare with.
             self._excursion = self._lowest = None
             self._calm, self._fresh, self._chunks = [], [], []
 
     def _accept(self, step: int, loss: float) -> None:
-        self._calm = [*self._calm, loss][-self.window :]
+        self._calm = [*self._calm, loss][-WINDOW:]
         self._fresh.append((step, loss))
-        if len(self._fresh) == self.window // 4:
+        if len(self._fresh) == CHUNK:
             self._chunks.append(_Chunk(self._fresh[0][0], step, statistics.median(loss for _, loss in self._fresh)))
             self._fresh = []
             self._slow_rise()
@@ -162,8 +164,8 @@ class Detector:
         rise = chunk.median - lowest
         _, sigma = self._yardstick()
         # The yardstick of a rising window has the rise in it, so that this errs towards silence.
-        spread = sigma * math.sqrt(math.pi / (self.window // 4))
-        high = rise > max(self.z * spread, 0.05 * abs(lowest))
+        spread = sigma * math.sqrt(math.pi / CHUNK)
+        high = rise > max(Z * spread, 0.05 * abs(lowest))
         self._rising = self._rising + 1 if high else 0
         if self._drift is not None:
             self._drift.size = max(self._drift.size, rise)
@@ -209,7 +211,7 @@ def _fall(values: list[float]) -> tuple[float, float]:
     return -slope * (len(values) - 1), math.sqrt(rest / (len(values) - 2) / across) * (len(values) - 1)
 
 
-def events(losses: Iterable[tuple[int, float]], *, z: float = 6.0, window: int = 64) -> list[Event]:
+def events(losses: Iterable[tuple[int, float]]) -> list[Event]:
     """Return the events of a curve of (step, loss), sorted by start. If the step number goes back, the run was
     restarted from there: earlier losses from that step on are dropped."""
     curve: list[tuple[int, float]] = []
@@ -217,7 +219,7 @@ def events(losses: Iterable[tuple[int, float]], *, z: float = 6.0, window: int =
         if curve and step < curve[-1][0]:
             curve = [row for row in curve if row[0] < step]
         curve.append((step, loss))
-    detector = Detector(z=z, window=window)
+    detector = Detector()
     for step, loss in curve:
         detector.update(step, loss)
     return sorted(detector.events, key=lambda event: event.start)

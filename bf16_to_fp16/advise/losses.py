@@ -15,7 +15,7 @@ from rich.table import Table
 from ..errors import UserError, first_line
 from ..json_text import loads
 from ..report.screen import console
-from .detector import CAUSES, events
+from .detector import CAUSES, WINDOW, events
 
 # Keys of loss and step in logs; the first that is there is read.
 LOSS_NAMES = ("loss", "train_loss", "train/loss", "training_loss", "train/train_loss")
@@ -84,18 +84,15 @@ def _curve(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
     return curve
 
 
-def advise_losses(log: str | Path, *, z: float = 6.0, window: int = 64) -> dict[str, Any]:
+def advise_losses(log: str | Path) -> dict[str, Any]:
     """Return the spikes, divergences and plateaus of a training log, each with its usual cause.
 
-    log: as for ``read_log``. z, window: as for ``Detector``. In ``events``, ``end`` is None for an event that was not
-    over, and ``size`` for losses that are NaN or infinite. Raises UserError for an unreadable log, or one with fewer
-    losses than half a window."""
-    if window < 16 or not z > 0:
-        raise UserError(f"a window of {window} and a z of {z:g} compare nothing; give at least 16, and a positive z")
+    log: as for ``read_log``. In ``events``, ``end`` is None for an event that was not over, and ``size`` for losses
+    that are NaN or infinite. Raises UserError for an unreadable log, or one with fewer losses than half a window."""
     curve = read_log(log)
-    anomalies = events(curve, z=z, window=window)
-    if len(curve) < window // 2 and not anomalies:
-        raise UserError(f"{log}: {len(curve)} losses are too few for a --window of {window}; log every step")
+    anomalies = events(curve)
+    if len(curve) < WINDOW // 2 and not anomalies:
+        raise UserError(f"{log}: {len(curve)} losses, of which {WINDOW // 2} are needed; log every step")
     rows = [{name: None if value == math.inf else value for name, value in vars(event).items()} for event in anomalies]
     return {
         "mode": "losses",

@@ -49,14 +49,12 @@ def init_command(source: str, subfolder: str | None, json_file: str | None) -> i
 
 @advise_command.command("losses")
 @click.argument("log", type=PATH)
-@click.option("--window", type=int, default=64, show_default=True, help="Losses that one is compared with.")
-@click.option("--z", type=float, default=6.0, show_default=True, help="Robust deviations that make a spike.")
 @json_file
-def losses_command(log: str, window: int, z: float, json_file: str | None) -> int:
+def losses_command(log: str, json_file: str | None) -> int:
     """Say what went wrong in a training log: LOG is the log or its folder."""
     from ..advise.losses import advise_losses, print_losses
 
-    return answer(json_file, advise_losses(log, z=z, window=window), print_losses)
+    return answer(json_file, advise_losses(log), print_losses)
 
 
 def answer(json_file: str | None, result: Mapping[str, Any], show: Callable[[Mapping[str, Any]], None]) -> int:

@@ -96,9 +96,9 @@ def check_given(
 
 def check_text(data: str | None) -> None:
     if data is not None:
-        from ..measuring.texts import local_files
+        from ..measuring.texts import local_file
 
-        local_files(data)
+        local_file(data)
 
 
 def check_written(place: Path, subfolder: str | None = None, data: str | None = None) -> None:

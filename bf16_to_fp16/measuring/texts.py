@@ -9,7 +9,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may b
 
 
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target (or None) of every row of files (see ``local_files``), or of a Hub dataset's first 4096."""
-    files = local_files(data)
-    yield from text_pairs(data, hub_rows(data) if files is None else chain.from_iterable(map(file_rows, files)))
+    """Yield text and target (or None) of every row of a file, or of a Hub dataset's first 4096."""
+    file = local_file(data)
+    yield from text_pairs(data, hub_rows(data) if file is None else file_rows(file))
 
 
 def choose_columns(
@@ -132,31 +132,17 @@ READERS: Mapping[str, Callable[[Path, Iterable[str]], Iterator[dict[str, Any]]]]
 KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 
-def local_files(path: str) -> list[Path] | None:
-    """Return the files that a path, ``*`` pattern or folder means; None for a Hub dataset. Raises UserError for no
-    file, mixed kinds, or an unreadable kind."""
-    place = local_path(path)
-    if place.is_dir():
-        files = sorted(file for file in place.iterdir() if _ending(file) in KINDS)
-        if not files:
-            raise UserError(f"{path}: no .jsonl, .csv, .parquet or .txt in the folder; give one that has some")
-    elif any(sign in path for sign in "*?"):
-        files = sorted(place.parent.glob(place.name))
-        if not files:
-            raise UserError(f"{path}: no file has this name; give an existing .jsonl, .csv, .parquet or .txt")
-    elif place.exists() or place.is_absolute() or place.suffix in (*KINDS, ".gz"):
-        files = [place]
-    else:
+def local_file(path: str) -> Path | None:
+    """Return the file that a path means; None for a Hub dataset. Raises UserError for no file or an unreadable kind."""
+    file = local_path(path)
+    if not (file.exists() or file.is_absolute() or file.suffix in (*KINDS, ".gz")):
         return None
-    endings = sorted({_ending(file) for file in files})
-    if len(endings) > 1:
-        raise UserError(f"{path}: files of several kinds ({', '.join(endings)}); give one kind")
-    if not all(file.is_file() for file in files):
-        where = "" if place.is_absolute() else f" in {Path.cwd()}"
+    if not file.is_file():
+        where = "" if file.is_absolute() else f" in {Path.cwd()}"
         raise UserError(f"{path}: no such file{where}; give an existing .jsonl, .csv, .parquet or .txt")
-    if endings[0] not in KINDS:
-        raise UserError(f"{path}: unknown kind of file {endings[0]!r}; use .jsonl, .csv, .parquet or .txt (.gz too)")
-    return files
+    if (ending := _ending(file)) not in KINDS:
+        raise UserError(f"{path}: unknown kind of file {ending!r}; use .jsonl, .csv, .parquet or .txt (.gz too)")
+    return file
 
 
 def _ending(path: Path) -> str:
@@ -184,19 +170,19 @@ def open_texts(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[Any, tuple[str, str | None]]:
-    """Return a ``datasets`` table and the names of its text and target columns. path: files as in ``local_files``, else
-    a Hub dataset with ``subset`` and ``split``. Raises UserError for unreadable data."""
+    """Return a ``datasets`` table and the names of its text and target columns. path: a file, else a Hub
+    dataset with ``subset`` and ``split``. Raises UserError for unreadable data."""
     import datasets
 
     named = (input_column, target_column)
-    files = local_files(path)
+    file = local_file(path)
     with _plain_errors(path), ExitStack() as before:
         before.callback(datasets.logging.set_verbosity, datasets.logging.get_verbosity())
         if not datasets.utils.are_progress_bars_disabled():
             before.callback(datasets.enable_progress_bars)
         datasets.disable_progress_bars()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-        if files is None:
+        if file is None:
             dataset = datasets.load_dataset(path, subset, split=split)
             kinds = {name: getattr(feature, "dtype", None) for name, feature in dataset.features.items()}
             strings = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
@@ -208,9 +194,9 @@ def open_texts(
         features = datasets.Features({"text": datasets.Value("string"), "target": datasets.Value("string")})
         rows: dict[str, Any] = {
             "path": path,
-            "files": tuple(str(file.absolute()) for file in files),
-            "columns": (None, None) if _ending(files[0]) == ".txt" else named,
-            "stamps": tuple((file.stat().st_size, file.stat().st_mtime_ns) for file in files),
+            "file": str(file.absolute()),
+            "columns": (None, None) if _ending(file) == ".txt" else named,
+            "stamp": (file.stat().st_size, file.stat().st_mtime_ns),
         }
         first = next(_local_rows(**rows), None)
         if first is None:
@@ -219,13 +205,10 @@ def open_texts(
         return table, ("text", "target" if first["target"] is not None else None)
 
 
-def _local_rows(
-    path: str, files: tuple[str, ...], columns: tuple[str | None, str | None], stamps: Any
-) -> Iterator[dict[str, Any]]:
-    """Yield the rows as {"text", "target"}. ``stamps``: hashed by ``datasets`` to notice a changed file."""
-    for name in files:
-        for text, target in text_pairs(path, file_rows(Path(name)), *columns):
-            yield {"text": text, "target": target}
+def _local_rows(path: str, file: str, columns: tuple[str | None, str | None], stamp: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows as {"text", "target"}. ``stamp``: hashed by ``datasets`` to notice a changed file."""
+    for text, target in text_pairs(path, file_rows(Path(file)), *columns):
+        yield {"text": text, "target": target}
 
 
 @contextmanager

@@ -18,8 +18,8 @@ def noisy(level: float | np.ndarray, count: int, seed: int = 0, deviation: float
     return (level * (1 + deviation * np.random.default_rng(seed).standard_normal(count))).tolist()
 
 
-def run(losses: list[float], **options: Any) -> list[Event]:
-    return events(enumerate(losses, 1), **options)
+def run(losses: list[float]) -> list[Event]:
+    return events(enumerate(losses, 1))
 
 
 def test_a_spike_on_a_steep_fall_is_seen_and_the_fall_is_none() -> None:
