@@ -60,15 +60,10 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
         if beginning == b"version ":
             raise UserError(f"{file}: a pointer of Git LFS in place of the weights; run git lfs pull in its folder")
         length = int.from_bytes(beginning, "little")
-        if length > size - 8:
+        if length > (most := min(size - 8, LONGEST_HEADER)):
             raise UserError(
-                f"{file}: a header of {length} bytes does not fit the file of {size};"
-                f" it is cut short or not safetensors, {RESTORE}"
-            )
-        if length > LONGEST_HEADER:
-            raise UserError(
-                f"{file}: a header of {length} bytes is longer than the {LONGEST_HEADER} that are read here;"
-                f" it is not a header of weights, {RESTORE}"
+                f"{file}: a header of {length} bytes does not fit the {most} that it may have; it is cut short or not"
+                f" safetensors, {RESTORE}"
             )
         entries = parse_json(read_bytes(source, length, 8), file, "header")
     metadata = entries.pop("__metadata__", {})
@@ -78,8 +73,7 @@ def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str,
     end = 8 + length
     for info in sorted(tensors.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
-            kind = "overlaps the one before" if info.offset < end else "leaves a hole before it"
-            raise UserError(f"{file}: tensor {shown(info.name)} {kind}; {RESTORE}")
+            raise UserError(f"{file}: tensor {shown(info.name)} overlaps the one before or leaves a hole; {RESTORE}")
         end += info.nbytes
     if end != size:
         problem = "cut short" if end > size else "longer than its tensors"

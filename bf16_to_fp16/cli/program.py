@@ -63,8 +63,8 @@ def app(context: click.Context) -> None:
 @click.command("families")
 @json_file
 def families_command(json_file: str | None) -> int:
-    """List what is supported, and what cannot be."""
-    from ..families.known import FAMILIES, REFUSED, names_of
+    """List what is supported."""
+    from ..families.known import FAMILIES, names_of
     from ..report.screen import print_families
 
     rows = [
@@ -77,8 +77,8 @@ def families_command(json_file: str | None) -> int:
         }
         for f in FAMILIES
     ]
-    if write_result(json_file, {"families": rows, "refused": dict(REFUSED)}):
-        print_families(rows, REFUSED)
+    if write_result(json_file, {"families": rows}):
+        print_families(rows)
     return SAFE
 
 

@@ -33,34 +33,6 @@ FAMILIES: tuple[Family, ...] = (
     *(MIXTRAL, QWEN3_MOE, OLMOE, GLM4_MOE, T5GEMMA),
 )
 
-_OWN_POSITIONS = (
-    "stock code makes the positions that are added to its stream by itself, so that no file can scale them; in fp32 or"
-    " bf16 it runs as trained"
-)
-
-_POST_NORM = (
-    "a norm behind each add keeps its stream small, so that scaling the stream gains nothing; where its fp16 breaks is"
-    " inside a sublayer, which `audit` names, and that can run in fp32"
-)
-
-_FOUR_STREAMS = "AltUp mixes its four streams by numbers computed from them, which have no bound here; run it in bf16"
-
-REFUSED: Mapping[str, str] = {
-    "m2m_100": _OWN_POSITIONS,
-    "nllb-moe": _OWN_POSITIONS,
-    "pegasus_x": _OWN_POSITIONS,
-    "gemma3n": _FOUR_STREAMS,
-    "gemma3n_text": _FOUR_STREAMS,
-    "whisper": "its encoder's stream begins behind a GELU, which passes no factor on; keep the encoder in fp32 or bf16",
-    "bart": _POST_NORM,
-    "marian": _POST_NORM,
-    "phi": (
-        "what overflows in it is its scores, a product of queries and keys that rescaling leaves as it is; run its"
-        " attention in fp32 or bf16"
-    ),
-}
-"""Model types that are not converted, most because no rescaling helps, each with the reason and an alternative."""
-
 
 def names_of(family: Family) -> tuple[str, ...]:
     return tuple(name for stock in family.classes for name in stock.names)
@@ -69,8 +41,6 @@ def names_of(family: Family) -> tuple[str, ...]:
 def family_of(config: Mapping[str, object]) -> Family:
     model_type = model_type_of(config)
     family = of_model_type(model_type)
-    if family is None and (reason := REFUSED.get(str(model_type))):
-        raise UserError(f"config.json: model_type {model_type!r} cannot be converted: {reason}")
     if family is None:
         known = ", ".join(each.model_type for each in FAMILIES)
         raise UserError(

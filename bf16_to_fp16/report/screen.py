@@ -95,8 +95,7 @@ def bad(word: str, rest: str) -> Text:
     return Text.assemble((word, "bold red"), ": ", rest)
 
 
-def print_families(rows: Iterable[Mapping[str, Any]], refused: Mapping[str, str]) -> None:
+def print_families(rows: Iterable[Mapping[str, Any]]) -> None:
     keys = {"family": "name", "model_type": "model_type", "architectures": "architectures", "covers": "title"}
     columns = [Column(title, itemgetter(key)) for title, key in keys.items()]
     console().table(Table(columns, [{**row, "architectures": "\n".join(row["architectures"])} for row in rows]))
-    console().table(Table((Column("not convertible", 0), Column("because", 1)), list(refused.items())))

@@ -236,7 +236,7 @@ BAD_WEIGHTS: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "too few"),
     "half a length": (b"\x08\0\0", "too few"),
     "length beyond the file": (b"\xff" * 64, "does not fit"),
-    "header of more than 8 MB": ((8_000_001).to_bytes(8, "little") + bytes(8_000_100), "longer than the 8000000"),
+    "header of more than 8 MB": ((8_000_001).to_bytes(8, "little") + bytes(8_000_100), "does not fit the 8000000"),
     "bitsandbytes weights": (save({"a": torch.ones(2, dtype=torch.uint8)}), "quantised"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", r"Git LFS .* run git lfs pull"),
     "int8 weights": (save({"a": torch.ones(2, dtype=torch.int8)}), "quantised"),

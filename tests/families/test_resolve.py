@@ -30,16 +30,6 @@ def test_an_unknown_model_type_lists_the_known_ones() -> None:
     assert all(f.model_type in str(error.value) for f in FAMILIES)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [("m2m_100", "positions"), ("pegasus_x", "positions"), ("whisper", "GELU"), ("bart", "add"), ("phi", "scores")],
-)
-def test_what_no_file_can_help_is_refused_with_the_reason(model_type: str, reason: str) -> None:
-    with pytest.raises(UserError, match=f"'{model_type}' cannot be converted: .*{reason}") as error:
-        family_of({"model_type": model_type})
-    assert ";" in str(error.value)  # and what would help
-
-
 def test_no_class_or_an_unsupported_one_of_a_known_type_lists_the_known_ones_and_the_name_of_2020_is_one() -> None:
     with pytest.raises(UserError, match=r"T5ForImages.*T5EncoderModel"):
         family_of({"model_type": "t5", "architectures": ["T5ForImages"]})

@@ -69,7 +69,7 @@ def work(seconds: float = 0.0) -> None:
             advance(done, 40)
             time.sleep(seconds)
     console().print(terminal.verdict_line(Report(verdict="safe", regimes={})))
-    print_families([{"name": "t5", "model_type": "t5", "architectures": ["A"], "title": "T5"}], {})
+    print_families([{"name": "t5", "model_type": "t5", "architectures": ["A"], "title": "T5"}])
 
 
 def test_a_terminal_has_frames_a_bar_with_the_time_left_and_colours_unless_it_is_told_not_to_or_is_dumb() -> None:
