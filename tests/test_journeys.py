@@ -1,6 +1,5 @@
-"""The ways that people go, each from what they have to what they want, by the commands that the docs print, one after
-the other in an empty folder. The models are tiny and overflow fp16. Two further ways have files of their own: a wheel
-(``finetuning/test_from_a_wheel.py``) and vLLM's plugin (``test_vllm_plugin.py``)."""
+"""The ways that people go, by the commands that the docs print, in an empty folder. Two further ones:
+``finetuning/test_from_a_wheel.py`` and ``test_vllm_plugin.py``."""
 
 import json
 import os

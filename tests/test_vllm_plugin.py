@@ -1,8 +1,4 @@
-"""vLLM's refusal of fp16 by model type is lifted for what a report calls safe, and for nothing else.
-
-Where vLLM is not installed, a module stands in for its own: made of its list's and its function's names, and of what
-they do. The tests take vLLM's own where it can be imported.
-"""
+"""vLLM's refusal of fp16 by model type is lifted for what a report calls safe; a module stands in where vLLM is not."""
 
 import logging
 import shutil

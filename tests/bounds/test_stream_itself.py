@@ -109,19 +109,15 @@ def live(model: Any, *, stream: bool = True) -> tuple[Layout, dict[str, Tensor],
     return layout, named, DifferentiableBounds(layout, named.__getitem__, stream=stream)
 
 
-def is_stream(site: str, layout: Layout) -> bool:
-    """Whether a site is the residual stream or what joins it, where the certificate refines single rows."""
-    return any(site in (w.add, *outputs_of(w)) for stack in layout.stacks() for w in stack.sublayers)
-
-
 @pytest.mark.parametrize("kind", [*tiny.SEARCHED, "gemma3-images"])
 def test_every_bound_is_the_certificates_but_for_what_refines_the_stream(kind: str) -> None:
     layout, named, bounds = live(tiny.build(kind, 1))
     certificate = bound(layout, lambda name: effective(layout.tensors[name], named[name].detach()))
     measured = bounds.measure()
+    refined = {site for stack in layout.stacks() for w in stack.sublayers for site in (w.add, *outputs_of(w))}
     for site, values in measured.items():
         proven = bound_at(certificate, site)
-        most = 3.0 if is_stream(site, layout) else 1.02
+        most = 3.0 if site in refined else 1.02
         assert 0.97 * proven <= float(values.max()) <= most * proven, site
     some = list(measured)[::3]
     alone = bounds.measure(only=some)

@@ -1,8 +1,4 @@
-"""Tests that load a converted folder as its users do.
-
-diffusers and sentence-transformers are among the packages of `make test`; mlx-lm and the quantisers are in the
-environment of `make clients` alone, so pytest ignores the file that needs it elsewhere.
-"""
+"""Tests that load a converted folder as its users do; mlx-lm is in the environment of ``make clients`` alone."""
 
 from importlib.util import find_spec
 

@@ -1,8 +1,4 @@
-"""Whole pipelines in diffusers: the converted one takes the same step in fp32, and in fp16 a nearer one than bf16's.
-
-Tiny ones of diffusers' own classes, whose text encoders overflow fp16, and one step of what they condition. VAEs are
-left out, since nothing here decodes; weights are random, tokenizers of single bytes.
-"""
+"""Tiny pipelines of diffusers: converted they take the same step in fp32, and in fp16 a nearer one than in bf16."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,10 +1,7 @@
 """Runs one folder's weights under many configs by stock code alone, in whichever environment runs it.
 
-Usage: ``python edited.py FOLDER CONFIGS.json OUT.json``
-
-FOLDER: safetensors of a small sequence-to-sequence model. CONFIGS: a list of config.json objects. OUT: ``keys``, those
-that the first one's stock config class knows, and ``logits``: for each config what stock code gives in fp32 on the same
-few ids, null where it raises.
+``python edited.py FOLDER CONFIGS.json OUT.json``: OUT gets ``keys``, those that the first config's stock class knows,
+and ``logits``: for each config what stock code gives in fp32 on the same few ids, null where it raises.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""Compares two folders by what stock code computes from them, in a chosen environment.
+"""Compares two folders by what stock code computes from them, each in a process of a chosen environment.
 
-Each comparison runs one of the scripts beside this file in a process of the environment's interpreter, isolated from
-this one. Errors are relative to the largest magnitude of the reference.
+Errors are relative to the largest magnitude of the reference.
 """
 
 import json

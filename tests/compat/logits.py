@@ -1,11 +1,8 @@
 """Computes a folder's logits by stock code alone, in whichever environment runs it.
 
-Usage: ``python logits.py [--dtype float32|float16] FOLDER INPUTS.npz OUT.npz [FOLDER ...]``
-
-INPUTS holds int64 ``input_ids``, whose rows have one end token each, and ``attention_mask``, and ``decoder_input_ids``
-for models that take them. OUT gets ``output`` (fp32: the logits, of a span those of its start, or the last hidden
-state), ``missing`` and ``unexpected`` (names of tensors that stock code filled at random or dropped) and ``version``
-(of transformers). The package under test is not imported.
+``python logits.py [--dtype float32|float16] FOLDER INPUTS.npz OUT.npz [FOLDER ...]``: INPUTS has the ids and masks that
+the model takes; OUT gets ``output`` (fp32 logits, a span's start or last states), ``missing``, ``unexpected``,
+``version``.
 """
 
 import argparse

@@ -1,9 +1,7 @@
 """Makes ``.venv-compat``: transformers 4.57 and CTranslate2, which must read converted folders too.
 
-Usage: ``python tests/compat/make_env.py`` with any Python 3.11; prints the new interpreter's path.
-The environment is made again when ``constraints.txt`` beside this script has changed. A lock lets
-several test processes ask at once: one builds, the others wait, and an unfinished environment is
-never used because the stamp is written last.
+``python tests/compat/make_env.py`` prints the new interpreter's path, and makes it again when ``constraints.txt`` has
+changed. A lock lets several test processes ask at once; the stamp is written last.
 """
 
 import fcntl

@@ -1,12 +1,7 @@
-"""Scores target tokens with CTranslate2, after its own converter has read the folder.
+"""Scores target tokens with CTranslate2, after its own converter has read the folder, under transformers 4 only.
 
-Usage: ``python score_ct2.py FOLDER INPUTS.npz OUT.npz [FOLDER INPUTS.npz OUT.npz ...]``
-
-INPUTS is that of ``logits.py``; FOLDER also needs a tokenizer whose vocabulary is the model's. OUT
-gets ``output``: fp32 (batch, decoder length) log-probabilities of the tokens after the start token,
-and of the end token that ``score_batch`` adds. Runs under transformers 4 only: under 5 the
-converter scales an untied head as if it were tied. CTranslate2 has an epsilon of its own for the
-norms and ignores the config's.
+``python score_ct2.py FOLDER INPUTS.npz OUT.npz [FOLDER INPUTS.npz OUT.npz ...]``: INPUTS is that of ``logits.py``; OUT
+gets ``output``: fp32 (batch, decoder length) log-probabilities. CTranslate2 ignores the config's epsilon.
 """
 
 import sys

@@ -1,8 +1,6 @@
 """What strangers' files and slips of the hand lead to: one line that says what is wrong and how to mend it.
 
-Every row goes through the command line, in this process: exit status 2, one ``error:`` line that names the file or
-tensor and a remedy, no traceback, nothing at OUT and nothing beside it. Of each reader a few rows are here; all
-that it refuses is in its own tests (test_reader, test_resolve, test_id_choice, test_recipe, test_corpus).
+Of each reader a few rows go through the command line here; all that it refuses is in its own tests.
 """
 
 import json

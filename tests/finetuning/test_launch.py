@@ -1,9 +1,6 @@
 """Every file of launch/ and recipes/ does what it says: the same command as a user's, on two CPU processes.
 
-The shipped configurations are used as they are; only the number of processes, a free port and, where the claim is
-exactness, DeepSpeed's precision come from the command line. Two processes with half the batch each must log the losses
-and end with the weights of one process with the whole batch, which they cannot if both saw the same data, or if each
-believed to be alone.
+Two processes with half the batch each must log the losses and end with the weights of one process with the whole batch.
 """
 
 import json

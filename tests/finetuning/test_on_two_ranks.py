@@ -37,14 +37,10 @@ class Both(nn.Module):
 KINDS = ("t5", "pegasus", "t5-encoder")
 
 
-def teacher_of(kind: str, **options: Any) -> Teacher:
-    return Teacher(tiny.build(kind), torch.device("cpu"), **options)
-
-
 def teachers_in_parts() -> dict[str, Any]:
     found, ids = {}, torch.randint(2, 97, (3, 9), generator=torch.Generator().manual_seed(1))
     for kind in KINDS:
-        whole, parts = teacher_of(kind), teacher_of(kind, in_parts=True)
+        whole, parts = (Teacher(tiny.build(kind), torch.device("cpu"), in_parts=each) for each in (False, True))
         labels = ids[:, :5] if kind != "t5-encoder" else None
         batch = TrainingBatch(ids, torch.ones_like(ids), labels, ((0, 0), (0, 1), (0, 2)))
         count = sum(p.numel() for p in whole.model.parameters())
@@ -94,7 +90,9 @@ def trained_on(rank: int | None, kind: str) -> dict[str, Any]:
     model = built(train=False)
     targets = {SCORES: 2.0, LOGITS: 1.0}
     ids = torch.cat([ids_of(2, seed=0), ids_of(2, seed=1)]) if rank is None else ids_of(2, seed=rank)
-    local = {site: reached_alone(model, ids)[site] for site in targets}
+    with SiteObserver(model) as observer:
+        model(input_ids=ids, labels=ids)
+    local = {site.name: site.amax for site in observer.sites() if site.name in targets}
     wrapper: Any = model
     if kind == "ddp":
         wrapper = nn.parallel.DistributedDataParallel(model)
@@ -125,12 +123,6 @@ def trained_on(rank: int | None, kind: str) -> dict[str, Any]:
     parameters = [float(p.detach().double().sum()) for p in whole]
     seen = {"local": local, "sites": sites, "first": first, "weights": weights, "totals": totals}
     return seen | {"gradients": gradients, "parameters": parameters}
-
-
-def reached_alone(model: Any, ids: Tensor) -> dict[str, float]:
-    with SiteObserver(model) as observer:
-        model(input_ids=ids, labels=ids)
-    return {site.name: site.amax for site in observer.sites()}
 
 
 @pytest.fixture(scope="module")

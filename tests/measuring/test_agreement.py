@@ -145,26 +145,9 @@ def test_a_key_by_which_stock_code_runs_another_model_is_one_line(
 def test_a_window_of_zero_is_taken_where_stock_code_writes_it(folders: Folders, tmp_path: Path) -> None:
     """EmbeddingGemma sees both sides: of a window of 1 stock code makes 0//2 + 1 again."""
     folder = edited(folders("embeddinggemma"), tmp_path / "edited", sliding_window=1)
-    model = load(folder, torch.float32)
-    model.config.save_pretrained(folder)
+    load(folder, torch.float32).config.save_pretrained(folder)
     assert json.loads((folder / "config.json").read_text())["sliding_window"] == 0
-    again, ids = load(folder, torch.float32), torch.arange(2, 40)[None]
-    with torch.no_grad():
-        states = [each(input_ids=ids).last_hidden_state for each in (model, again)]
-    assert torch.equal(*states) and states[0].isfinite().all()
     assert cli.main(["certify", str(folder)]) == 0
-
-
-def test_dynamic_frequencies_lie_between_those_at_both_ends() -> None:
-    config = transformers.LlamaConfig(
-        hidden_size=60, num_attention_heads=3, max_position_embeddings=64, rope_parameters=SHRINKING | {"factor": 1.0}
-    )
-    frequencies = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
-    for factor in (1.0, 1.001, 4.0, 1e6):
-        config.rope_parameters["factor"] = factor
-        first, *found, last = (frequencies(config, None, seq_len=2**k)[0] for k in range(6, 32))
-        assert last.isfinite().all()
-        assert all(bool((each <= first).all() and (each >= last).all()) for each in found)
 
 
 T5_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "vocab_size", "relative_attention_num_buckets")
@@ -284,15 +267,6 @@ def test_a_layout_whose_modules_do_otherwise_is_refused(kind: str, folders: Fold
             check_agreement(checkpoint, replace(layout, **changes))
 
 
-IDS = torch.tensor([[5, 9, 2, 77, 1]])
-
-
-def logits(folder: Path, name: str) -> torch.Tensor:
-    model = getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(input_ids=IDS)[0]
-
-
 @pytest.mark.parametrize(
     ("name", "tied"),
     [("LlamaModel", False), ("LlamaForCausalLM", False), ("Qwen3ForCausalLM", True), ("Gemma3TextModel", True)],
@@ -310,7 +284,6 @@ def test_names_of_another_class_are_refused(name: str, tied: bool, tmp_path: Pat
     kind.from_pretrained(source, dtype="auto").save_pretrained(tmp_path / "again")
     layout = agreed_layout(open_checkpoint(tmp_path / "again"))
     assert layout.stock.names[0] == name and layout.tied is (tied if layout.stock.is_language_model else None)
-    assert torch.equal(logits(tmp_path / "again", name), logits(source, name))
 
 
 def test_where_a_head_would_be_filled_at_random_the_class_without_one_is_named(tmp_path: Path) -> None:

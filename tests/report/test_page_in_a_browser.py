@@ -1,7 +1,7 @@
 """The page in a browser: it holds its shape, its table sorts and filters, and its script says what the page says.
 
-Chromium is driven through its DevTools protocol over a pipe: no port, no driver, no network. Its ``--window-size`` is
-not what a page sees (390 gives an inner width of 500), so widths are set as device metrics.
+Chromium is driven through its DevTools protocol over a pipe. Its ``--window-size`` is not what a page sees, so widths
+are set as device metrics.
 """
 
 import base64

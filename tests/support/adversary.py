@@ -1,7 +1,6 @@
 """An adversary that moves what every norm reads freely: the strongest input that the bounds of a sublayer allow.
 
-The certificate claims nothing about which vectors can reach a norm, so any may: here those that the weights behind it
-like most. Stock modules compute everything else, in fp32 or in real fp16 arithmetic.
+Stock modules compute everything else, in fp32 or in real fp16 arithmetic.
 """
 
 from collections.abc import Iterator, Mapping

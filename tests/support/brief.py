@@ -1,8 +1,6 @@
-"""What runs of tests do less of than those of users: pictures and tables of sites on pages, batches of the probe and of
-evaluations, building the stock model of a config and tensors that another run has found to agree.
+"""What runs of tests do less of than those of users, and few tests look at.
 
-Few tests look at what is left out, and the programs that they start from ``warm``'s interpreter leave it out as well,
-but where the environment says ``WHOLE_RUNS``.
+Programs of ``warm``'s interpreter leave it out as well, but where the environment says ``WHOLE_RUNS``.
 """
 
 import json

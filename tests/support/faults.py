@@ -1,8 +1,6 @@
 """Commands that are killed, interrupted or failed by the disk at a chosen moment, each in a child of this process.
 
-A moment is counted: the n-th time that the command opens, makes, renames, writes or flushes something at its place.
-Python's audit events announce the first three, and the calls that have none are wrapped. A child of a process that has
-its imports already starts at once, so that many moments can be tried.
+A moment is the n-th time that the command opens, makes, renames, writes or flushes something at its place.
 """
 
 import errno

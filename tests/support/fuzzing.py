@@ -1,8 +1,6 @@
 """Structure-aware mutation of everything that is read from strangers, and what must come of it.
 
-A mutation changes the parsed header, index, config or recipe at a node (another value, a node less, a node twice, two
-nodes exchanged), or its text, or raw bytes. Whatever it is, a command must end with success, a verdict or one
-``error:`` line: no other exception, no hang, no memory that the input does not account for.
+A command must end with success, a verdict or one ``error:`` line: no other exception, no hang, no unbounded memory.
 """
 
 import contextlib

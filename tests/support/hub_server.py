@@ -1,8 +1,6 @@
 """A Hub of one's own: the protocol that the real client speaks, over real sockets, in memory, with faults on request.
 
-As far as uploads and downloads of models go: who am I, create, repository info, file tree, card validation, preupload,
-LFS batch, upload and verification, commit and pull request, and download with ranges. Large files are served from
-another host name, as the Hub serves them from its CDN, which must not be sent the token. There is no Xet.
+Large files are served from another host name, as from the Hub's CDN, which must not be sent the token.
 """
 
 from __future__ import annotations
@@ -150,7 +148,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>[^/]+)", "preupload"),
         ("POST", r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch", "batch"),
         ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", "receive"),
-        ("POST", r"/lfs/verify", "verify"),
         ("POST", r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>[^/]+)", "commit"),
         ("GET", r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "resolve"),
         ("GET", r"/cdn/(?P<oid>[0-9a-f]{64})", "cdn"),
@@ -308,10 +305,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             answer: dict[str, Any] = {"oid": entry["oid"], "size": entry["size"]}
             if entry["oid"] not in self.server.objects:
                 href = self.server.endpoint.replace("127.0.0.1", "localhost")
-                answer["actions"] = {
-                    "upload": {"href": f"{href}/lfs/{entry['oid']}"},
-                    "verify": {"href": f"{self.server.endpoint}/lfs/verify"},
-                }
+                answer["actions"] = {"upload": {"href": f"{href}/lfs/{entry['oid']}"}}
             objects.append(answer)
         self.reply(200, {"transfer": "basic", "objects": objects})
 
@@ -322,11 +316,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             raise Refused(400, "", "the content does not have this hash")
         self.server.objects[oid] = self.body
         self.reply(200)
-
-    def verify(self) -> None:
-        asked = self.json()
-        data = self.server.objects.get(asked["oid"])
-        self.reply(200 if data is not None and len(data) == asked["size"] else 404)
 
     def commit(self, repo: str, revision: str) -> None:
         found, parent = self.allowed(repo, revision, write=True)

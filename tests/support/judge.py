@@ -1,7 +1,6 @@
-"""An independent judge of a conversion: stock classes of transformers alone, nothing of the package.
+"""An independent judge of a conversion by stock classes alone, on the CPU.
 
-The source in fp32 is the reference. The output is loaded as fp16, every parameter in half precision, and the source
-once more as bf16, which is the measure of what an error may cost. Runs on the CPU.
+The source in fp32 is the reference, the output runs in fp16, and the source in bf16 measures what an error may cost.
 """
 
 import json

@@ -1,8 +1,6 @@
-"""What every family promises of signals whose exponents have a price: where the function behind them is homogeneous, or
-constant, an exponent moves what it says and nothing else, to the bit.
+"""What every family promises of signals whose exponents have a price: they move what they say and nothing else.
 
-Activations are replaced by ReLU, a classifier's tanh by the sign, attention weights by equal ones, and a router gives
-all to the expert that it prefers.
+Activations are replaced by ReLU, a classifier's tanh by the sign, attention weights by equal ones, a router's by one.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +13,8 @@ import torch
 from support.contract import layout_of, outputs
 from torch import Tensor
 
-from bf16_to_fp16.families.layout import Layout, ResolvedTensor
-from bf16_to_fp16.families.signals import LOGITS, Axis, Kind, carried_by
+from bf16_to_fp16.families.layout import Layout
+from bf16_to_fp16.families.signals import LOGITS, Kind, carried_by
 from bf16_to_fp16.families.wiring import Attention, Experts
 from bf16_to_fp16.measuring.points import watched
 from bf16_to_fp16.rescaling.apply import apply
@@ -150,11 +148,8 @@ def left_out(layout: Layout, kind: Kind) -> Iterator[tuple[str, Layout]]:
                 place = ".".join("#" if part.isdigit() else part for part in name.split(".")), position, each.sign
                 if layout.signals[each.signal].kind is kind and place not in seen:
                     seen.add(place)
-                    without = replace(layout, tensors={**layout.tensors, name: without_axis(tensor, position, each)})
-                    yield f"{name} {position} {each.signal}", without
-
-
-def without_axis(tensor: ResolvedTensor, position: int, axis: Axis) -> ResolvedTensor:
-    kept = [each for each in carried_by(tensor.axes[position]) if each != axis]
-    rest = kept[0].beside(*kept[1:]) if kept else None
-    return replace(tensor, axes=tuple(rest if p == position else a for p, a in enumerate(tensor.axes)))
+                    kept = [other for other in carried_by(axis) if other != each]
+                    rest = kept[0].beside(*kept[1:]) if kept else None
+                    axes = tuple(rest if p == position else a for p, a in enumerate(tensor.axes))
+                    tensors = {**layout.tensors, name: replace(tensor, axes=axes)}
+                    yield f"{name} {position} {each.signal}", replace(layout, tensors=tensors)

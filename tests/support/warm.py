@@ -1,11 +1,8 @@
-"""Programs that begin at once: forks of a process that has imported torch, transformers and, of this environment, the
-package. The workers of pytest-xdist are such forks as well.
+"""Programs that begin at once: forks of a process that has imported torch, transformers and this package.
 
-``interpreter`` is a file that is called as Python is (``-m MODULE``, ``-c CODE`` or a script, and arguments) and lends
-its arguments, environment, working folder and standard streams to such a fork. Whoever starts, kills or awaits it sees
-what a Python of its own would show, but for the seconds of its imports and for what they decide: variables that are
-read while importing, and the seed of hashes. ``python -m support.warm FOLDER OWNER`` makes it in FOLDER and serves it
-until the process OWNER ends.
+``interpreter`` is a file that is called as Python is and lends its arguments, environment, working folder and standard
+streams to such a fork. ``python -m support.warm FOLDER OWNER`` serves it until the process OWNER ends. The workers of
+pytest-xdist are such forks as well.
 """
 
 import atexit
