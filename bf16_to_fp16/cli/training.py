@@ -67,7 +67,6 @@ def recipe_command(name: str | None, json_file: str | None) -> int:
 @click.option(
     "--memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="Of a card; default: asked, else 16."
 )
-@click.option("--kind", metavar="KIND", help="single, ddp, zero2, zero3, fsdp or zero3-offload; default: by memory.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
 @force
 @json_file
@@ -76,7 +75,6 @@ def launch_command(
     gpus: int,
     run: bool,
     memory: float | None,
-    kind: str | None,
     overrides: tuple[str, ...],
     force: bool,
     json_file: str | None,
@@ -90,15 +88,13 @@ def launch_command(
     asked = read_recipe(recipe, overrides)
     # What follows takes seconds to import.
     from ..devices import check_auto_uses_the_card
-    from ..finetuning.launching import KINDS, choose, machine_of, run_launch, write_launch
+    from ..finetuning.launching import choose, machine_of, run_launch, write_launch
 
-    if kind is not None and kind not in KINDS:
-        raise UserError(f"--kind {kind} is unknown; choose {', '.join(KINDS)}")
     if run:
         check_auto_uses_the_card(asked.device)
-    choice = choose(asked, machine_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"), kind)
-    if run and kind is None and not choice.fits:
-        raise UserError(f"{'; '.join(choice.explained())}; or try it with --kind {choice.kind}")
+    choice = choose(asked, machine_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"))
+    if run and not choice.fits:
+        raise UserError(f"{'; '.join(choice.explained())}; or try it with a larger --memory")
     given = [str(recipe), *(word for each in overrides for word in ("--set", each)), *(["--force"] if force else [])]
     files, words = write_launch(asked, choice, given)
     told = choice.to_json() | {"files": [str(path) for path in files], "command": shlex.join(words)}
@@ -111,7 +107,6 @@ def launch_command(
         return SAFE
     begun = ["bf16-to-fp16", "launch", "--gpus", str(gpus), "--run"]
     begun += [] if memory is None else ["--memory", f"{memory:g}"]
-    begun += [] if kind is None else ["--kind", kind]
     with aside(json_file == "-"):
         status = run_launch(words, begun, on_gpu=choice.machine.on_gpu)
     write_result(json_file, told | {"status": status})

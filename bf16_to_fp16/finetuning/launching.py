@@ -33,7 +33,6 @@ from ..checkpoint.hub import fetched
 from ..checkpoint.sources import local_source, subfolder_of
 from ..checkpoint.staging import replacing
 from ..devices import cards
-from ..environment import HOW_TO_TRAIN
 from ..errors import INTERRUPTED, UserError
 from ..families.known import of_model_type, stock_class
 from ..measuring.stock import config_of, is_causal, load_config, takes_decoder_ids
@@ -206,30 +205,25 @@ class Choice:
         }
 
 
-def excluded(kind: str, machine: Machine) -> str | None:
-    if (kind == "single") != (machine.processes == 1) and not kind.endswith("offload"):
-        return "is for another number of processes"
+def can_run(kind: str, machine: Machine) -> bool:
     if kind.startswith("zero") and find_spec("deepspeed") is None:
-        return f"needs deepspeed ({HOW_TO_TRAIN})"
-    if kind == "fsdp" and not machine.on_gpu:
-        return "needs GPUs: on CPUs accelerate would run DDP instead"
-    return None
+        return False
+    if kind == "fsdp" and not machine.on_gpu:  # on CPUs accelerate would run DDP instead
+        return False
+    return (kind == "single") == (machine.processes == 1) or kind.endswith("offload")
 
 
 @quiet()
-def choose(recipe: Recipe, machine: Machine, kind: str | None = None) -> Choice:
-    """Return the fastest configuration that fits the memory of ``machine``, or the smallest if none fits. kind: the
-    configuration to use instead, if it can run there."""
+def choose(recipe: Recipe, machine: Machine) -> Choice:
+    """Return the fastest configuration that fits the memory of ``machine``, or the smallest if none fits."""
     import transformers
 
-    if kind is not None and (why := excluded(kind, machine)) is not None:
-        raise UserError(f"{kind} {why}; choose another --kind")
     config = config_of_source(recipe)
     needs = Needs(recipe, config, getattr(transformers, stock_class(config.to_dict())), machine.processes)
     in_bf16 = machine.bf16 and "bfloat16" in str(getattr(config, "dtype", None))
     teacher = 0 if recipe.distillation.weight == 0 else 2 if in_bf16 else 4
     tried = dict[str, Mapping[str, float]]()
-    for name in [name for name in KINDS if excluded(name, machine) is None] if kind is None else [kind]:
+    for name in (name for name in KINDS if can_run(name, machine)):
         tried[name] = terms(name, needs, machine.processes, teacher, on_gpu=machine.on_gpu)
         if sum(tried[name].values()) <= USABLE * machine.memory:
             break

@@ -199,7 +199,7 @@ def make_accelerator(recipe: Recipe) -> Any:
     passes = recipe.data.share(wanted).gradient_accumulation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
     if engine and find_spec("deepspeed") is None:
-        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or launch with `bf16-to-fp16 launch --kind fsdp`")
+        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or launch anew, which takes FSDP")
     if engine and on_cpu:
         import deepspeed.ops
 

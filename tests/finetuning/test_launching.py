@@ -101,14 +101,15 @@ def test_the_last_line_is_the_command_and_all_others_are_comments(
     wanted = f"accelerate launch --config_file {config} --main_process_port 0 -m bf16_to_fp16 finetune {recipe}"
     assert shlex.split(line) == [*shlex.split(wanted), "--set", "schedule.steps=9", "--force"]
     assert yaml.safe_load(config.read_text()) == accelerate_config("ddp", 4) and told["files"] == [str(config)]
-    told, _ = launched(capsys, recipe, "--gpus", "4", "--kind", "zero3", "--set", "precision=fp32")
+    monkeypatch.setattr(launching, "KINDS", {"zero3": "ZeRO-3"})
+    told, _ = launched(capsys, recipe, "--gpus", "4", "--set", "precision=fp32")
     deepspeed = recipe.parent / "out.deepspeed.json"
     assert told["files"] == [str(config), str(deepspeed)]
     assert yaml.safe_load(config.read_text()) == accelerate_config("zero3", 4, deepspeed)
     shipped = json.loads((FILES / "deepspeed" / "zero3.json").read_text())
     assert json.loads(deepspeed.read_text()) | {"torch_autocast": shipped["torch_autocast"]} == shipped
     assert "torch_autocast" not in json.loads(deepspeed.read_text())
-    launched(capsys, recipe, "--gpus", "4", "--kind", "zero3")
+    launched(capsys, recipe, "--gpus", "4")
     assert json.loads(deepspeed.read_text()) == shipped
 
 
@@ -141,10 +142,7 @@ def test_the_drivers_cards_are_counted_with_and_say_what_the_teacher_is(
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
-        (("--kind", "zero4"), "--kind zero4 is unknown; choose single, ddp, zero2, zero3, fsdp"),
-        (("--kind", "single"), "single is for another number of processes"),
         (("--set", "source=nowhere/at/all"), "nowhere/at/all does not exist"),
-        (("--run", "--kind", "fsdp"), "fsdp needs GPUs: on CPUs accelerate would run DDP instead"),
         (("--run", "--memory", "0.000001"), "this is too much"),
         (("--gpus", "0"), "0 is not in the range x>=1"),
         (
