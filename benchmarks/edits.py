@@ -199,7 +199,8 @@ def model_of(seed: int) -> tuple[str, Any, list[str], torch.dtype]:
     model = tiny.build(kind, seed, factor=rng.choice((0.3, 1.0, 30.0, 900.0)), dtype=dtype, **shape)
     layout = resolve(ModelTensors(model))
     model.set_attn_implementation("eager")  # whose scores can be seen
-    with RangeObserver(model) as observer:
+    observer = RangeObserver()
+    with observer.watching(model):
         outputs(model)
     made = Saturation(model, layout, observer.ranges(), rng)
     with torch.no_grad():

@@ -23,68 +23,57 @@ _STEPS_IN_A_BINADE = 8
 
 
 class RangeObserver:
-    """Context manager that measures, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms
-    and attentions. Padding counts: fp16 must hold it. Scores need ``attn_implementation="eager"``."""
+    """Measures, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and attentions, over
+    all runs of it and of its copies, one at a time. Padding counts: fp16 must hold it. Scores need
+    ``attn_implementation="eager"``."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self) -> None:
+        self.meters: dict[str, _Meter] = {}
+        self.scores: dict[str, ScoreRange] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
         family = of_model_type(getattr(getattr(model, "config", None), "model_type", None))
         ends = () if family is None else attention_names(family)
-        self.attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
-        self.observer = SiteObserver(model, only=self.attentions)
-        self.meters: dict[str, _Meter] = {}
-        self._hooks = ExitStack()
+        attentions = {path for path, _ in model.named_modules() if path.rpartition(".")[2] in ends}
+        observer = SiteObserver(model, only=attentions)
+        with ExitStack() as hooks:
+            for path, module in model.named_modules():
+                metered = isinstance(module, nn.Embedding) or is_linear(module) or is_norm(module)
+                if metered or path in attentions:
+                    meter = self.meters.setdefault(path, _Meter(module))
+                    hooks.enter_context(module.register_forward_hook(meter, with_kwargs=True))
+            hooks.enter_context(observer)
+            yield
+        for path, seen in observer.score_ranges().items():
+            before = self.scores.get(path, seen)
+            self.scores[path] = ScoreRange(max(before.product, seen.product), max(before.biased, seen.biased))
 
-    def __enter__(self) -> RangeObserver:
-        for path, module in self.model.named_modules():
-            metered = isinstance(module, nn.Embedding) or is_linear(module) or is_norm(module)
-            if metered or path in self.attentions:
-                meter = self.meters.setdefault(path, _Meter(module))
-                self._hooks.enter_context(module.register_forward_hook(meter, with_kwargs=True))
-        self._hooks.enter_context(self.observer)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.close()
-
-    def take(self, others: Sequence[RangeObserver]) -> None:
-        """Move the values of other observers, of copies of the model, into this one, which frees memory."""
-        for other in others:
-            for path, meter in other.meters.items():
-                if meter.output.rows:
-                    self.meters[path].take(meter)
-
-    def ranges(self, others: Sequence[RangeObserver] = ()) -> Ranges:
-        self.take(others)
-        every = [observer.observer.score_ranges() for observer in (self, *others)]
-        scores = {path: [each[path] for each in every if path in each] for path in self.attentions}
-        return {path: meter.result(scores.get(path, ())) for path, meter in self.meters.items() if meter.output.rows}
+    def ranges(self) -> Ranges:
+        return {path: meter.result(self.scores.get(path)) for path, meter in self.meters.items() if meter.output.rows}
 
 
-NormMeters = Mapping[str, "NormMeter"]
-"""Meters of the norms' inputs in one run, by path."""
+NormMeters = dict[str, "NormMeter"]
+"""Meters of the norms' inputs, by path."""
 
 
 @contextmanager
-def metering_norms(model: nn.Module) -> Iterator[NormMeters]:
-    meters = {path: NormMeter(module) for path, module in model.named_modules() if is_norm(module)}
+def metering_norms(model: nn.Module, meters: NormMeters) -> Iterator[None]:
     with ExitStack() as hooks:
-        for path, meter in meters.items():
-            hooks.enter_context(model.get_submodule(path).register_forward_pre_hook(meter, with_kwargs=True))
-        yield meters
+        for path, module in model.named_modules():
+            if is_norm(module):
+                meter = meters.setdefault(path, NormMeter(module))
+                hooks.enter_context(module.register_forward_pre_hook(meter, with_kwargs=True))
+        yield
 
 
-def norms_seen(runs: Sequence[NormMeters]) -> dict[str, NormRange]:
-    """Return the ranges of norms' inputs, merged over runs of copies of one model."""
-    first, *rest = runs or [{}]
-    for path, meter in first.items():
-        for other in rest:
-            meter.take(other[path])
-    return {path: meter.result() for path, meter in first.items() if meter.rows}
+def norms_seen(meters: NormMeters) -> dict[str, NormRange]:
+    return {path: meter.result() for path, meter in meters.items() if meter.rows}
 
 
 def observe_ranges(model: nn.Module, batches: Sequence[Batch]) -> Ranges:
-    with torch.no_grad(), RangeObserver(model) as observer:
+    observer = RangeObserver()
+    with torch.no_grad(), observer.watching(model):
         for batch in batches:
             run_batch(model, batch)
     return observer.ranges()
@@ -122,7 +111,7 @@ class _Channels:
         self.rows = 0
         self.amax = self.squares = torch.zeros(0)
 
-    def add(self, other: _Total | _Channels) -> None:
+    def add(self, other: _Total) -> None:
         if not self.rows:  # the tensors of a total are shared by its modules
             self.amax, self.squares = other.amax, other.squares
         elif other.rows:
@@ -159,13 +148,6 @@ class NormMeter:
         for step, count in zip(*(x.tolist() for x in steps.unique(return_counts=True)), strict=True):
             self.binades[step] += count
 
-    def take(self, other: NormMeter) -> None:
-        self.rows += other.rows
-        self.norm_max = max(self.norm_max, other.norm_max)
-        self.binades.update(other.binades)
-        other.rows, other.norm_max = 0, 0.0
-        other.binades.clear()
-
     def result(self) -> NormRange:
         shares = [(2.0 ** (k / _STEPS_IN_A_BINADE), n / self.rows) for k, n in sorted(self.binades.items())]
         return NormRange(self.norm_max, torch.tensor(shares, dtype=torch.float64))
@@ -193,14 +175,6 @@ class _Meter:
                     self.norm.add(x)
             self.output.add(_total(y))
 
-    def take(self, other: _Meter) -> None:
-        self.input.add(other.input)
-        self.output.add(other.output)
-        other.input, other.output = _Channels(), _Channels()
-        if self.norm is not None and other.norm is not None:
-            self.norm.take(other.norm)
-
-    def result(self, scores: Sequence[ScoreRange]) -> ModuleRange:
+    def result(self, scores: ScoreRange | None) -> ModuleRange:
         norm = None if self.norm is None else self.norm.result()
-        largest = ScoreRange(max(s.product for s in scores), max(s.biased for s in scores)) if scores else None
-        return ModuleRange(self.input.result(), self.output.result(), norm, largest)
+        return ModuleRange(self.input.result(), self.output.result(), norm, scores)

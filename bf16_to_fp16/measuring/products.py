@@ -61,30 +61,18 @@ def _is_weight(operand: Tensor) -> bool:
     return operand.dim() == 2 and not operand.is_contiguous() and operand.t().is_contiguous()
 
 
-class Widened:
-    """Transposed fp32 copies of 16-bit weights, kept until ``clear``."""
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
-
-    def of(self, weight: Tensor) -> Tensor:
-        key = (weight.data_ptr(), weight.shape)
-        if key not in self._copies:
-            # The weight is kept too, so that no other tensor gets its address.
-            self._copies[key] = (weight, weight.float())
-        return self._copies[key][1]
-
-    def clear(self) -> None:
-        self._copies.clear()
-
+Widened = dict[tuple[int, torch.Size], tuple[Tensor, Tensor]]
+"""16-bit weights with their transposed fp32 copies, by address and shape. The weight is kept, so that no other tensor
+gets its address."""
 
 _kept: Widened | None = None
 
 
 @contextmanager
 def weights_widened_once() -> Iterator[Widened]:
+    """Keep the fp32 copies of weights until the dictionary is cleared."""
     global _kept
-    before, _kept = _kept, Widened()
+    before, _kept = _kept, {}
     try:
         yield _kept
     finally:
@@ -94,7 +82,10 @@ def weights_widened_once() -> Iterator[Widened]:
 def _widened(operand: Tensor) -> Tensor:
     if _kept is None or operand.dtype == torch.float32 or not _is_weight(operand):
         return operand.float()
-    return _kept.of(operand)
+    key = operand.data_ptr(), operand.shape
+    if key not in _kept:
+        _kept[key] = operand, operand.float()
+    return _kept[key][1]
 
 
 def is_computed(args: tuple[Any, ...]) -> bool:

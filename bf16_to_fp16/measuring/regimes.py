@@ -9,7 +9,7 @@ operation's output is non-finite or saturated, other than by design."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -175,7 +175,7 @@ def run_regimes(
             merge(merged, shown.sites())
         logits = sum(each.nonfinite for shown in shares for each in shown.results())
         runs = [run_of(shown.attention, shown.inputs) for shown in shares]
-        result = regime_result(merged, logits, runs, norms_seen([each.norms for each in shares[0].results()]))
+        result = regime_result(merged, logits, runs, norms_seen(shares[0].norms))
         results[regime] = result.model_copy(update={"vectors": pooled})
     for regime in regimes:
         if regime not in results:
@@ -218,7 +218,6 @@ def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Seque
 class _RunResult:
     nonfinite: int
     sites: Sequence[Site]
-    norms: NormMeters
     output: Tensor | None
 
 
@@ -231,6 +230,7 @@ class _RegimeLanes:
         self.behind = behind if regime == "half" else None
         self.inputs: list[Batch] = []
         self.lanes: list[Lane[_RunResult]] = []
+        self.norms: NormMeters = {}
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
         dtype, half = _weights(self.regime)
@@ -239,13 +239,12 @@ class _RegimeLanes:
             self.inputs.append(batch)
 
     def _run(self, batch: Batch, model: nn.Module) -> _RunResult:
-        metered: AbstractContextManager[NormMeters] = metering_norms(model) if self.keeps else nullcontext({})
-        with SiteObserver(model) as observer, metered as norms:
+        with SiteObserver(model) as observer, metering_norms(model, self.norms) if self.keeps else nullcontext():
             output = _forward(model, batch, self.regime)
         if self.regime == "amp":
             _check_autocast(model, observer)
         if output is None:
-            return _RunResult(0, observer.sites(), norms, None)
+            return _RunResult(0, observer.sites(), None)
         sites = observer.sites()
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
@@ -255,7 +254,7 @@ class _RegimeLanes:
                 vectors(states, batch.attention_mask.to(states.device))
             sites += behind.sites()
         compares = self.keeps and compared([batch])
-        return _RunResult(_nonfinite(output), sites, norms, output_on(batch, output) if compares else None)
+        return _RunResult(_nonfinite(output), sites, output_on(batch, output) if compares else None)
 
     def results(self) -> list[_RunResult]:
         return results_of(self.lanes)
@@ -296,7 +295,7 @@ def audit_model(
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     merged: dict[str, tuple[int, SiteEntry]] = {}
-    norms: list[NormMeters] = []
+    norms: NormMeters = {}
     nonfinite_logits = steps = 0
     merge(merged, known)
     given = {implementation: without_blind_padding(batches, implementation) for implementation in attention}
@@ -307,7 +306,7 @@ def audit_model(
             observer = SiteObserver(model)
             with ExitStack() as stack:
                 if regime == "half" and implementation == attention[0]:
-                    norms.append(stack.enter_context(metering_norms(model)))
+                    stack.enter_context(metering_norms(model, norms))
                 stack.enter_context(observer)
                 stack.enter_context(torch.random.fork_rng(devices=cards))
                 torch.manual_seed(seed)

@@ -51,21 +51,18 @@ def observe_source(
         every_fp32: list[EveryOutput] = [{} for _ in shown]
         every_bf16: list[EveryOutput] = []
 
-        def run(number: int, batch: Batch, model: Any) -> Tensor | None:
-            with observers[number]:
+        observer = RangeObserver()
+
+        def run(batch: Batch, model: Any) -> Tensor | None:
+            with observer.watching(model):
                 output = run_recording(model, batch, shown, every_fp32)
             return output_on(batch, output) if compared([batch]) else None
 
-        def advanced(done: int, total: int) -> None:
-            first.take(rest)
-            advance(done, total)
-
-        fp32 = [walk.add(partial(run, n, batch), torch.float32, change=change) for n, batch in enumerate(inputs)]
-        first, *rest = observers = [RangeObserver(lane.model) for lane in fp32]
+        fp32 = [walk.add(partial(run, batch), torch.float32, change=change) for batch in inputs]
         bf16 = add_outputs(walk, unchanged, torch.bfloat16, every_bf16)
-        walk.run(advanced)
+        walk.run(advance)
         kept = [output for output in results_of(fp32) if output is not None]
-        return Observed(first.ranges(rest), Reference(kept, results_of(bf16), every_fp32, every_bf16))
+        return Observed(observer.ranges(), Reference(kept, results_of(bf16), every_fp32, every_bf16))
 
     what = "source" if change is None else "edited source"
     with full_precision(), progress.step(f"Observing the {what} in fp32") as advance:

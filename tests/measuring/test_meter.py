@@ -1,5 +1,6 @@
 """The meter's ranges are those of the tensors, for every linear, embedding, norm and attention."""
 
+import copy
 import re
 
 import pytest
@@ -46,17 +47,16 @@ def test_ranges_are_those_of_the_tensors_of_all_batches_and_padding_counts() -> 
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_one_observer_that_takes_over_others_has_what_one_of_all_runs_has() -> None:
-    """Each once, however often it takes over."""
+def test_an_observer_of_copies_has_what_one_of_all_runs_has() -> None:
     model = model_of("gated")
     inputs = batches(model.config, None, None)[:4]
     alone, expected = observe_ranges(model, inputs[:1]), observe_ranges(model, [*inputs, inputs[1]])
-    first, *rest = observers = [RangeObserver(model) for _ in inputs]
-    for observer, batch in (*zip(observers, inputs, strict=True), (observers[1], inputs[1])):
-        with torch.no_grad(), observer:
-            run_batch(model, batch)
-        first.take(rest)
-    ranges = first.ranges(rest)
+    observer = RangeObserver()
+    for batch in (*inputs, inputs[1]):
+        copied = copy.deepcopy(model)
+        with torch.no_grad(), observer.watching(copied):
+            run_batch(copied, batch)
+    ranges = observer.ranges()
     assert ranges.keys() == expected.keys()
     for path, seen in ranges.items():
         for ours, theirs in ((seen.input, expected[path].input), (seen.output, expected[path].output)):
