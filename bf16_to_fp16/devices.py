@@ -90,19 +90,15 @@ def check_torch_uses_cards() -> None:
     raise UserError(f"there is a {card.name} and {reason}; {how_to_mend(card.capability)}, or set device: cpu")
 
 
-def checked_name(name: str) -> str:
-    if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?|mps", name, flags=re.ASCII) is None:
-        raise UserError(f"device {name!r} is unknown; choose auto, cpu, cuda, cuda:N or mps")
-    return name
-
-
 def find_device(name: str | torch.device) -> torch.device:
     """Return a device by name: auto (CUDA, else CPU), cpu, cuda, cuda:N, mps. Raises UserError if it is missing."""
     import torch
 
     if isinstance(name, torch.device) and name.type not in ("cuda", "mps"):
         return name
-    name = checked_name(str(name))
+    name = str(name)
+    if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?|mps", name, flags=re.ASCII) is None:
+        raise UserError(f"device {name!r} is unknown; choose auto, cpu, cuda, cuda:N or mps")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count and has_kernels(torch.device("cuda")) else "cpu"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .errors import UserError
+from .errors import UserError, shortened
 
 
 def read_yaml(path: Path) -> Any:
@@ -20,7 +20,7 @@ def read_yaml(path: Path) -> Any:
     except IsADirectoryError as error:
         raise UserError(f"{path} is a folder; give the recipe's YAML file") from error
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}; give the recipe's YAML file") from error
+        raise UserError(f"{shortened(path)}: {error.strerror}; give the recipe's YAML file") from error
     return parse_yaml(text, str(path))
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from ..errors import UserError, shortened
 from ..json_text import loads
+from ..quiet import quiet_downloads
 from .contents import SINGLE_OR_SHARDED
 from .files import read_json
 
@@ -161,11 +162,12 @@ def fetched(
     repo, _, revision = source.partition("@")
     at = commit or revision or None
     fetch = partial(snapshot_download, repo, revision=at, allow_patterns=[*patterns], endpoint=endpoint)
-    folder = Path(reading_from(repo, at, fetch, endpoint))
+    with quiet_downloads():
+        folder = Path(reading_from(repo, at, fetch, endpoint))
     return folder, folder.name
 
 
-def hub_files(source: str, folder: Path, endpoint: str | None = None) -> dict[str, int]:
+def hub_files(source: str, folder: Path) -> dict[str, int]:
     """Return a repository's files with their sizes; without a network those of the snapshot ``folder``."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
@@ -175,10 +177,10 @@ def hub_files(source: str, folder: Path, endpoint: str | None = None) -> dict[st
     repo = source.partition("@")[0]
 
     def tree() -> dict[str, int]:
-        entries = HfApi(endpoint=endpoint).list_repo_tree(repo, revision=folder.name, recursive=True)
+        entries = HfApi().list_repo_tree(repo, revision=folder.name, recursive=True)
         return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
 
-    return reading_from(repo, folder.name, tree, endpoint)
+    return reading_from(repo, folder.name, tree)
 
 
 def module_folders(folder: Path) -> list[str]:

@@ -43,9 +43,7 @@ def is_pipeline(folder: Path) -> bool:
     return (folder / MODEL_INDEX).is_file()
 
 
-def open_pipeline(
-    source: str | Path, wanted: Callable[[Mapping[str, Any]], bool], endpoint: str | None = None
-) -> Pipeline | None:
+def open_pipeline(source: str | Path, wanted: Callable[[Mapping[str, Any]], bool]) -> Pipeline | None:
     """Open a diffusion pipeline; return None for any other source. From the Hub only small files are fetched. wanted:
     whether a component with this config.json is to be converted."""
     folder, revision = local_source(source), None
@@ -53,10 +51,10 @@ def open_pipeline(
         return None
     names: Sequence[str] | None = None
     if folder is None:
-        folder, revision = fetched(str(source), SMALL_FILES, endpoint)
+        folder, revision = fetched(str(source), SMALL_FILES)
         if not is_pipeline(folder):
             return None
-        names = list(hub_files(str(source), folder, endpoint))
+        names = list(hub_files(str(source), folder))
     if (folder / PIPELINE).is_file():
         raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
     index = read_json(contained(folder, MODEL_INDEX), "index of the pipeline")

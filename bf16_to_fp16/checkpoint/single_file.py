@@ -14,7 +14,7 @@ from ..json_text import write_json
 from . import formats, headers
 from .files import FREE_SPACE_REMEDY, writing
 from .naming import SPIECE, SPIECE_FILE, STOCK, WAN
-from .recorded import undo_data_of
+from .recorded import summary_of
 from .sources import RESTORE
 
 ASIDE = (  # endings of tensors' names that are not weights, as ComfyUI's files have them
@@ -32,7 +32,7 @@ def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, header
     every = headers.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
     if not every:
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
-    inside = undo_data_of(file)
+    inside = summary_of(file)
     of_ours = inside is not None and inside["layout"] == "single"
     naming = STOCK if of_ours else next((n for n in (STOCK, WAN) if every.keys() >= {*n.anchors}), None)
     if naming is None:

@@ -9,7 +9,7 @@ import click
 
 from ..advise import OPTIMIZERS
 from ..conversion.options import PATH
-from .shared import SAFE, Ordered, check_there, json_file, source, subfolder, write_result
+from .shared import SAFE, Ordered, json_file, source, subfolder, write_result
 
 
 @click.group("advise", cls=Ordered, no_args_is_help=False)
@@ -28,7 +28,6 @@ def advise_command() -> None:
 @json_file
 def updates_command(source: str, json_file: str | None, **options: Any) -> int:
     """Say which weights an optimizer's updates would not move, and what helps."""
-    check_there(source, or_file=True)
     from ..advise.updates import advise_updates, print_updates
 
     return answer(json_file, advise_updates(source, progress=True, **options), print_updates)
@@ -40,8 +39,6 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
 @json_file
 def init_command(source: str, subfolder: str | None, json_file: str | None) -> int:
     """Say how large weights should begin; SOURCE is a checkpoint or a hidden size."""
-    if not source.isdecimal():
-        check_there(source, or_file=True)
     from ..advise.initialisation import advise_init, print_init
 
     return answer(json_file, advise_init(source, subfolder=subfolder, progress=True), print_init)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..checkpoint.contents import is_converted
-from ..checkpoint.sources import CONVERTED, local_source
-from ..conversion.options import FOLDER, PATH, check_data
+from ..checkpoint.sources import local_source
+from ..conversion.options import FOLDER, PATH
 from ..targets import RECORDS, TARGETS
 from . import shared
 from .shared import SAFE, UNSAFE
@@ -59,7 +57,6 @@ def audit_command(
     **options: Any,
 ) -> int:
     """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
-    shared.check_given(source, data, subfolder, check=partial(check_source, proof=False))
     shared.checked_target(html, "--html")
     from ..conversion.audit import audit
     from ..report import terminal
@@ -93,7 +90,6 @@ def audit_command(
 @shared.json_file
 def certify_command(source: str, subfolder: str | None, json_file: str | None, **options: Any) -> int:
     """Bound every value in SOURCE for any input, from the weights alone."""
-    shared.check_given(source, None, subfolder, check=partial(check_source, proof=True))
     from ..conversion.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
@@ -103,17 +99,6 @@ def certify_command(source: str, subfolder: str | None, json_file: str | None, *
         report = read(Report, result)
         terminal.print_certificate(report, exact_next(report, source, subfolder))
     return SAFE if result["verdict"] == "safe" else UNSAFE
-
-
-def check_source(folder: Path, config: Mapping[str, Any], *, proof: bool) -> None:
-    from ..bounds.activations import check_bounded
-    from ..families.from_config import check_config
-    from ..families.known import is_known
-
-    if proof:
-        check_bounded(check_config(config))
-    elif is_known(config):
-        check_config(config)
 
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
@@ -145,12 +130,7 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 def verify_command(
     source: str, original: str | None, data: str | None, no_audit: bool, json_file: str | None, **options: Any
 ) -> int:
-    """Check a converted folder, file or Hub id against its report, and run it on this machine."""
-    check_data(data, run_model=not no_audit)
-    place = shared.check_there(source, CONVERTED, or_file=True, endpoint=options["endpoint"])
-    if place is not None:
-        shared.check_written(place, options["subfolder"], data)
-    shared.check_given(original, check=partial(check_source, proof=False))
+    """Check a converted folder or Hub id against its report, and run it on this machine."""
     from ..conversion.verify import verify
     from ..report import terminal
     from ..report.other_reports import Verification

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,21 +11,11 @@ import click
 from click.core import ParameterSource
 from rich.filesize import decimal
 
-from ..checkpoint.adapter_config import config_for
-from ..checkpoint.contents import is_converted
-from ..checkpoint.folder import converted_already
-from ..checkpoint.naming import LAYOUTS
-from ..checkpoint.packing import check_out_file
-from ..checkpoint.pipeline_files import Pipeline, is_pipeline, open_pipeline
-from ..checkpoint.recorded import recorded_plan
-from ..checkpoint.sources import subfolder_of, written_folder
-from ..checkpoint.staging import check_out
+from ..checkpoint.pipeline_files import Pipeline, open_pipeline
 from ..conversion.options import FLAGS, FOLDER, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
 from ..progress import show
-from ..targets import AUTO
 from . import shared
-from .checking import check_source
 from .shared import SAFE, UNSAFE
 
 if TYPE_CHECKING:
@@ -81,14 +71,16 @@ def convert_command(
     options = Options(**fields)
     options.check()
     folder = options.layout == FOLDER_LAYOUT
-    out = checked_place(out, Path(source), dry_run=dry_run, folder=folder, force=force)
+    if out is None and not dry_run:
+        raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
+    out = out or Path("OUT")
     if recipe is not None:
         for flag, given in (("--layout", not folder), ("--dry-run", dry_run), ("--no-audit", not options.run_model)):
             if given:
                 raise UserError(f"--finetune writes a folder and needs its audit; leave out --finetune or {flag}")
-    fit = partial(check_convertible, options)
-    shared.check_given(source, options.data, options.subfolder, check=fit)
     place = Destination(out, force=force, dry_run=dry_run)
+    if folder:
+        place.check(source)
     if folder and options.subfolder is None:
         from ..families.known import is_known
 
@@ -116,16 +108,6 @@ def convert_command(
     return SAFE if dry_run or result.safe else UNSAFE
 
 
-def checked_place(out: Path | None, source: Path, *, dry_run: bool, folder: bool, force: bool) -> Path:
-    """Return ``out``; raise UserError if nothing can be written there, except for a dry run."""
-    if out is None and not dry_run:
-        raise click.UsageError("Missing argument 'OUT'.", click.get_current_context())
-    if out is None or dry_run:
-        return out or Path("OUT")
-    (check_out if folder else check_out_file)(out, source, force=force)
-    return out
-
-
 def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, json_file: str | None) -> int:
     context = click.get_current_context()
     taken = ("source", "folder", "out", "adapter", "force", "json_file")
@@ -134,15 +116,9 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
             raise UserError(f"{each.opts[0]} is for checkpoints; leave it out with --adapter")
     if out is None:
         raise click.UsageError("Missing argument 'OUT'.", context)
-    for folder in (adapter, base):
-        if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder; give that of the adapter, and one that convert wrote")
-    back = context.command.name == "undo"
-    config_for(adapter, base, back=back)
-    shared.check_given(str(base))
     from ..conversion.adapter import convert_adapter
 
-    result = convert_adapter(adapter, out, base, back=back, force=force)
+    result = convert_adapter(adapter, out, base, back=context.command.name == "undo", force=force)
     if shared.write_result(json_file, result.to_json()):
         show(f"{result.out} holds {len(result.tensors)} tensors of an adapter for {result.base}")
         for note in result.notes:
@@ -167,19 +143,6 @@ def convert_whole(options: Options, pipeline: Pipeline, place: Destination, *, j
     return SAFE if result.out is None or result.safe else UNSAFE
 
 
-def check_convertible(options: Options, folder: Path, config: Mapping[str, Any]) -> None:
-    from ..families.known import family_of, naming_class
-
-    if options.layout in LAYOUTS:
-        LAYOUTS[options.layout].check_model(family_of(config).model_type, "config.json")
-    if is_converted(folder):
-        raise converted_already(folder)
-    config = config if options.as_class is None else naming_class(config, options.as_class)
-    check_source(folder, config, proof=True)
-    if options.plan is not None:
-        recorded_plan(Path(options.plan), None if options.target == AUTO else options.target)
-
-
 def show_conversion(result: Conversion) -> None:
     from ..report import terminal
     from ..report.schema import Report, read
@@ -197,7 +160,6 @@ def show_conversion(result: Conversion) -> None:
 @click.command("undo")
 @click.argument("folder", metavar="DIR", type=FOLDER)
 @click.argument("out", type=FOLDER)
-@click.option("--subfolder", metavar="NAME", help="Folder inside DIR.")
 @click.option(
     "--adapter",
     type=FOLDER,
@@ -215,7 +177,6 @@ def show_conversion(result: Conversion) -> None:
 def undo_command(
     folder: Path,
     out: Path,
-    subfolder: str | None,
     adapter: Path | None,
     plan: Path | None,
     force: bool,
@@ -224,26 +185,14 @@ def undo_command(
     """Bring back the weights from before the rescaling, by the inverse of DIR's plan."""
     if adapter is not None:
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
-    if not folder.is_file():
-        written_folder(folder)
-    folder = folder if subfolder is None else subfolder_of(folder, subfolder)
-    if plan is None and is_pipeline(folder):
-        from ..conversion.pipeline import check_no_pipeline
-
-        check_no_pipeline(folder)
-    if folder.is_dir():
-        check_out(out, folder, plan, force=force)
-    if plan is None:
-        shared.check_written(folder)
-    else:
-        recorded_plan(plan, None)
-    shared.check_given(str(folder))
     from ..conversion.undo import undo
     from ..report import terminal
+    from ..report.stored import read_written
 
-    # Before anything is written.
-    words = terminal.brought_back(folder) if plan is None else "the trained weights at the original's scale"
     written = undo(folder, out, plan=plan, force=force, progress=True)
+    words = "the trained weights at the original's scale"
+    if plan is None:
+        words = terminal.brought_back(read_written(folder))
     if shared.write_result(json_file, {"out": str(written), "holds": words}):
         show(f"{written} holds {words}")
     return SAFE

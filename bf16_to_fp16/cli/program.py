@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         # A compiled module whose import is interrupted raises errors of its own.
         if interrupts:
             return interrupted(KeyboardInterrupt())
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # a path inside a given file
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
             return complain(f"{shortened(error.filename)}: {error.strerror}; give another path")
         raise
     finally:

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.filesize import decimal
 
-from ..checkpoint.hub import check_name
-from ..checkpoint.pipeline_files import is_pipeline
-from ..checkpoint.recorded import recorded
-from ..checkpoint.sources import written_folder
 from ..conversion.options import FOLDER
 from ..errors import UserError
 from ..report.screen import Column, Table, console, numbers
@@ -44,9 +40,6 @@ def publish_command(
 
     The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
     """
-    check_name(repo_id)
-    if not is_pipeline(written_folder(folder)):  # ``publish`` itself refuses a pipeline
-        recorded(folder)
     from ..conversion.publish import publish
 
     def confirm(upload: Upload) -> bool:

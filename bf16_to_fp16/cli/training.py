@@ -10,9 +10,8 @@ from pathlib import Path
 
 import click
 
-from ..conversion.options import FOLDER
+from ..conversion.options import FOLDER, check_data
 from ..errors import UserError
-from . import shared
 from .shared import SAFE, UNSAFE, force, json_file, write_result
 
 
@@ -29,10 +28,8 @@ def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json
     from ..finetuning.recipe import read_recipe
 
     asked = read_recipe(recipe, overrides)
-    shared.check_there(asked.source)
     for texts in (asked.data.path, asked.data.held_out_path):
-        shared.check_text(texts)
-    # These imports take seconds.
+        check_data(texts)
     from ..finetuning.run import finetune
     from ..report import terminal
     from ..report.schema import Report, read

@@ -21,7 +21,7 @@ from ..families.layout import Layout
 from ..families.resolve import head_scale, resolve
 from ..json_text import write_json
 from ..report.schema import Source
-from ..report.stored import read_origin, read_parts, read_plan
+from ..report.stored import read_written
 from ..report.uses import whole_plan
 from ..rescaling.adapters import Scaled, scaled_adapter
 from ..rescaling.edits import edits_of
@@ -70,9 +70,9 @@ def convert_adapter(
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)
-    checkpoint, origin = open_checkpoint(base), read_origin(base)
-    run = read_parts(base, "finetune").finetune
-    layout, plan = resolve(checkpoint), whole_plan(read_plan(base), run)
+    checkpoint, report = open_checkpoint(base), read_written(base)
+    origin, run = report.source, report.finetune
+    layout, plan = resolve(checkpoint), whole_plan(report.of_plan, run)
     check_tying(adapter, config, plan)
     gain = head_gain(layout, plan, checkpoint.config, origin)
     applied, gain = (inverse(plan), 1 / gain) if back else (plan, gain)

@@ -36,6 +36,7 @@ from ..report.remedies import NO_FAMILY, next_command, over_limits, overflowing,
 from ..report.schema import Environment, Inputs, Report, Source
 from ..results import dump
 from .opening import layout_with_notes, opened_with_notes
+from .options import check_data
 
 BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether they hold is reported
 
@@ -105,8 +106,9 @@ def audit(
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")
     check_names(regimes, attention)
+    check_data(data)
     on = Device(device, progress)
-    checkpoint = opened_with_notes(source, subfolder, progress)
+    checkpoint = opened_with_notes(source, subfolder, progress, proof=False)
     regimes = tuple(regime for regime in REGIMES if regime in regimes)
     attacks = attack_steps is not None
     subject = subject_of(checkpoint, tuple(attention), attacks, progress, data, seed)

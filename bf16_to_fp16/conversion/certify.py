@@ -16,9 +16,8 @@ from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.judged_tiers import judged_tiers
 from ..report.remedies import next_command, over_limits
-from ..report.schema import Environment, Report, Source, recorded_target
+from ..report.schema import Environment, Report, Source
 from ..results import dump
-from ..targets import WHERE
 from .opening import layout_with_notes, opened_with_notes
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ def certify(
     checkpoint = opened_with_notes(source, subfolder, progress)
     layout = layout_with_notes(checkpoint, progress, max_length)
     certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress)
-    if (made_for := recorded_target(checkpoint.folder)) in WHERE and made_for != target:
-        progress.say(f"{checkpoint.name} was converted for use {WHERE[made_for]}; --target {made_for} bounds it there")
     described, converted = certificate.entry(), is_converted(checkpoint.folder)
     then = next_command(shown_in_a_command(source), {}, converted, subfolder, target)
     unproven = over_limits(described, converted=converted)

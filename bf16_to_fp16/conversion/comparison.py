@@ -77,8 +77,7 @@ def replay_differences(
     yield from differences({k: recorded.get(k) for k in keys}, {k: again_of.get(k) for k in keys}, "source")
     if whole:
         yield from different_config(edited_config(layout, plan), checkpoint.config)
-    if checkpoint.folder not in VIEWS:
-        yield from different_files(original, checkpoint.folder, report.source.subfolder)
+    yield from different_files(original, checkpoint.folder, report.source.subfolder)
 
 
 def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

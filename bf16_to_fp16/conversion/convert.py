@@ -15,7 +15,7 @@ from ..checkpoint.contents import WEIGHTS, is_converted
 from ..checkpoint.files import check_free_space, read_json, sha256_of
 from ..checkpoint.folder import carry_over, converted_already, has_tokenizer, records, tokenizer_beside
 from ..checkpoint.naming import FOLDER_LAYOUT, LAYOUTS, SPIECE_FILE
-from ..checkpoint.packing import check_out_file, metadata_of, pack, put_file_in_place, tokenizer_inside
+from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tokenizer_inside
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recorded import summary_of
 from ..checkpoint.sources import own_name, shown_in_a_command
@@ -37,7 +37,7 @@ from ..report.card import write_card
 from ..report.page import write_page
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, read
 from ..report.steps import Decided, Rewritten
-from ..report.stored import read_plan_and_target
+from ..report.stored import read_plan
 from ..rescaling.apply import edited_config, writes
 from ..rescaling.edits import listed_edits
 from ..rescaling.exponents import output_factors
@@ -78,7 +78,6 @@ def convert(
     *,
     dry_run: bool = False,
     force: bool = False,
-    endpoint: str | None = None,
     progress: Progress | bool | None = None,
     **options: Any,
 ) -> Conversion:
@@ -86,11 +85,11 @@ def convert(
     its measurements.
 
     ``options`` are the fields of ``Options``. dry_run: plan only, write nothing. force: replace an existing ``out``.
-    endpoint: the Hub's address. Raises UserError for unusable input; ``out`` then does not exist."""
+    Raises UserError for unusable input; ``out`` then does not exist."""
     asked = Options(**options)
     place = Destination(Path(out), force=force, dry_run=dry_run)
     run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file
-    return run(asked, source, place, endpoint=endpoint, progress=progress)
+    return run(asked, source, place, progress=progress)
 
 
 @quiet()
@@ -100,22 +99,24 @@ def convert_by(
     place: Destination,
     *,
     provenance: Provenance | None = None,
-    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
     progress = progress_of(progress)
     options.check()
     place.check(source)
     asked = None if options.target == AUTO else options.target
-    stored = None if options.plan is None else read_plan_and_target(Path(options.plan), asked)
-    opened = open_source(source, options, place, endpoint, progress)
+    stored = None if options.plan is None else read_plan(Path(options.plan), asked)
+    opened = open_source(source, options, place, progress)
     check_unconverted(opened.checkpoint)
     if not place.dry_run:  # fails before anything is computed
         nbytes = sum(2 * math.prod(tensor.shape) for tensor in opened.layout.tensors.values())
         copies, parent = 1 if options.layout == FOLDER_LAYOUT else 2, place.out.parent  # a file is packed from a folder
         otherwise = "choose an output path on another"
         check_free_space(str(place.out), copies * nbytes, parent.absolute(), of=str(parent), otherwise=otherwise)
-    decided = replayed(opened, *stored, options) if stored is not None else decide(opened, options, progress)
+    if stored is None:
+        decided = decide(opened, options, progress)
+    else:
+        decided = replayed(opened, stored.of_plan, stored.target or asked or "half", options)
     opened = opened.with_edits_of(decided)
     if place.dry_run:
         return dry_run(opened, decided)
@@ -142,7 +143,7 @@ def convert_by(
                 original = reference_of(provenance.original, opened.inputs)
                 probabilities = resolve(provenance.original).gives_probabilities
                 kept = fidelity(original.fp32, original.bf16, measured.half, probabilities=probabilities)
-            report = provenance.judge(reports.descended(report, decided.layout, provenance.lineage, kept))
+            report = provenance.judge(reports.descended(report, provenance.lineage, kept))
         elif not report.safe:
             report = report.model_copy(
                 update={"next": next_of(options, report, shown_in_a_command(source), place.out.name)}
@@ -211,17 +212,17 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
         return alone
     steps, target = list[str](), report.target
     if options.plan is None:
-        if options.exact:
-            return remedies.WITHOUT_EXACT if options.run_model else remedies.WITHOUT_EITHER
         target, inexact = options.target, any(entry.remedy == remedies.INEXACT for entry in report.unsafe)
         helps = {
+            remedies.WITHOUT_EXACT: options.exact,
             remedies.WITHOUT_AUDIT: not options.run_model,
             remedies.LET_STREAM_GO: options.stream is not None,
             remedies.LET_EPS_GO: options.eps == FIXED,
             remedies.SHRINK_BY_LESS: inexact and options.margin_bits > 0,
         }
         steps = [step for step, here in helps.items() if here]
-    steps.append(remedies.finetuning_of(source, f"{out}-finetuned", report.regimes, target, options.subfolder))
+    if options.plan is not None or not options.exact:
+        steps.append(remedies.finetuning_of(source, f"{out}-finetuned", report.regimes, target, options.subfolder))
     return "; ".join(steps)
 
 
@@ -231,7 +232,6 @@ def convert_to_file(
     source: str | Path,
     place: Destination,
     *,
-    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert to one file in the layout of ``options``. A temporary folder is made beside it first, so weights take
@@ -243,7 +243,7 @@ def convert_to_file(
     layout = LAYOUTS[options.layout]
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
-        done = convert_by(options, source, Destination(folder), endpoint=endpoint, progress=progress)
+        done = convert_by(options, source, Destination(folder), progress=progress)
         report, plan = read(Report, done.report), done.plan
         summary = {
             "layout": options.layout,
@@ -253,12 +253,11 @@ def convert_to_file(
             "residual_exponent": plan.residual_exponent,
             "eps": plan.eps,
             "drift_of_eps": None if plan.drift is None else plan.drift.measured_kl,
+            "config": read_json(folder / "config.json", "config"),
         }
-        config = read_json(folder / "config.json", "config")
-        back = {key: done.report[key] for key in ("plan", "source", "weights")} | {"config": config}
         with progress.step(f"Packing it for --layout {options.layout}"):
             tokenizer = tokenizer_inside(Path(source), folder, layout.naming)
-            pack(folder / WEIGHTS, file, layout.naming, metadata_of(summary, back), tokenizer)
+            pack(folder / WEIGHTS, file, layout.naming, summary, tokenizer)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
         left_out = tokenizer is None and Path(source).is_file() and (folder / SPIECE_FILE).is_file()

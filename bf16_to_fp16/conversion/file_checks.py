@@ -9,16 +9,11 @@ from typing import Any
 from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, side_modules
 from ..checkpoint.files import sha256_of
 from ..checkpoint.folder import TEMPLATES, is_code, is_weights
-from ..checkpoint.headers import read_whole_header
-from ..checkpoint.naming import LAYOUTS, SPIECE, SPIECE_FILE, STOCK
-from ..checkpoint.packing import tensors_sha256
-from ..checkpoint.reader import VIEWS, Checkpoint
-from ..checkpoint.recorded import recorded_sha256
+from ..checkpoint.reader import Checkpoint
 from ..checkpoint.sources import contained
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
 from ..report.schema import CARD, PAGE, REPORT, Report
-from ..report.stored import Packed
 from ..wording import counted
 
 UNLISTED = "is not in the report, so nothing is known of it"
@@ -88,28 +83,3 @@ def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, 
     for name in sorted(listed - {*read, *([] if checkpoint.index is None else [INDEX])}):
         if "/" not in name and is_weights(name):
             yield name, f"holds other weights than {read[0]}, of which nothing is known", REMOVE
-
-
-def check_tokenizer(checkpoint: Checkpoint, original: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield a difference if the tokenizer inside one file is not the original's."""
-    files = (checkpoint.folder / SPIECE_FILE, original.folder / SPIECE_FILE)
-    content, wanted = (file.read_bytes() if file.is_file() else None for file in files)
-    if content != (wanted if original.home in VIEWS and LAYOUTS[inside.layout].naming is STOCK else None):
-        yield SPIECE, "is not the original's tokenizer"
-
-
-def check_tensors(file: Path, checkpoint: Checkpoint, inside: Packed) -> Iterator[tuple[str, ...]]:
-    """Yield the tensors of one file that ``convert`` would not write, by name (a loader's scales) or dtype."""
-    naming = LAYOUTS[inside.layout].naming
-    ours = {naming.from_stock(name) for name in checkpoint.tensors}
-    recorded = recorded_sha256(file)
-    if recorded is None:
-        yield file.name, "records no hash of its tensors"
-    elif recorded != tensors_sha256(file):
-        yield file.name, "the tensors were changed or damaged since"
-    for name, info in sorted(read_whole_header(file, any_dtype=True)[0].items()):
-        if name == SPIECE and naming is STOCK and info.dtype == "U8" and len(info.shape) == 1:
-            continue
-        if name not in ours or info.dtype != "F16":
-            reason = "is not among the tensors that convert writes" if name not in ours else f"is in {info.dtype}"
-            yield name, reason

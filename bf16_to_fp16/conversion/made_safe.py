@@ -24,7 +24,6 @@ from ..errors import UserError
 from ..families.layout import Layout
 from ..families.resolve import ModelTensors, eps_attribute, resolve
 from ..report.coverage import tower_aside
-from ..rescaling.adapters import scaled_adapter
 from ..rescaling.apply import apply
 from ..rescaling.exponents import OfChannels
 from ..rescaling.follow import check_whole, exponents_by_parameter, follow
@@ -35,7 +34,6 @@ from .adapter import check_tying, rescale_adapter
 EMBEDDINGS = "inputs_embeds"
 MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
 SAVES = "save_pretrained"  # method of a rescaled model that warns
-WRAPPED = {"base_layer", "original_module"}  # under what names PEFT's wrappers keep a model's own layer
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,8 @@ class MadeSafe:
         )
         scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
         if factor := self.inputs.get(EMBEDDINGS):
-            scale += f" {own_embeddings(factor)}."
+            by = f"2^{factor}" if isinstance(factor, int) else f"inputs[{EMBEDDINGS!r}], powers of two"
+            scale += f" Multiply {EMBEDDINGS} that its own embedding did not make by {by}."
         return f"{done}. {proof[0].upper()}{proof[1:]}.{scale}"
 
     def __repr__(self) -> str:
@@ -112,38 +111,19 @@ class MadeSafe:
         return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
 
     def mark(self, model: Any) -> None:
-        """Attach this to the model, which then warns of its changed scale when it is saved or given embeddings."""
+        """Attach this to the model, which then warns of its changed scale when it is saved."""
         model.__dict__[MARK] = self
         if self.plan.moves:
             model.__dict__[SAVES] = partial(save_as_it_is, model)
-        if factor := self.inputs[EMBEDDINGS]:
-            warn = partial(warn_of_embeddings, own_embeddings(factor))
-            for module in takers_of_embeddings(model):
-                module.register_forward_pre_hook(warn, with_kwargs=True)
 
     def undo(self, model: Any) -> Any:
         """Bring ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
         Its config gets its eps back.
 
-        model: the model made safe, a copy of it, one loaded by ``from_pretrained`` from a folder that was saved before
-        ``undo`` (recognised by the eps in its config), or a PEFT model with one LoRA around it, which is rescaled too.
-        Raises UserError for any other model."""
-        if not hasattr(model, "get_base_model"):
-            check_plain(model, "give the PEFT model around it, or merge it with merge_and_unload() and undo that")
-            return self.undo_plain(model)
-        from peft import get_peft_model_state_dict, set_peft_model_state_dict
-
-        base = self.adapted(model)
-        state = get_peft_model_state_dict(model)
-        with without_adapters(base):
-            back = scaled_adapter(state, resolve(ModelTensors(base)), inverse(self.plan), 1 / self.head_gain)
-            if lost := next((name for name, tensor in back.items() if tensor.widened), None):
-                raise UserError(f"{lost} is in 16 bits and would lose some; adapter(model, OUT) writes it in fp32")
-            self.undo_plain(base)
-        set_peft_model_state_dict(model, {name: tensor.values for name, tensor in back.items()})
-        return model
-
-    def undo_plain(self, model: Any) -> Any:
+        model: the model made safe, a copy of it, or one loaded by ``from_pretrained`` from a folder that was saved
+        before ``undo`` (recognised by the eps in its config). Raises UserError for any other model, and for one with an
+        adapter."""
+        check_plain(model, "write it with adapter(model, OUT), and undo what unload() or merge_and_unload() returns")
         check_whole(model)
         if self.changed:
             self.check_made_safe(model)
@@ -165,30 +145,12 @@ class MadeSafe:
             vars(model.config).pop(CONVERTED_KEY, None)
         for name in (MARK, SAVES):
             model.__dict__.pop(name, None)
-        for module in takers_of_embeddings(model):
-            hooks = module._forward_pre_hooks
-            for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is warn_of_embeddings]:
-                del hooks[key], module._forward_pre_hooks_with_kwargs[key]
         return model
 
     def save(self, model: Any, out: str | Path, **options: Any) -> None:
         """Save a copy of ``model`` at the source's scale by its ``save_pretrained``, which gets ``options``. Raises
         UserError as ``undo`` does."""
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
-
-    def adapted(self, model: Any) -> Any:
-        """Return the base model of a PEFT model. Raises UserError unless it has one adapter and this plan's scale."""
-        if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
-            raise UserError(
-                f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"
-            )
-        base = model.get_base_model()
-        mark = base.__dict__.get(MARK)
-        if mark is None or mark.plan != self.plan:
-            raise UserError(
-                "the adapter's model is not at this plan's scale; it was undone already, or not made safe so"
-            )
-        return base
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
         """Write the adapter of a PEFT model around the model made safe to ``out``, rescaled for the original; return
@@ -198,7 +160,15 @@ class MadeSafe:
             raise UserError(
                 "a pickled or copied result cannot write an adapter; use the one that make_fp16_safe returned"
             )
-        self.adapted(model)
+        if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
+            raise UserError(
+                f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"
+            )
+        mark = model.get_base_model().__dict__.get(MARK)
+        if mark is None or mark.plan != self.plan:
+            raise UserError(
+                "the adapter's model is not at this plan's scale; it was undone already, or not made safe so"
+            )
         out, adapters = Path(out), list(model.peft_config)
         check_out(out, force=force)
         with tempfile.TemporaryDirectory() as folder:
@@ -243,32 +213,6 @@ class MadeSafe:
         return optimizer
 
 
-@contextmanager
-def without_adapters(base: Any) -> Iterator[None]:
-    """Replace PEFT's wrappers by the layers that they wrap, for the block."""
-    wrappers = {name: module for name, module in base.named_modules() if {*module._modules} & WRAPPED}
-    parents = {name: base.get_submodule(name.rpartition(".")[0]) for name in wrappers}
-    try:
-        for name, wrapper in wrappers.items():
-            layer = next(child for key, child in wrapper.named_children() if key in WRAPPED)
-            setattr(parents[name], name.rpartition(".")[2], layer)
-        yield
-    finally:
-        for name, wrapper in wrappers.items():
-            setattr(parents[name], name.rpartition(".")[2], wrapper)
-
-
-def takers_of_embeddings(model: Any) -> list[nn.Module]:
-    """Return the modules that may receive ``inputs_embeds``: the model, and the encoder, which ``generate`` calls."""
-    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
-    return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
-
-
-def own_embeddings(factor: OfChannels) -> str:
-    by = f"2^{factor}" if isinstance(factor, int) else f"powers of two, one for each channel (inputs[{EMBEDDINGS!r}])"
-    return f"Multiply {EMBEDDINGS} that its own embedding did not make by {by}"
-
-
 def save_as_it_is(model: Any, *args: Any, **options: Any) -> Any:
     warnings.warn(
         "make_fp16_safe rescaled this model, and it is saved at that scale; safe.save(model, OUT) saves it at the"
@@ -276,11 +220,6 @@ def save_as_it_is(model: Any, *args: Any, **options: Any) -> Any:
         stacklevel=2,
     )
     return type(model).save_pretrained(model, *args, **options)
-
-
-def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
-    if named.get(EMBEDDINGS) is not None:
-        warnings.warn(f"this model was rescaled by make_fp16_safe. {advice}", stacklevel=2)
 
 
 def set_eps(model: Any, layout: Layout, eps: float) -> None:

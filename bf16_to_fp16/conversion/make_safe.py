@@ -35,7 +35,7 @@ from ..quiet import quiet
 from ..ranges import ModuleRange
 from ..report.steps import signals_of
 from ..report.stored import originals as stored_originals
-from ..report.stored import read_origin, read_plan, read_start
+from ..report.stored import read_plan, read_written
 from ..rescaling.apply import apply, scale
 from ..rescaling.centred import centred, centred_tensors, tables_of
 from ..rescaling.channels import folded
@@ -137,14 +137,13 @@ def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) ->
         with suppress(HFValidationError):  # raised for a path
             cached = try_to_load_from_cache(name, REPORT)
             report = Path(cached) if isinstance(cached, str) else report
-    if not report.is_file() or mark_of(read_plan(report.parent)) != mark:
+    if not report.is_file() or mark_of(read_plan(report.parent).of_plan) != mark:
         raise UserError(
             f"{name} is a converted model, and its {REPORT} is not beside it, so nobody knows its scale; load it from"
             " the folder that convert wrote"
         )
-    folder = report.parent
-    first = with_start(layout, read_plan(folder), read_start(folder), Progress(quiet=True))
-    origin = read_origin(folder)
+    folder, written = report.parent, read_written(report.parent)
+    origin, first = written.source, with_start(layout, written.of_plan, written.start, Progress(quiet=True))
     return {
         "plan": composed(first, moved),
         "originals": originals | {n: t.float() for n, t in stored_originals(layout, first, origin).items()},

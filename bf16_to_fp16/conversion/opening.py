@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..bounds.activations import check_bounded
-from ..checkpoint.contents import MODULES
+from ..checkpoint.contents import MODULES, read_config
+from ..checkpoint.hub import SMALL_FILES, fetched
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import REPORT, saved_again
+from ..checkpoint.sources import local_source, subfolder_of
+from ..families.from_config import check_config, in_folder
+from ..families.known import is_known
 from ..families.layout import Layout
 from ..measuring.agreement import agreed_layout
 from ..measuring.sentence_vectors import runs_behind
@@ -16,9 +20,20 @@ from ..wording import counted
 
 
 def opened_with_notes(
-    source: str | Path, subfolder: str | None, progress: Progress, endpoint: str | None = None
+    source: str | Path, subfolder: str | None, progress: Progress, *, proof: bool = True
 ) -> Checkpoint:
-    checkpoint = open_checkpoint(source, subfolder, endpoint=endpoint)
+    """Open a source, after its config is checked: a Hub id's weights may be large. proof: only for classes that have
+    bounds."""
+    folder = local_source(source) or fetched(str(source), SMALL_FILES)[0]
+    if folder.is_dir():
+        folder = folder if subfolder is None else subfolder_of(folder, subfolder)
+        config = read_config(folder)
+        if not (folder / MODULES).is_file() and (proof or is_known(config)):
+            with in_folder("/".join(filter(None, (str(source), subfolder)))):
+                declared = check_config(config)
+                if proof:
+                    check_bounded(declared)
+    checkpoint = open_checkpoint(source, subfolder)
     for note in checkpoint.notes:
         progress.say(note)
     return checkpoint

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from operator import not_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,56 +34,26 @@ MOST_MARGIN = 12  # bits; a signal then has room up to 65504·2⁻¹² = 16
 OF_CONFIG, FIXED = EPS = ("config", "fixed")  # the norms' eps in the tool that reads the output
 
 
-class Location(click.Path):
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
-        try:
-            os.stat(os.path.expanduser(value))
-        except (OSError, ValueError) as error:
-            if getattr(error, "errno", None) not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                problem = error.strerror if isinstance(error, OSError) else str(error)
-                raise UserError(f"{shortened(value)}: {problem}; give another path") from error
-        return super().convert(value, parameter, context)
+PATH = click.Path()
 
-
-PATH = Location()
-
-FOLDER = Location(path_type=Path)
+FOLDER = click.Path(path_type=Path)
 
 
 @dataclass(frozen=True)
 class Flag:
-    """The command-line flag of a field of ``Options``. ``click``: further arguments of ``click.option``. ``read``:
-    converts the argument to the field's value. ``written``: converts the value to an argument."""
+    """The command-line flag of a field of ``Options``. ``click``: further arguments of ``click.option``."""
 
     name: str
     help: str
     click: Mapping[str, Any]
-    read: Callable[[Any], Any] | None = None
-    written: Callable[[Any], str] = str
 
     @property
     def switch(self) -> bool:
         return bool(self.click.get("is_flag"))
 
 
-def option(
-    default: Any,
-    name: str,
-    help: str,
-    *,
-    read: Callable[[Any], Any] | None = None,
-    written: Callable[[Any], str] = str,
-    **more: Any,
-) -> Any:
-    return field(default=default, metadata={"flag": Flag(name, help, more, read, written)})
-
-
-def checked_device(name: str) -> str:
-    from ..devices import checked_name, find_device
-
-    if checked_name(name) not in ("auto", "cpu"):  # these need no torch
-        find_device(name)
-    return name
+def option(default: Any, name: str, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"flag": Flag(name, help, more)})
 
 
 def check_margin(bits: object) -> None:
@@ -94,9 +61,13 @@ def check_margin(bits: object) -> None:
         raise UserError(f"a margin of {shortened(bits)} bits cannot be kept; give 0 to {MOST_MARGIN}")
 
 
-def check_data(data: object, *, run_model: bool) -> None:
+def check_data(data: str | None, *, run_model: bool = True) -> None:
+    from ..measuring.texts import local_file
+
     if data is not None and not run_model:
         raise UserError("--no-audit runs nothing, so --data has no use; leave out one of them")
+    if data is not None:
+        local_file(data)  # raises before the checkpoint is fetched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,8 +95,8 @@ class Options:
         True,
         "--no-audit",
         "Run nothing but a few short rows: the bounds make the plan, and the certificate decides.",
-        read=not_,
         is_flag=True,
+        callback=lambda context, parameter, given: not given,
     )
     subfolder: str | None = option(
         None, "--subfolder", "Folder inside SOURCE (diffusers: text_encoder_2).", metavar="NAME"
@@ -164,7 +135,6 @@ class Options:
         MARGIN_BITS,
         "--margin",
         f"Bits kept between what is observed and each limit, 0 to {MOST_MARGIN}; default: {MARGIN_BITS}.",
-        written="{:g}".format,
         type=float,
         metavar="BITS",
     )
@@ -179,7 +149,6 @@ class Options:
         "auto",
         "--device",
         "auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps; default: auto.",
-        read=checked_device,
         metavar="DEVICE",
     )
     exact: bool = option(False, "--exact", "Make no edits: every exponent cancels.", is_flag=True)
@@ -187,7 +156,6 @@ class Options:
         None,
         "--max-kl",
         "Accept an output up to X nats from the source (of states: relative squared error), though bf16 is nearer.",
-        written="{:g}".format,
         type=float,
         metavar="X",
     )
@@ -246,7 +214,7 @@ class Options:
         for name in PUBLISHED:
             flag, value = FLAGS[name], getattr(self, name)
             if value != getattr(Options, name):
-                words += [flag.name] if flag.switch else [flag.name, shown_in_a_command(flag.written(value))]
+                words += [flag.name] if flag.switch else [flag.name, shown_in_a_command(str(value))]
         return shlex.join(words)
 
 

@@ -4,21 +4,18 @@ sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
 from __future__ import annotations
 
 import glob
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from ..checkpoint.files import check_free_space, read_json
+from ..checkpoint.files import check_free_space
 from ..checkpoint.folder import records
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
 from ..checkpoint.hub import fetched, hub_files
-from ..checkpoint.pipeline_files import MODEL_INDEX, PIPELINE, Pipeline, bring, config_of, is_pipeline, open_pipeline
-from ..checkpoint.sources import contained, own_name
+from ..checkpoint.pipeline_files import MODEL_INDEX, PIPELINE, Pipeline, bring, config_of, open_pipeline
+from ..checkpoint.sources import own_name
 from ..checkpoint.staging import staged
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -75,7 +72,6 @@ def convert_pipeline(
     *,
     dry_run: bool = False,
     force: bool = False,
-    endpoint: str | None = None,
     progress: Progress | bool | None = None,
     **options: Any,
 ) -> PipelineConversion:
@@ -85,11 +81,11 @@ def convert_pipeline(
     Other parameters are fields of ``Options``. force: replace an
     existing ``out``. Raises UserError where an encoder cannot be converted; ``out`` then does not exist.
     """
-    pipeline = open_pipeline(source, is_known, endpoint)
+    pipeline = open_pipeline(source, is_known)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    return convert_pipeline_by(Options(**options), pipeline, place, endpoint=endpoint, progress=progress)
+    return convert_pipeline_by(Options(**options), pipeline, place, progress=progress)
 
 
 @quiet()
@@ -98,7 +94,6 @@ def convert_pipeline_by(
     pipeline: Pipeline,
     place: Destination,
     *,
-    endpoint: str | None = None,
     progress: Progress | bool | None = None,
 ) -> PipelineConversion:
     progress = progress_of(progress)
@@ -110,17 +105,17 @@ def convert_pipeline_by(
     asked = {name: options_of(options, pipeline, name) for name in pipeline.encoders}
     place.check(pipeline.folder)
     if place.dry_run:
-        planned = {n: converted(asked[n], pipeline, n, place, endpoint, progress) for n in pipeline.encoders}
+        planned = {n: converted(asked[n], pipeline, n, place, progress) for n in pipeline.encoders}
         return PipelineConversion({}, None, planned)
     with staged(place.out, force=place.force) as work:
         if not local:
-            fetch_others(pipeline, endpoint, progress)
+            fetch_others(pipeline, progress)
         with progress.step(f"Linking or copying {counted(len(pipeline.others), 'other file')}") as advance:
             links = bring(pipeline.folder, pipeline.others, work, advance=advance)
         done: dict[str, Conversion] = {}
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
-            done[name] = converted(asked[name], pipeline, name, Destination(work / name), endpoint, progress)
+            done[name] = converted(asked[name], pipeline, name, Destination(work / name), progress)
         # Links are recorded without SHA-256: replacing ``out`` removes only the link, not the source's file.
         known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
         files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
@@ -159,10 +154,8 @@ def moved_to(
     return replace(done, out=place.out / name, next=then if done.next else "")
 
 
-def converted(
-    options: Options, pipeline: Pipeline, name: str, place: Destination, endpoint: str | None, progress: Progress
-) -> Conversion:
-    done = convert_by(options, pipeline.source, place, endpoint=endpoint, progress=progress)
+def converted(options: Options, pipeline: Pipeline, name: str, place: Destination, progress: Progress) -> Conversion:
+    done = convert_by(options, pipeline.source, place, progress=progress)
     if place.dry_run:
         return done
     if done.report["source"].get("revision") != pipeline.revision:
@@ -178,14 +171,14 @@ def converted(
     return done
 
 
-def fetch_others(pipeline: Pipeline, endpoint: str | None, progress: Progress) -> None:
+def fetch_others(pipeline: Pipeline, progress: Progress) -> None:
     from huggingface_hub import constants
 
-    sizes = hub_files(pipeline.source, pipeline.folder, endpoint)
+    sizes = hub_files(pipeline.source, pipeline.folder)
     nbytes = sum(sizes[name] for name in pipeline.others if not (pipeline.folder / name).exists())
     check_free_space(pipeline.source, nbytes, Path(constants.HF_HUB_CACHE))
     with progress.step(f"Fetching {counted(len(pipeline.others), 'other file')}"):
-        fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], endpoint, pipeline.revision)
+        fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], commit=pipeline.revision)
 
 
 def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
@@ -197,22 +190,6 @@ def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
     except UserError:  # a file that is brought along as it is
         return None
     return next((str(SAFETENSORS_DTYPES[t.dtype]) for t in tensors.values() if t.dtype in FLOATING_DTYPES), None)
-
-
-def check_no_pipeline(folder: Path) -> None:
-    if not is_pipeline(folder):
-        return
-    file = folder / PIPELINE
-    if not file.is_file():
-        raise UserError(f"{folder} is a pipeline that convert did not write; give a converted one, or --subfolder NAME")
-    try:
-        report = schema.read(
-            other_reports.PipelineReport, read_json(contained(folder, PIPELINE), "report of the pipeline")
-        )
-    except ValidationError as error:
-        raise UserError(f"{file}: is not what convert writes; convert the pipeline again") from error
-    names = [shlex.quote(str(folder / entry.subfolder)) for entry in report.encoders]
-    raise UserError(f"{folder} is a pipeline of several models; give what was converted in it: {listed(names, 'or')}")
 
 
 def alone(pipeline: Pipeline, name: str) -> str:

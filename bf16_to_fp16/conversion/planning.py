@@ -96,11 +96,9 @@ class Opened:
         return self.before.spectra.under(read, changed_by(self.layout, self.edits) | lacking)
 
 
-def open_source(
-    source: str | Path, options: Options, place: Destination, endpoint: str | None, progress: Progress
-) -> Opened:
+def open_source(source: str | Path, options: Options, place: Destination, progress: Progress) -> Opened:
     device = Device(options.device, progress)
-    checkpoint = opened_with_notes(source, options.subfolder, progress, endpoint)
+    checkpoint = opened_with_notes(source, options.subfolder, progress)
     place.check(checkpoint.folder)
     say_where_saved_again(checkpoint, progress)
     own, name = architectures(checkpoint.config)[:1], options.as_class

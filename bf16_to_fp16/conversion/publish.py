@@ -26,7 +26,6 @@ from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, Unsaf
 from ..results import dump
 from .file_checks import check_hashes
 from .locating import read_recorded
-from .pipeline import check_no_pipeline
 from .verify import Verified, check_contents
 
 MESSAGE = "Upload an fp16 checkpoint rescaled by bf16_to_fp16"
@@ -60,7 +59,6 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     and its hash put into the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``; report, page
     and card then say that it is unsafe."""
     progress, folder = progress_of(progress), written_folder(folder)
-    check_no_pipeline(folder)
     report, verified = read_recorded(folder), Verified()
     with progress.step("Hashing the files") as advance:
         problems = list(check_hashes(folder, report, advance=advance))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +9,12 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.contents import WEIGHTS
 from ..checkpoint.folder import carry_over, copy
-from ..checkpoint.naming import LAYOUTS
-from ..checkpoint.ownership import listed_files
-from ..checkpoint.packing import check_out_file, pack, put_file_in_place, tensors_sha256, tokenizer_inside
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.recorded import CONVERTED_KEY, recorded_sha256
+from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.shards import Write
 from ..checkpoint.sources import written_folder
-from ..checkpoint.staging import check_out, scratch, staged
+from ..checkpoint.staging import check_out, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
 from ..families.configs import looked_up, positive, with_value, without_value
@@ -29,7 +24,7 @@ from ..families.resolve import resolve
 from ..json_text import write_json
 from ..progress import Progress, progress_of
 from ..report.schema import Source
-from ..report.stored import originals, read_origin, read_packed, read_parts, read_plan, read_start
+from ..report.stored import originals, read_plan, read_written
 from ..rescaling.apply import set_dtype, writes
 from ..rescaling.edits import edited, listed_edits, without_edits
 from ..rescaling.plan import Plan, composed, inverse, mark_of
@@ -48,7 +43,7 @@ def undo(
 
     plan: if ``folder`` was trained from a converted folder and saved by any script: that converted folder, or its
     report. Weights are then written in fp32, or in bf16 where that is exact; edits and centred biases stay, and a
-    message names them. A ``--layout`` file becomes a file with the same names, or a folder.
+    message names them.
 
     The weights are the source's bit for bit where the conversion was lossless, except the sign of a 0 in a rescaled
     gain that is stored minus 1; a sentence encoder's linears come back rounded to fp16. Tensors that the conversion
@@ -56,44 +51,43 @@ def undo(
     progress, out = progress_of(progress), Path(out)
     if plan is not None:
         return undo_trained(written_folder(folder), out, Path(plan), force=force, progress=progress)
-    if Path(folder).is_file():
-        return undo_file(Path(folder), out, force=force, progress=progress)
     folder = written_folder(folder)
     check_out(out, folder, force=force)
-    origin, checkpoint = read_origin(folder), open_checkpoint(folder)
+    report, checkpoint = read_written(folder), open_checkpoint(folder)
+    origin = report.source
     before = class_before(origin)
     if before is not None and not checkpoint.stored_names:  # with images, names in files do not depend on the class
         names = names_under(checkpoint.config, checkpoint.tensors, before)
         checkpoint = replace(checkpoint, stored_names={n: other for n, other in names.items() if n != other})
     with staged(out, force=force) as work:
-        start = read_start(folder)
-        written = write_weights(checkpoint, read_plan(folder), origin, work, progress, start=start)
-        listing = listed_files(folder)
+        written = write_weights(checkpoint, report.of_plan, origin, work, progress, start=report.start)
+        listing = {entry.name: entry.sha256 for entry in report.output.files}
         for name, digest in written.source_sha256.items():
-            if (listing.get(name) or {}).get("sha256") != digest:
+            if listing.get(name) != digest:
                 raise UserError(f"{folder / name}: is not what convert wrote (SHA-256); fetch or convert it again")
-        write_beside(checkpoint, origin, work, start)
+        write_beside(checkpoint, origin, work, report.start)
     return out
 
 
-def undo_trained(folder: Path, out: Path, report: Path, *, force: bool, progress: Progress) -> Path:
-    check_out(out, folder, report, force=force)
-    plan, checkpoint = read_plan(report), open_checkpoint(folder)
+def undo_trained(folder: Path, out: Path, recorded: Path, *, force: bool, progress: Progress) -> Path:
+    check_out(out, folder, recorded, force=force)
+    report, checkpoint = read_plan(recorded), open_checkpoint(folder)
+    plan = report.of_plan
     layout = resolve(checkpoint)
     if checkpoint.config.get(CONVERTED_KEY) != mark_of(plan) or layout.eps != (plan.eps or layout.eps):
         raise UserError(
-            f"{folder}: its weights are not at the scale of the plan in {report}; give the converted folder that it"
+            f"{folder}: its weights are not at the scale of the plan in {recorded}; give the converted folder that it"
             " was trained from, and a checkpoint that was not undone or converted since"
         )
     say_what_stays(layout, plan, progress)
-    whole, back = with_start(layout, without_edits(layout, plan), read_start(report), progress), []
+    whole, back = with_start(layout, without_edits(layout, plan), report.start, progress), []
     for each in writes(checkpoint, layout, inverse(whole)):
         if each.source is not None:
             # A gain that is stored less 1, or was corrected, would be rounded once more in bf16.
             exact = checkpoint.tensors[each.source].dtype == "BF16" and not each.offset and each.gain == 1
             back.append(each.as_dtype("BF16" if exact else "F32"))
     config = {key: value for key, value in checkpoint.config.items() if key != CONVERTED_KEY}
-    changes = read_parts(report, "source").source.config_changes
+    changes = report.source.config_changes
     if (mark := changes.get(CONVERTED_KEY, {}).get("before")) is not None:  # of an earlier conversion
         config[CONVERTED_KEY] = mark
     for key in () if plan.eps_held else layout.family.eps_keys:
@@ -136,11 +130,10 @@ def write_weights(
     work: Path,
     progress: Progress,
     start: Plan | None = None,
-    **how: Any,
 ) -> Written:
     """Write the weights, rescaled by the inverse of ``plan``, to ``work``. start: the plan that had rescaled the source
     before training and conversion."""
-    assert origin.dtype is not None  # ``read_origin`` checks it
+    assert origin.dtype is not None  # ``read_written`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16
     layout = resolve(checkpoint)
     whole, before = with_start(layout, plan, start, progress), originals(layout, plan, origin)
@@ -153,12 +146,12 @@ def write_weights(
         for each in writes(checkpoint, layout, inverse(whole))
         if each.name not in origin.made
     ]
-    return write(checkpoint, back, work, progress, **how)
+    return write(checkpoint, back, work, progress)
 
 
-def write(checkpoint: Checkpoint, back: list[Write], work: Path, progress: Progress, **how: Any) -> Written:
+def write(checkpoint: Checkpoint, back: list[Write], work: Path, progress: Progress) -> Written:
     with progress.step(f"Writing {len(back)} tensors") as advance:
-        written = write_fp16(checkpoint, back, work, advance=advance, **how)
+        written = write_fp16(checkpoint, back, work, advance=advance)
     checkpoint.check_unchanged()
     return written
 
@@ -181,21 +174,3 @@ def config_before(config: Mapping[str, Any], origin: Source) -> dict[str, Any]:
             continue
         before = with_value(before, key, sides["before"]) if "before" in sides else without_value(before, key)
     return before
-
-
-def undo_file(file: Path, out: Path, *, force: bool, progress: Progress) -> Path:
-    inside, as_file = read_packed(file), out.suffix == ".safetensors"
-    (check_out_file if as_file else check_out)(out, file, force=force)
-    # Before anything is written, so that damaged tensors are never unpacked.
-    if (recorded := recorded_sha256(file)) is not None and recorded != tensors_sha256(file):
-        raise UserError(f"{file}: is not what convert wrote (SHA-256 of its tensors); fetch or convert it again")
-    checkpoint = open_checkpoint(file)
-    with scratch(out) if as_file else staged(out, force=force) as work:
-        write_weights(checkpoint, inside.plan, inside.source, work, progress, max_shard_size=sys.maxsize)
-        if not as_file:
-            write_beside(checkpoint, inside.source, work)
-            return out
-        naming = LAYOUTS[inside.layout].naming
-        pack(work / WEIGHTS, work / "packed", naming, {}, tokenizer_inside(file, checkpoint.folder, naming))
-        put_file_in_place(work / "packed", out, force=force)
-    return out

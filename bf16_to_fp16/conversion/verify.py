@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from ..bounds.arithmetic import SPLITS, Arithmetic
+from ..bounds.arithmetic import Arithmetic
 from ..bounds.findings import Certificate
 from ..bounds.tiers import bounded
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.recorded import CONVERTED_KEY, summary_of
+from ..checkpoint.recorded import CONVERTED_KEY
 from ..checkpoint.sources import local_source, own_name
 from ..devices import Device
 from ..environment import SCHEMA, installed
@@ -35,22 +35,21 @@ from ..measuring.stock import load_config
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report import other_reports, schema
-from ..report.build import moved_entry
 from ..report.facts import missed
 from ..report.judgement import reasons_unsafe
 from ..report.observed_tiers import tiers_of
 from ..report.remedies import CONVERT_AGAIN, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
 from ..report.steps import Decided
-from ..report.stored import originals, read_packed
+from ..report.stored import originals
 from ..rescaling.edits import listed_edits
 from ..rescaling.exponents import check_plan_fits, output_factors
-from ..rescaling.plan import Plan, mark_of
-from ..results import CertificateEntry, dump
+from ..rescaling.plan import mark_of
+from ..results import dump
 from ..targets import TARGETS
 from ..wording import listed
 from .comparison import differences, other_weights, replay_differences
 from .evidence import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
-from .file_checks import check_foreign, check_hashes, check_tensors, check_tokenizer, check_unread
+from .file_checks import check_foreign, check_hashes, check_unread
 from .locating import locate, read_recorded
 from .options import check_data
 
@@ -85,7 +84,7 @@ def verify(
     device: str | torch.device = "auto",
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Check a converted folder, file or Hub repository against its report and return every difference.
+    """Check a converted folder or Hub repository against its report and return every difference.
 
     original: the source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit in
     addition to the probe. run_model: False skips the audit. ``verdict`` is "safe" if nothing differs and the report
@@ -94,16 +93,13 @@ def verify(
     check_data(data, run_model=run_model)
     if original is not None:
         local_source(original)  # fails before the files are hashed
-    on, revision, verified = Device(device, progress), None, Verified()
-    if Path(source).is_file():
-        place, report = Path(source), packed_report(Path(source))
-    else:
-        place, revision, extra = locate(source, subfolder, endpoint, progress)
-        report = read_recorded(place)
-        if original is not None and report.finetune is not None:
-            raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
-        with progress.step("Hashing the files") as advance:
-            verified.add("files", check_hashes(place, report, extra=extra, advance=advance))
+    on, verified = Device(device, progress), Verified()
+    place, revision, extra = locate(source, subfolder, endpoint, progress)
+    report = read_recorded(place)
+    if original is not None and report.finetune is not None:
+        raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
+    with progress.step("Hashing the files") as advance:
+        verified.add("files", check_hashes(place, report, extra=extra, advance=advance))
     if not verified.problems:
         opened = None if original is None else open_checkpoint(original, endpoint=endpoint)
         if opened is not None and (name := report.source.class_in("after")) is not None:
@@ -120,30 +116,11 @@ def verify(
             checks=verified.checks,
             problems=verified.problems,
             notes=verified.notes,
-            files=len(report.output.files) or 1,
+            files=len(report.output.files),
             target=report.target,
             environment=schema.Environment.model_validate(on.environment()),
             **{"certificate": None, "tiers": {}, "regimes": {}} | verified.sections,
         )
-    )
-
-
-def packed_report(file: Path) -> schema.Report:
-    inside, meta = read_packed(file), summary_of(file) or {}
-    try:
-        known = {key: meta[key] for key in ("verdict", "proof", "target", "tiers")}
-        report = schema.Report.model_validate({"schema": SCHEMA} | known)
-        limits = CertificateEntry(holds=False, headroom_bits=0.0, max_length=int(meta["max_length"]), splits=SPLITS)
-        moves = (inside.plan.residual_exponent, inside.plan.eps)
-        if report.target not in TARGETS or limits.max_length < 1 or (meta["residual_exponent"], meta["eps"]) != moves:
-            raise ValueError
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file}: its metadata are damaged; convert the source again") from error
-    return report.model_copy(
-        update={
-            **{"family": inside.plan.family, "plan": inside.plan, "source": inside.source},
-            **{"weights": inside.weights, "certificate": limits},
-        }
     )
 
 
@@ -160,21 +137,15 @@ def check_contents(
 ) -> None:
     checkpoint = open_checkpoint(place)
     layout = agreed_layout(checkpoint)
-    if place.is_file():
-        inside = read_packed(place)
-        verified.add("files", check_tensors(place, checkpoint, inside))
-        if original is not None:
-            verified.add("files", check_tokenizer(checkpoint, original, inside))
-    else:
-        verified.add("files", check_unread(checkpoint, report))
-        if report.output.card_edited:
-            verified.notes.append(f"{schema.CARD} was edited before it was published: its author answers for it")
-        verified.add("files", check_foreign(checkpoint, layout, report))
+    verified.add("files", check_unread(checkpoint, report))
+    if report.output.card_edited:
+        verified.notes.append(f"{schema.CARD} was edited before it was published: its author answers for it")
+    verified.add("files", check_foreign(checkpoint, layout, report))
     verified.sections["padding"] = padding_entry(layout.config)
     verified.add("plan", check_plan(checkpoint, layout, report))
     if any(problem.check == "plan" for problem in verified.problems):
         return  # a plan that does not fit cannot be replayed
-    plan = plan_of(report)
+    plan = report.of_plan
     verified.sections["edits"] = len(listed_edits(layout, plan))
     before = None
     if original is not None:
@@ -202,7 +173,7 @@ def check_contents(
             verified.notes.append("other text was run than the report names: its figures are not compared")
         if original is not None and before is not None and again.same_inputs and report.regimes:
             verified.add("fidelity", check_fidelity(original, before, checkpoint, report, again, device, progress))
-        if original is not None and before is not None and report.output.files:  # one file records no search
+        if original is not None and before is not None:
             verified.add("fidelity", check_exceptions(original, before, checkpoint, report, progress))
     tiers = verified.sections["tiers"] = tiers_of(layout, certified, regimes)
     verified.add("tiers", check_tiers(report, tiers, certified, ran=run_model))
@@ -220,13 +191,8 @@ def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
     yield from ((entry.signal, f"the report says safe, and also {entry.reason}") for entry in unsafe)
 
 
-def plan_of(report: schema.Report) -> Plan:
-    assert report.plan is not None  # ``read_recorded`` asks for it
-    return report.plan
-
-
 def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) -> Iterator[tuple[str, str]]:
-    plan, config = plan_of(report), checkpoint.config
+    plan, config = report.of_plan, checkpoint.config
     try:
         check_plan_fits(layout, plan)
         originals(layout, plan, report.source)
@@ -241,7 +207,6 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
         if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
             yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
     if report.outputs and report.finetune is None:
-        yield from differences(report.moved.model_dump(), moved_entry(layout, plan).model_dump(), "moved")
         factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
         yield from differences(factors, output_factors(layout, plan), "outputs")
         recorded = sorted((edit.site, edit.exponent, edit.columns) for edit in report.inexact)
@@ -264,8 +229,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
 
 def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:
     assert report.certificate is not None
-    if report.certificate.sites or report.output.files:  # one file records no bounds
-        yield from differences(dump(report.certificate), dump(certificate.entry()), "certificate")
+    yield from differences(dump(report.certificate), dump(certificate.entry()), "certificate")
     if report.proof == "certified" and not certificate.holds:
         worst = min(certificate.sites, key=lambda site: site.headroom_bits)
         yield worst.name, f"its bound is {worst.largest:.6g}, over its limit, and the report says certified"
@@ -292,7 +256,7 @@ def run_again(
     with torch.random.fork_rng(devices=[]):
         chosen = probe.usable(recorded.chosen, config)
         inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, chosen=chosen)
-        in_fp32 = [] if before is None else in_fp32_too(inputs, before, plan_of(report))
+        in_fp32 = [] if before is None else in_fp32_too(inputs, before, report.of_plan)
         ran = audited(checkpoint, inputs, in_fp32, device, progress, train=report.target == "train", seed=seed)
     return Rerun(inputs, in_fp32, ran, describe_batches(inputs, seed=seed, data=data)["sha256"] == recorded.sha256)
 
@@ -327,7 +291,7 @@ def check_fidelity(
     device: Device,
     progress: Progress,
 ) -> Iterator[tuple[str, str]]:
-    plan, sections = plan_of(report), dump(report)
+    plan, sections = report.of_plan, dump(report)
     observed = observe_source(original, again.inputs, progress, device)
     reference, decided = observed.reference, Decided(before, plan, report.target or "half", observed=observed)
     close, drifted = compare(original, before, plan, reference, again.ran, again.inputs, again.in_fp32)
@@ -351,7 +315,7 @@ def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, report: schema.Report, progress: Progress
 ) -> Iterator[tuple[str, str]]:
     """Yield ids that edits harm over twice as much as any listed, separately for single ids and for mixtures."""
-    rare = searched(original, checkpoint, before, plan_of(report), progress)
+    rare = searched(original, checkpoint, before, report.of_plan, progress)
     if rare is None:
         return
     yield from differences(report.searched and report.searched.ids, rare.searched.ids, "searched.ids")

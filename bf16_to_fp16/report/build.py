@@ -19,10 +19,9 @@ from ..families.configs import changes
 from ..families.known import padding_entry
 from ..families.layout import Layout
 from ..families.older_versions import differences
-from ..families.wiring import Attention, FeedForward
 from ..rescaling.apply import edited_config
 from ..rescaling.centred import centred_tensors
-from ..rescaling.exponents import exponents_of, joined
+from ..rescaling.exponents import joined
 from ..rescaling.plan import Plan, describe_plan, mark_of
 from ..results import Fidelity
 from . import remedies, schema
@@ -30,7 +29,6 @@ from .card import front_matter
 from .judgement import conclude, reasons_unsafe, uncertified_sites, unmet
 from .observed_tiers import largest_seen, tiers_of
 from .steps import Decided, Measured, Rewritten
-from .uses import whole_plan
 
 
 def build(
@@ -77,7 +75,6 @@ def build(
         weights=weight_counts(layout, plan, written),
         outputs=dict(measured.outputs),
         plan=Plan.model_validate(describe_plan(plan)),
-        moved=moved_entry(layout, plan),
         for_proof={} if planned is None or decided.observed is None else dict(planned.for_proof),
         command=command,
         environment=schema.Environment.model_validate(measured.environment),
@@ -89,23 +86,7 @@ def build(
     return report.model_copy(update={"verdict": verdict, "unsafe": unsafe})
 
 
-def moved_entry(layout: Layout, plan: Plan) -> schema.MovedEntry:
-    sublayers = [each for each in layout.topology if isinstance(each, (Attention, FeedForward))]
-    parts = ("query", "key", "value", "gate", "linear", "output")
-    linears = {getattr(each, part) for each in sublayers for part in parts if hasattr(each, part)}
-    scalars: dict[tuple[bool, str], set[int]] = {}
-    for tensor in layout.tensors.values():
-        exponents, path = exponents_of(tensor, plan), tensor.name.rpartition(".")[0]
-        if exponents.rows is None and exponents.columns is None:
-            scalars.setdefault((path in linears, path.rpartition(".")[2]), set()).add(exponents.scalar)
-    moved = {key: each.pop() for key, each in scalars.items() if len(each) == 1 and each != {0}}
-    return schema.MovedEntry(
-        linears={name: exponent for (linear, name), exponent in moved.items() if linear},
-        others={name: exponent for (linear, name), exponent in moved.items() if not linear},
-    )
-
-
-def descended(report: schema.Report, layout: Layout, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:
+def descended(report: schema.Report, lineage: schema.Lineage, kept: Fidelity | None) -> schema.Report:
     given = {name: getattr(lineage.source, name) for name in lineage.source.model_fields_set}
     assert report.plan is not None  # of a conversion
     after = {"after": mark_of(report.plan)} if report.plan.moves or lineage.finetune.start is not None else {}
@@ -117,8 +98,7 @@ def descended(report: schema.Report, layout: Layout, lineage: schema.Lineage, ke
         name: entry.model_copy(update={"factor_log2": joined(entry.factor_log2, run.start_outputs.get(name, 0))})
         for name, entry in report.outputs.items()
     }
-    whole = moved_entry(layout, whole_plan(report.plan, run))
-    return report.model_copy(update={"source": source, "finetune": run, "outputs": outputs, "moved": whole})
+    return report.model_copy(update={"source": source, "finetune": run, "outputs": outputs})
 
 
 def source_of(checkpoint: Checkpoint, layout: Layout, plan: Plan, rewritten: Rewritten) -> schema.Source:

@@ -41,12 +41,12 @@ _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s
 
 @dataclass(frozen=True)
 class Point:
-    """The largest |x| of one kind of signal. x: the position in its stack, in blocks. upper: the value before the plan,
+    """The largest |x| of one kind of signal. x: the block in its stack. upper: the value before the plan,
     or the bound. lower: the value after the plan, or the largest found: infinite for an overflow, None if nothing was
     run."""
 
     series: Series
-    x: float
+    x: int
     upper: float
     lower: float | None
 
@@ -68,27 +68,17 @@ def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack, spread evenly within their block, logits last. Of parallel experts only the
-    largest counts. Zeros and infinities are left out."""
+    """Return the points of one stack, logits last. Of a block the largest counts. Zeros and infinities are left out."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
-    reads = [s for s in mine if s.block is not None and signal_series(s) is STREAM]
-    norms = {s.module for s in reads}
-    sublayers: dict[int | None, list[str | None]] = {s.block: [] for s in reads}
-    for s in reads:
-        if s.role not in sublayers[s.block]:
-            sublayers[s.block].append(s.role)
-    end = max((s.block for s in reads if s.block is not None), default=-1) + 1
+    norms = {s.module for s in mine if signal_series(s) is STREAM}
+    end = 1 + max((s.block for s in mine if s.block is not None), default=-1)
     points = []
     for s in mine:
         before, after = known(s.before), known(s.after)
         series = signal_series(s)
         if series is None or not before or not after or (s.module in norms and s.side == "output"):
             continue
-        x = float(end)
-        if s.block is not None and s.kind != "logits":
-            order = sublayers.get(s.block, [])
-            x = s.block + (order.index(s.role) / len(order) if s.role in order else 0)
-        points.append(Point(series, x, before, after))
+        points.append(Point(series, end if s.block is None or s.kind == "logits" else s.block, before, after))
     return largest(points)
 
 
@@ -127,7 +117,7 @@ def bound_points(sites: Sequence[BoundEntry], stack: str) -> list[Point]:
 
 
 def largest(points: Iterable[Point]) -> list[Point]:
-    merged: dict[tuple[Series, float], Point] = {}
+    merged: dict[tuple[Series, int], Point] = {}
     for point in points:
         same = merged.get((point.series, point.x), point)
         lower = max((value for value in (same.lower, point.lower) if value is not None), default=None)
@@ -159,7 +149,7 @@ def drawn(points: Sequence[Point], stack: str, low: int, high: int) -> str:
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-    def line(mine: Sequence[tuple[float, float]], style: str, width: float, **look: Any) -> None:
+    def line(mine: Sequence[tuple[int, float]], style: str, width: float, **look: Any) -> None:
         # What is past an end of the axis stands there.
         y = [min(high - 0.4, max(low + 0.2, math.log2(value) if value > 0 else low)) for _, value in mine]
         size = 3.6 if len(mine) < 20 else 2.4

@@ -49,7 +49,6 @@ LET_STREAM_GO = "leave out --stream, which holds the stream where the plan would
 EDITS_HELP = "edits bring down what they can, where that costs no more than bf16 does"
 WITHOUT_AUDIT = f"leave out --no-audit: what a run shows decides, and {EDITS_HELP}"
 WITHOUT_EXACT = f"leave out --exact: {EDITS_HELP}"
-WITHOUT_EITHER = f"leave out --exact and --no-audit: {EDITS_HELP}"
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
 CONVERT_AGAIN = "fetch it again, or convert the source again"
 REMOVE = "remove it, or keep it elsewhere"

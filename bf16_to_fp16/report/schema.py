@@ -15,7 +15,6 @@ from pydantic import Field, ValidationError
 from ..checkpoint.files import sha256_of
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recorded import REPORT as REPORT
-from ..checkpoint.recorded import report_data
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..families.known import architectures
@@ -192,14 +191,6 @@ class SignalEntry(PlacedEntry):
     after: NumberOrNaN
 
 
-class MovedEntry(ReportObject):
-    """Weights with a single power of two, by the last name of their modules: linears of attentions and feed-forwards,
-    and others (embeddings, norms)."""
-
-    linears: dict[str, int] = {}
-    others: dict[str, int] = {}
-
-
 class UnsafeEntry(ReportObject):
     """A signal that is unsafe or misses a goal, with reason and remedy. ``kind``: "broke" in a run, with ``regimes``,
     ``nonfinite`` and ``saturated``; "found" over its limit by an attack; "limit": no exponent holds it with the margin;
@@ -317,9 +308,6 @@ class Report(Versioned):
     max_kl: Real | None = Field(default=None, description="the distance from the source that was asked to be accepted")
     weights: WeightsEntry | None = None
     plan: Plan | None = None
-    moved: MovedEntry = Field(
-        default=MovedEntry(), description="what a learning rate or an adapter's alpha must follow"
-    )
     for_proof: dict[str, int] = Field(
         default={}, description="streams that the proof alone moves further, with the exponent that would do without it"
     )
@@ -344,6 +332,16 @@ class Report(Versioned):
         return self.certificate is not None and self.certificate.holds
 
     @property
+    def of_plan(self) -> Plan:
+        assert self.plan is not None  # of a conversion; its readers ask for it
+        return self.plan
+
+    @property
+    def start(self) -> Plan | None:
+        """The plan by which a finetune rescaled the original before training."""
+        return None if self.finetune is None else self.finetune.start
+
+    @property
     def broken_regimes(self) -> list[str]:
         return [name for name, regime in self.regimes.items() if regime.broken]
 
@@ -359,23 +357,14 @@ def read(model: type[Model], data: Mapping[str, Any]) -> Model:
 
 
 def typed(data: Mapping[str, Any], path: Path, needed: Mapping[str, str], otherwise: str) -> Report:
-    """Return a file's data as a report. needed: error messages by dotted key. otherwise: the message for any other
-    error. Raises UserError in one line with the path."""
+    """Return a file's data as a report. needed: error messages by dotted key or its first part. otherwise: the message
+    for any other error. Raises UserError in one line with the path."""
     try:
         return read(Report, data)
     except ValidationError as error:
-        place = ".".join(str(step) for step in error.errors()[0]["loc"])
-        raise UserError(f"{path}: {needed.get(place, otherwise)}") from error
-
-
-def recorded_target(folder: Path) -> str | None:
-    path = folder / REPORT
-    if not path.is_file():
-        return None
-    try:
-        return typed({"target": report_data(path, {}).get("target")}, path, {}, "").target
-    except UserError:
-        return None
+        steps = [str(step) for step in error.errors()[0]["loc"]]
+        words = needed.get(".".join(steps), needed.get(steps[0], otherwise))
+        raise UserError(f"{path}: {words}") from error
 
 
 def json_schema() -> str:

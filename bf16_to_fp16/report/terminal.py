@@ -15,7 +15,6 @@ from rich.text import Text
 from .. import wording
 from ..checkpoint.contents import MODULES
 from ..checkpoint.files import read_json
-from ..errors import UserError
 from ..families.known import architectures, half_call, loading_class, named
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
@@ -24,7 +23,6 @@ from ..targets import TIERS
 from . import coverage, facts, other_reports, schema, uses
 from .screen import Column, Screen, Table, bad, console, good, names, numbers
 from .sections import TIER_COLUMNS, exponent_rows
-from .stored import read_packed, read_parts
 
 WORST_SITES = 6
 MOST_EDITS = 3  # edits that are named, the dearest
@@ -187,19 +185,12 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     screen.rows(("next", then or report.next))
 
 
-def brought_back(folder: Path) -> str:
+def brought_back(report: schema.Report) -> str:
     """Return in words how many weights ``undo`` restores bit for bit: at least those that fp16 held exactly."""
-    whose = "the source's weights"
-    if folder.is_file():
-        weights: schema.WeightsEntry | None = read_packed(folder).weights
-    else:
-        report = read_parts(folder, "weights", "finetune")
-        weights = report.weights
-        whose = whose if report.finetune is None else "the finetuned weights from before the rescaling"
+    weights = report.weights
+    whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
     if weights is None:
-        raise UserError(
-            f"{folder / schema.REPORT}: does not say how the weights came through; convert the source again"
-        )
+        return whose
     changed = round(weights.elements * (1 - weights.lossless_fraction))
     if changed == 0:
         return f"{whose}, all of them bit for bit"

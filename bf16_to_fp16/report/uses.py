@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from ..families.known import named
 from ..rescaling.plan import Plan, composed
-from ..wording import listed
 from . import schema
 
 TITLE = "What you can do with it"  # of the card's section
 PAGE = "docs/training.md, “A converted folder”"
-ALPHA = 16  # the lora_alpha of the example
 
 
 def whole_plan(plan: Plan, run: schema.FinetuneEntry | None) -> Plan:
@@ -48,14 +46,3 @@ def gains_round(plan: Plan) -> bool:
     family = named(plan.family)
     less_1 = family is not None and any(tensor.offset for tensor in family.encoder_output.tensors)
     return less_1 and plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)
-
-
-def powers(exponents: dict[str, int]) -> str:
-    by_exponent: dict[int, list[str]] = {}
-    for name, exponent in exponents.items():
-        by_exponent.setdefault(exponent, []).append(name)
-    return ", ".join(f"2^{exponent} for {listed(names)}" for exponent, names in sorted(by_exponent.items()))
-
-
-def alphas(linears: dict[str, int]) -> str:
-    return ", ".join(f'"{name}": {ALPHA * 2.0**exponent:g}' for name, exponent in linears.items())

@@ -80,11 +80,6 @@ class Plan(BaseModel):
         moved = (any(e) if isinstance(e, list) else e for e in self.exponents.values())
         return bool(self.residual_exponent or self.gain_correction) or any(moved)
 
-    @property
-    def scales_whole_tensors(self) -> bool:
-        """Whether one power of two multiplies all of a tensor, so that a learning rate per tensor makes up for it."""
-        return not self.gain_correction and not any(isinstance(e, list) and any(e) for e in self.exponents.values())
-
     def exponent(self, signal: str) -> int | list[int]:
         return self.residual_exponent if signal == RESIDUAL else self.exponents.get(signal, 0)
 

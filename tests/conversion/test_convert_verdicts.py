@@ -17,7 +17,7 @@ from bf16_to_fp16.conversion.options import Destination, Options, Provenance
 from bf16_to_fp16.finetuning.run import attack_unproven
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.progress import Progress
-from bf16_to_fp16.report.remedies import OUTPUT, WITHOUT_AUDIT, WITHOUT_EITHER, WITHOUT_EXACT
+from bf16_to_fp16.report.remedies import OUTPUT, WITHOUT_AUDIT, WITHOUT_EXACT
 from bf16_to_fp16.report.schema import FinetuneEntry, Lineage, Report, Source, read
 from bf16_to_fp16.rescaling import exponents
 from bf16_to_fp16.results import dump
@@ -143,7 +143,7 @@ def test_what_is_unproven_decides_only_without_an_audit(tmp_path: Path, capsys: 
     unseen = {"run_model": False}
     given: list[dict[str, Any]] = [{"exact": True}, {"exact": True} | unseen, {}, {"plan": "p"} | unseen]
     steps = [next_of(Options(**options), blind, "source", "out").partition(";")[0] for options in given]
-    assert steps[:2] == [WITHOUT_EXACT, WITHOUT_EITHER] and all(step.startswith("stay with") for step in steps[2:])
+    assert steps[:2] == [WITHOUT_EXACT, WITHOUT_EXACT] and all(step.startswith("stay with") for step in steps[2:])
 
 
 @pytest.mark.parametrize("target", ["norm-safe", "fp16-accumulate", "train"])

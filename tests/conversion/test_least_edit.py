@@ -197,18 +197,6 @@ def test_max_kl_accepts_what_costs_more_than_bf16(tmp_path: Path) -> None:
     assert f"--max-kl {float(most):g}" in report["command"]
 
 
-def test_one_file_with_edits_is_verified_and_undone(tmp_path: Path) -> None:
-    model = tiny.build("t5-encoder", num_layers=2)
-    for name, weight in model.named_parameters():
-        if name.endswith("wi_0.weight"):
-            weight.data.mul_(1e5)
-    source, file = tiny.save(model, tmp_path / "source"), tmp_path / "one.safetensors"
-    assert convert(source, file, layout="single", max_kl=1.0).plan.exponents
-    assert verify(file, original=source)["verified"]
-    undo(file, tmp_path / "back")
-    assert sorted(path.name for path in (tmp_path / "back").glob("*.safetensors")) == ["model.safetensors"]
-
-
 def test_one_token_with_a_channel_of_its_own_costs_a_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.small("llama", factor=1.0)
     with torch.no_grad():

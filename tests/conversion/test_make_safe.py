@@ -188,8 +188,8 @@ def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
     for inside in (wrapped, model):
         with pytest.raises(UserError, match="before get_peft_model"):
             make_fp16_safe(inside)
-    with pytest.raises(UserError, match="give the PEFT model around it, or merge"):
-        safe.undo(model)
+        with pytest.raises(UserError, match=r"write it with adapter\(model, OUT\), and undo what unload"):
+            safe.undo(inside)
     merged = wrapped.merge_and_unload()
     moved = outputs(merged)
     assert all(torch.equal(a, b) for a, b in zip(moved, outputs(safe.undo(merged)), strict=True))
@@ -248,43 +248,6 @@ def test_a_plain_save_warns_of_its_scale_and_save_writes_the_originals(tmp_path:
         model.save_pretrained(tmp_path / "undone")
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("t5", {"target_modules": ["q", "o", "wo", "shared"]}),
-        ("gated", {"target_modules": ["wi_0", "v"], "use_rslora": True, "modules_to_save": ["lm_head"]}),
-    ],
-)
-def test_a_peft_model_around_it_is_undone_with_its_adapter(kind: str, config: dict[str, Any], tmp_path: Path) -> None:
-    source = tiny.save(tiny.build(kind), tmp_path / "source", torch.float32)
-    model = load(source, torch.float32)
-    before, safe = weights(model), make_fp16_safe(model)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(**config))
-    train(wrapped)
-    wanted = outputs(wrapped)
-    assert safe.plan.moves and safe.undo(wrapped) is wrapped
-    assert all(torch.equal(a, b) for a, b in zip(wanted[:1], outputs(wrapped)[:1], strict=True))
-    wrapped.save_pretrained(tmp_path / "adapter")
-    found = outputs(peft.PeftModel.from_pretrained(load(source, torch.float32), tmp_path / "adapter"))
-    assert torch.equal(wanted[0], found[0])
-    with pytest.raises(UserError, match="undone already"):
-        safe.undo(wrapped)
-    assert same(before, weights(wrapped.unload())) or "modules_to_save" in config
-
-
-def test_an_adapter_in_16_bits_that_would_lose_some_is_left_as_it_is() -> None:
-    model = tiny.small("gated")
-    safe = make_fp16_safe(model)
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["wi_0", "wo"]))
-    for name, weight in wrapped.named_parameters():
-        if "lora_" in name:
-            weight.data = torch.full_like(weight, 60_000.0, dtype=torch.float16)
-    kept = {name: weight.clone() for name, weight in wrapped.named_parameters()}
-    with pytest.raises(UserError, match="is in 16 bits and would lose some"):
-        safe.undo(wrapped)
-    assert all(torch.equal(kept[name], weight) for name, weight in wrapped.named_parameters())
-
-
 def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_path: Path) -> None:
     model = tiny.small("pegasus", factor=40000.0)
     model.save_pretrained(tmp_path / "source")
@@ -332,17 +295,9 @@ def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> No
         safe = make_fp16_safe(model)
         factor = safe.inputs["inputs_embeds"]
         assert isinstance(factor, int) and factor and f"by 2^{factor}" in str(safe)
-        with pytest.warns(UserWarning, match=f"inputs_embeds that its own embedding did not make by 2.{factor}"):
-            assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
-        if more:
-            with pytest.warns(UserWarning, match="inputs_embeds"):
-                model.get_encoder()(inputs_embeds=given)
-        pickle.loads(pickle.dumps(model))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(input_ids=ids, **more)
-            safe.undo(model)
-            assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
+        assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
+        safe.undo(model)
+        assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
 
 
 @pytest.mark.parametrize(("kind", "mend"), [("blip", "train it in bf16"), ("gemma3-images", "give the Gemma3For")])

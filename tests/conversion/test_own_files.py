@@ -138,9 +138,7 @@ def test_a_file_that_appears_in_the_old_folder_meanwhile_is_kept(here: Path) -> 
 
 def test_undo_replaces_what_convert_wrote_and_nothing_else(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(here)
-    for out in (here / "back", here / "back" / "model.safetensors"):
-        source = here / ("packed.safetensors" if out.suffix else "converted")
-        assert "did not write" in refused(capsys, "undo", source, out, "--force")
+    assert "did not write" in refused(capsys, "undo", here / "converted", here / "back", "--force")
     assert contents(here) == before
     convert(here / "source", here / "other", run_model=False)
     assert cli.main(["undo", str(here / "converted"), str(here / "other"), "--force"]) == 0
@@ -205,14 +203,6 @@ def test_a_run_is_not_kept_over_other_files(folder: str, here: Path, capsys: pyt
     said = "holds other files" if folder == "run" else "give another checkpointing.folder"
     assert said in refused(capsys, "finetune", here / "recipe.yaml")
     assert contents(here).items() >= before.items() if folder == "run" else contents(here) == before
-
-
-def test_undo_of_one_file_with_a_flipped_byte_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = bytearray((here / "packed.safetensors").read_bytes())
-    data[-200] ^= 1
-    (here / "packed.safetensors").write_bytes(data)
-    said = refused(capsys, "undo", here / "packed.safetensors", here / "again")
-    assert "is not what convert wrote (SHA-256 of its tensors)" in said and not (here / "again").exists()
 
 
 @pytest.mark.parametrize(

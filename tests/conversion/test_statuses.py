@@ -56,9 +56,13 @@ def test_a_seed_of_more_than_64_bits_is_refused(source: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["convert", "audit", "certify", "verify", "undo", "publish", "finetune"])
-def test_a_name_of_300_letters_is_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    others = {"undo": ["out"], "publish": ["me/x"]}
-    (tmp_path / "recipe.yaml").write_text(f"source: {'x' * 300}/y\nout: out\ndata: {{path: text.jsonl}}\n")
+def test_a_name_of_300_letters_is_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {"convert": ["out"], "undo": ["out"], "publish": ["me/x"]}
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
+    (tmp_path / "text.txt").write_text("a")
+    (tmp_path / "recipe.yaml").write_text(f"source: {'x' * 300}/y\nout: out\ndata: {{path: {tmp_path}/text.txt}}\n")
     assert "File name too long" in refused(capsys, "finetune", tmp_path / "recipe.yaml")
     said = refused(capsys, command, tmp_path / ("x" * 300), *others.get(command, []))
     assert "File name too long" in said and len(said) < 250

@@ -237,7 +237,7 @@ def test_what_is_not_certified_is_listed_with_reason_and_remedy() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "switch", "longt5", "bigbird_pegasus"])
-def test_a_pictures_lines_are_of_the_stream_at_sublayers_of_their_outputs_and_of_scores(kind: str) -> None:
+def test_a_pictures_lines_are_of_the_stream_of_outputs_and_of_scores_by_block(kind: str) -> None:
     """Not of other norms' inputs, nor of what a norm gives; experts stand side by side, and the largest is drawn."""
     layout = layout_of(tiny.build(kind))
     place = places(layout)
@@ -256,10 +256,8 @@ def test_a_pictures_lines_are_of_the_stream_at_sublayers_of_their_outputs_and_of
         sublayers = [w for w in layout.topology if isinstance(w, Sublayer) and stack_in(w.at, layout.family) == name]
         found = pictures.signal_points([read(SignalEntry, each) for each in seen], name)
         drawn = {line: [p for p in found if p.series is line] for line in pictures.SERIES}
-        of_attention = sum(isinstance(w, Attention) for w in sublayers)
-        assert len(drawn[pictures.STREAM]) == len(sublayers) + 1
-        assert len(drawn[pictures.ATTENTION]) == len(drawn[pictures.SCORES]) == of_attention
-        assert len(drawn[pictures.FEED_FORWARD]) == len(drawn[pictures.PRODUCT]) == len(sublayers) - of_attention
+        blocks = len({place(w.at).block for w in sublayers} - {None})
+        assert [len(points) for points in drawn.values()] == [blocks + 1, *[blocks] * 4]
         outputs = {w.output for w in sublayers if isinstance(w, Attention)}
         own = {s["before"] for s in seen if s["module"] in outputs and s["side"] == "output"}
         assert {p.upper for p in drawn[pictures.ATTENTION]} <= own

@@ -70,7 +70,6 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     entry = FinetuneEntry(steps=10, tokens=100, processes=1, devices=["cpu"], **empty)
     lineage = lineage_of(open_checkpoint(source), recipe, recipe, Run(folder, entry, None))
     report = Report.model_validate(json.loads((converted / REPORT).read_text()))
-    layout = resolve(open_checkpoint(source))
     least: dict[str, Any] = {"nonfinite": 0, "saturated": 0, "amax": 1e-5, "headroom_bits": 32.6}
     sunk = results.SiteEntry(name="a", limit=65504.0, benign=None, dtype="float16", fp32=1e5, **least)
     lost = results.GradientSiteEntry(name="a:grad", amax=2.0, flushed=0.5)
@@ -98,8 +97,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "convert with edits": Report.model_validate(gated),
         "convert a pipeline": PipelineReport.model_validate(whole.report),
         "convert its encoder": Report.model_validate(whole.encoders["text_encoder"].report),
-        "finetune": descended(report, layout, lineage, Fidelity(kl_fp16=1.0)),
-        "finetune that goes on": with_next(descended(report, layout, lineage, Fidelity(kl_fp16=1.0)), [], "go on: ..."),
+        "finetune": descended(report, lineage, Fidelity(kl_fp16=1.0)),
+        "finetune that goes on": with_next(descended(report, lineage, Fidelity(kl_fp16=1.0)), [], "go on: ..."),
         "lineage": lineage,
         "what was replaced": Source(replaced=replaced_by(resolve(theirs), plan, theirs)),
         "audit": Report.model_validate(attacked),
