@@ -6,6 +6,8 @@ import gc
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
 
@@ -20,7 +22,7 @@ def main() -> int:
         # On Windows a pipe's encoding holds the letters of one language only.
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")
-    sys.stdout, sys.stderr = cast(TextIO, _Data(sys.stdout)), cast(TextIO, _Talk(sys.stderr))
+    sys.stderr = cast(TextIO, _Talk(sys.stderr))
     if closed:
         print("error: standard output is closed; give it a place, if only /dev/null", file=sys.stderr)
         return 2
@@ -57,8 +59,8 @@ def main() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-class _Data:
-    """Standard output. A write that fails, as on a full disk, is a UserError: the result would be lost."""
+class _Talk:
+    """Standard error. A write that fails, as on a full disk, is ignored: the work goes on without it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -67,32 +69,23 @@ class _Data:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        try:
-            return self.stream.write(text)
-        except OSError as error:
-            self.refused(error)
-            return len(text)
+        with heard():
+            self.stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        try:
+        with heard():
             self.stream.flush()
-        except OSError as error:
-            self.refused(error)
-
-    def refused(self, error: OSError) -> None:
-        if isinstance(error, BrokenPipeError):
-            raise error
-        from .errors import UserError
-
-        raise UserError(f"standard output cannot be written ({error.strerror}); choose another place for it") from error
 
 
-class _Talk(_Data):
-    """Standard error. A write that fails is ignored: the work goes on without it."""
-
-    def refused(self, error: OSError) -> None:
-        if isinstance(error, BrokenPipeError):
-            raise error
+@contextmanager
+def heard() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        pass
 
 
 def open_closed_streams() -> bool:

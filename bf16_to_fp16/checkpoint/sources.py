@@ -32,10 +32,10 @@ def local_path(name: str | Path) -> Path:
     return path
 
 
-def local_folder(source: str | Path, wanted: str = CHECKPOINT, *, or_file: bool = False) -> Path | None:
-    """Return the folder (or file) that a source names, None for a Hub id. wanted: the noun for error messages."""
+def local_folder(source: str | Path, wanted: str = CHECKPOINT) -> Path | None:
+    """Return the folder that a source names, None for a Hub id. wanted: the noun for error messages."""
     folder = local_path(source)
-    if folder.is_dir() or (or_file and folder.exists()):
+    if folder.is_dir():
         return folder
     if folder.exists() or REPO_ID.fullmatch(str(source).partition("@")[0]) is None:
         raise UserError(f"{source} {'is not a folder' if folder.exists() else 'does not exist'}; give {wanted}")

@@ -166,6 +166,8 @@ def main(arguments: list[str] | None = None) -> int:
         # A compiled module whose import is interrupted raises errors of its own.
         if interrupts:
             return interrupted(KeyboardInterrupt())
+        if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return complain(f"a disk or the standard output is full ({error.strerror}); choose another place for it")
         if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
             return complain(f"{shortened(error.filename)}: {error.strerror}; give another path")
         raise

@@ -14,8 +14,7 @@ from ..checkpoint.sources import CONVERTED, local_folder, subfolder_of
 from ..errors import UserError
 from ..progress import Progress
 from ..report.schema import Report, typed
-
-LISTS_OTHER = "lists something that convert does not write; convert the source again"
+from ..report.stored import LISTS_OTHER
 
 
 def locate(

@@ -19,6 +19,7 @@ from ..rescaling.plan import Plan
 from .schema import Report, Source, typed
 
 STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spelling
+LISTS_OTHER = "lists something that convert does not write; convert the source again"
 NO_SOURCE = "does not say what the source was; take the one that convert wrote"
 
 
@@ -31,7 +32,7 @@ def read_plan(path: Path, target: str | None = None) -> Report:
 def read_written(folder: Path) -> Report:
     """Read the report of a folder that ``convert`` wrote."""
     path = folder / REPORT
-    report = typed(recorded(folder), path, {"plan": NO_PLAN}, NO_SOURCE)
+    report = typed(recorded(folder), path, {"plan": NO_PLAN, "source": NO_SOURCE}, LISTS_OTHER)
     if not {report.source.dtype, *report.source.dtypes.values()} <= STORED:
         raise UserError(f"{path}: {NO_SOURCE}")
     return report

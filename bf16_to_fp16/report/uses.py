@@ -8,7 +8,6 @@ from ..rescaling.plan import Plan, composed
 from . import schema
 
 TITLE = "What you can do with it"  # of the card's section
-PAGE = "docs/training.md, “A converted folder”"
 
 
 def whole_plan(plan: Plan, run: schema.FinetuneEntry | None) -> Plan:
@@ -24,21 +23,6 @@ def training(plan: Plan) -> str:
         " make_fp16_safe`: `safe = make_fp16_safe(model)`, `optimizer = safe.follow(optimizer, model)`. Your"
         " learning rate then holds. After training: `safe.undo(model)`, then save"
     )
-
-
-def advice(report: schema.Report) -> dict[str, str]:
-    """Return the terminal's lines on later uses, by title; the card has them all."""
-    if report.plan is None or not report.safe:
-        return {}
-    plan = whole_plan(report.plan, report.finetune)
-    lines = {"to finetune": f"{training(plan).replace('`', '')} ({PAGE})"}
-    if plan.moves:
-        loading = ", nor if you load it in bf16" if gains_round(plan) else ""
-        lines["beware"] = (
-            f"nothing warns you if you use a LoRA, prompt or merge partner of the source unchanged{loading}: see the"
-            f" folder's {schema.CARD}, “{TITLE}”"
-        )
-    return lines
 
 
 def gains_round(plan: Plan) -> bool:
