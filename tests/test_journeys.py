@@ -72,9 +72,8 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def report(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(folder, "fp16_report.json").read_text())
-    return found
+def report(folder: str) -> Any:
+    return json.loads(Path(folder, "fp16_report.json").read_text())
 
 
 FOLLOWED = "safe.follow(torch.optim.AdamW(model.parameters(), lr=1e-4), model, max_grad_norm=1.0)"

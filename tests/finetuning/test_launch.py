@@ -85,9 +85,8 @@ def logged(out: Path) -> list[dict[str, Any]]:
     return steps_of(out.with_name(f"{out.name}.run"))
 
 
-def finetuned(out: Path) -> dict[str, Any]:
-    section: dict[str, Any] = json.loads((out / "fp16_report.json").read_text())["finetune"]
-    return section
+def finetuned(out: Path) -> Any:
+    return json.loads((out / "fp16_report.json").read_text())["finetune"]
 
 
 def logits(folder: Path) -> torch.Tensor:

@@ -47,10 +47,9 @@ def failed(status: int) -> ChildFailedError:
     return ChildFailedError("", {1: failure})
 
 
-def told_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str, Any]:
+def told_of(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Any:
     assert main(["launch", *map(str, words), "--json", "-"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return told
+    return json.loads(capsys.readouterr().out)
 
 
 def launched(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[dict[str, Any], str]:

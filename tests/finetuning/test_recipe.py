@@ -50,6 +50,7 @@ def test_five_lines_are_a_recipe_with_usable_defaults(tmp_path: Path) -> None:
     assert recipe.data.noise_density is None
     assert recipe.wandb == "off"
     assert recipe.seed == 3
+    assert parse_recipe(recipe.describe()) == recipe
 
 
 @pytest.mark.parametrize(

@@ -299,7 +299,3 @@ def test_a_class_says_itself_what_it_takes_and_gives(name: str, decoder: bool, p
     assert stock.is_causal(config) == (predicts and not decoder)
     known = stock.by_signature(name)
     assert known is not None and known.reads_end_token == ends
-
-
-def test_what_is_no_model_describes_nothing() -> None:
-    assert stock.by_signature("BertTokenizer") is None and stock.by_signature("MyOwnModel") is None

@@ -74,22 +74,20 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.command(f"{domain}.enable")
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> Any:
         found = bytearray()
         while (byte := self.answers.read(1)) != b"\0":
             assert byte, "the browser has ended"
             found += byte
-        parsed: dict[str, Any] = json.loads(found)
-        return parsed
+        return json.loads(found)
 
-    def command(self, method: str, **params: Any) -> dict[str, Any]:
+    def command(self, method: str, **params: Any) -> Any:
         self.count += 1
         message = {"id": self.count, "method": method, "params": params} | self.session
         self.commands.write(json.dumps(message).encode() + b"\0")
         while (answer := self.message()).get("id") != self.count:
             self.events.append(answer)
-        result: dict[str, Any] = answer["result"]
-        return result
+        return answer["result"]
 
     def open(self, page: Path, *, width: int, dark: bool = False) -> None:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
