@@ -57,26 +57,17 @@ class OutFile:
     size: int
 
 
-def shards(checkpoint: Checkpoint, writes: Sequence[Write], max_shard_size: int | None) -> list[list[Write]]:
-    """Group tensors by file: as in the source, or by name into files of up to ``max_shard_size`` bytes. Larger ones
-    stand alone."""
+def shards(checkpoint: Checkpoint, writes: Sequence[Write], *, one_file: bool) -> list[list[Write]]:
+    """Group tensors by file, as in the source or all in one."""
     ordered = sorted(writes, key=lambda write: write.name)
-    if max_shard_size is None:
-        groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
-        number = {file: i for i, file in enumerate(checkpoint.weight_files)}
-        for write in ordered:
-            place = number[checkpoint.tensors[write.source].file] if write.source is not None else -1
-            groups[place].append(write)
-        return [g for g in groups if g] or [[]]
-    result: list[list[Write]] = [[]]
-    left = max_shard_size
+    if one_file:
+        return [ordered]
+    groups: list[list[Write]] = [[] for _ in checkpoint.weight_files]
+    number = {file: i for i, file in enumerate(checkpoint.weight_files)}
     for write in ordered:
-        if write.nbytes > left and result[-1]:
-            result.append([])
-            left = max_shard_size
-        result[-1].append(write)
-        left -= write.nbytes
-    return result
+        place = number[checkpoint.tensors[write.source].file] if write.source is not None else -1
+        groups[place].append(write)
+    return [g for g in groups if g] or [[]]
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:

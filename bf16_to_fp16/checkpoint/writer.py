@@ -68,7 +68,7 @@ def write_fp16(
     writes: Sequence[Write],
     folder: Path,
     *,
-    max_shard_size: int | None = None,
+    one_file: bool = False,
     hashes: bool = True,
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
@@ -76,7 +76,7 @@ def write_fp16(
 
     Nothing is clamped: a value beyond fp16 becomes inf and is counted. advance: is called with the bytes done and the
     total. If writing fails, the new files are removed."""
-    files = lay_out(shards(checkpoint, writes, max_shard_size), folder, checkpoint.stored_names)
+    files = lay_out(shards(checkpoint, writes, one_file=one_file), folder, checkpoint.stored_names)
     stats = {write.name: TensorStats(0, 0, 0, 0, 0, 0.0, 0) for write in writes}
     records: list[FileRecord] = []
     done, total = 0, sum(file.size for file in files)

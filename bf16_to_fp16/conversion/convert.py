@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,7 +173,7 @@ def rewrite(
             checkpoint,
             writes(checkpoint, layout, decided.plan),
             work,
-            max_shard_size=None if options.layout == FOLDER_LAYOUT else sys.maxsize,
+            one_file=options.layout != FOLDER_LAYOUT,
             advance=advance,
         )
     check_finite(written, checkpoint, layout)

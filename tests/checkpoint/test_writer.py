@@ -233,19 +233,6 @@ def test_the_output_is_sharded_like_the_source_and_what_is_generated_goes_last(t
     assert header.startswith(b'{"__metadata__":{"format":"pt"},"b"')
 
 
-@pytest.mark.parametrize(
-    ("limit", "groups"), [(1, ["a", "b", "c", "d"]), (60, ["a", "bc", "d"]), (90, ["ab", "cd"]), (1000, ["abcd"])]
-)
-def test_resharding_fills_each_file_in_the_order_of_names(tmp_path: Path, limit: int, groups: list[str]) -> None:
-    sizes = {"a": 20, "b": 20, "c": 10, "d": 30}
-    checkpoint = checkpoint_of(tmp_path / "in", {n: torch.ones(s).bfloat16() for n, s in sizes.items()})
-    (tmp_path / "out").mkdir()
-    result = write_fp16(checkpoint, as_is(checkpoint), tmp_path / "out", max_shard_size=limit)
-    files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert ["".join(sorted(load_file(f))) for f in files] == groups
-    assert len(result.files) == len(files) + (len(files) > 1)
-
-
 def test_wider_dtypes_come_first_so_that_every_tensor_is_aligned(tmp_path: Path) -> None:
     checkpoint = checkpoint_of(tmp_path / "in", {"a": torch.ones(3).half(), "b": torch.ones(3).half()})
     written(checkpoint, [Write("a", (3,), "a").as_dtype("BF16"), Write("b", (3,), "b").as_dtype("F32")], tmp_path / "o")
@@ -325,9 +312,9 @@ def test_memory_does_not_grow_with_the_file_nor_with_its_rows(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("hashes", [False, True])
-@pytest.mark.parametrize("resharded", [False, True])
+@pytest.mark.parametrize("one_file", [False, True])
 def test_every_byte_of_a_tensor_is_read_written_and_counted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: bool, resharded: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: bool, one_file: bool
 ) -> None:
     shards = [
         {"b": torch.randn(1 << 11, 700).bfloat16(), "a": torch.randn(300, 7)},
@@ -353,10 +340,9 @@ def test_every_byte_of_a_tensor_is_read_written_and_counted_once(
         monkeypatch.setattr(module, "read_exactly", counted_read)
     monkeypatch.setattr(os, "write", counted_write)
     told: list[tuple[int, int]] = []
-    most = 1 << 20 if resharded else None
-    how: dict[str, Any] = {"hashes": hashes, "max_shard_size": most, "advance": lambda *done: told.append(done)}
+    how: dict[str, Any] = {"hashes": hashes, "one_file": one_file, "advance": lambda *done: told.append(done)}
     result = write_fp16(checkpoint, as_is(checkpoint), out, **how)
-    assert len(result.files) == (5 if resharded else 3)
+    assert len(result.files) == (1 if one_file else 3)
     assert wrote == sum(record.nbytes for record in result.files)
     assert told == sorted(told) and told[-1] == (wrote, wrote)
     assert all((out / record.name).stat().st_size == record.nbytes for record in result.files)
