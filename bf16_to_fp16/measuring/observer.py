@@ -23,8 +23,6 @@ from .sites import CONSTANT_REASON, CUBE_REASON, MASK_REASON, Call, Site, is_lin
 _FRIENDLY = dict.fromkeys(("bmm", "mm", "addmm", "baddbmm"), "matmul")
 _FRIENDLY |= {"_softmax": "softmax", "_safe_softmax": "softmax", "_to_copy": "to", "native_layer_norm": "layer_norm"}
 
-_CUBED = {"pow", "mul", "add", "tanh"}  # the operations from gelu_new's cube to its tanh
-
 
 @dataclass(slots=True)
 class _Operator:
@@ -36,7 +34,6 @@ class _Operator:
     matmul: bool
     softmax: bool
     padded: bool
-    cubed: bool
     masking: str | None
 
 
@@ -44,6 +41,8 @@ class _Operator:
 class _Frame(Call):
     sites: dict[tuple[str, int, torch.dtype], Site] = field(default_factory=dict)
     measured: bool = True
+    gelu: bool = False  # whether it is gelu_new
+    cubing: bool = False  # whether it is between gelu_new's cube and the tanh that makes its infinities harmless
     unseen: bool = False  # whether a row of its attention weights is fully masked, and NaN
     pending: list[tuple[Site, int, int]] = field(default_factory=list)
     """NaN of such rows: the site, their number and the output's number."""
@@ -103,12 +102,12 @@ class SiteObserver(TorchDispatchMode):
 
     def _hook(self, path: str, module: nn.Module) -> None:
         sites = self._sites.setdefault(path, {})
-        linear = is_linear(module)
+        linear, gelu = is_linear(module), type(module).__name__ == "NewGELUActivation"
         measured = self.only is None or path in self.only
         stack = self._stack
 
         def enter(module: nn.Module, args: Any) -> None:
-            self._frame = _Frame(path, linear, sites=sites, measured=measured)
+            self._frame = _Frame(path, linear, sites=sites, measured=measured, gelu=gelu)
             stack.append(self._frame)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -123,11 +122,6 @@ class SiteObserver(TorchDispatchMode):
         self._stack.clear()
         self._frame = None
         self._by_sequence.clear()
-        for site in self.sites():
-            # A cube that never met its tanh is an ordinary overflow.
-            site.nonfinite += site.pending_nonfinite
-            site.saturated += site.pending_saturated
-            site.pending_nonfinite = site.pending_saturated = 0
 
     def sites(self) -> list[Site]:
         return [site for sites in self._sites.values() for site in sites.values()]
@@ -209,7 +203,10 @@ class SiteObserver(TorchDispatchMode):
             site.elements += out.numel()
             site.zeros += out.numel() - int(out.count_nonzero())
         low, high = _extremes(out)
-        cube = operator.cubed and not constant and node is None and self._cube(operator.name, args, out, site)
+        if frame.gelu and operator.name in ("pow", "tanh"):
+            frame.cubing = operator.name == "pow"
+            if frame.cubing and torch.is_grad_enabled():
+                self._see_cubed(args[0], site)
         masked = None
         # ``low`` is NaN where any element is.
         if operator.masking is not None and not constant and (not low > origins.MASK_FROM or frame.before_softmax):
@@ -229,7 +226,7 @@ class SiteObserver(TorchDispatchMode):
         elif frame.unseen and node is None:
             _note_unseen(frame, site, out, self.outputs)
         else:
-            _note(site, out, low, high, cube)
+            _note(site, out, low, high, harmless=frame.cubing)
         if whole and site.nonfinite:
             site.order = self.outputs
 
@@ -253,30 +250,6 @@ class SiteObserver(TorchDispatchMode):
         site = frame.site("masked", 1, dtype, self.outputs)
         site.calls += 1
         site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
-
-    def _cube(self, name: str, args: tuple[Any, ...], out: Tensor, site: Site) -> bool:
-        """Track x³ up to the tanh that makes its infinities harmless; return whether this output lies between the
-        two."""
-        if name == "pow":
-            if args[1] != 3:
-                return False
-            if torch.is_grad_enabled():
-                self._see_cubed(args[0], site)
-            origins.set_origin(out, origins.Origin(cube=[site]))
-            return True
-        way = next(
-            (origin.cube for x in args[:2] if (origin := origins.origin_of(x)) is not None and origin.cube), None
-        )
-        if way is None:
-            return False
-        if name != "tanh":
-            origins.set_origin(out, origins.Origin(cube=[*way, site]))
-            return True
-        for cubed in way:
-            cubed.benign += cubed.pending_nonfinite + cubed.pending_saturated
-            cubed.pending_nonfinite = cubed.pending_saturated = 0
-            cubed.reason, cubed.limit = CUBE_REASON, None
-        return False
 
     def _see_cubed(self, operand: Tensor, cube: Site) -> None:
         """Measure x against a limit of its own: in training the derivative of x³ overflows first."""
@@ -308,7 +281,6 @@ def _describe(func: Any) -> _Operator:
         matmul=is_matrix_product(func),
         softmax=base in ("_softmax", "_safe_softmax"),
         padded=base == "_scaled_dot_product_efficient_attention",
-        cubed=name in _CUBED,
         masking=origins.MASKING.get(name),
     )
 
@@ -333,7 +305,9 @@ def _extremes(x: Tensor) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = False) -> None:
+def _note(site: Site, out: Tensor, low: float, high: float, *, harmless: bool = False) -> None:
+    if harmless:
+        site.reason, site.limit = CUBE_REASON, None
     amax = max(high, -low)
     half = out.dtype == torch.float16
     if math.isfinite(amax) and not (half and amax >= SATURATED_FROM):
@@ -345,9 +319,8 @@ def _note(site: Site, out: Tensor, low: float, high: float, pending: bool = Fals
     saturated = _count(size >= SATURATED_FROM) - infinite if half else 0
     site.amax = math.inf if nans or infinite else max(site.amax, amax)
     site.nonfinite += nans
-    if pending:
-        site.pending_nonfinite += infinite
-        site.pending_saturated += saturated
+    if harmless:
+        site.benign += infinite + saturated
     else:
         site.nonfinite += infinite
         site.saturated += saturated

@@ -1,5 +1,5 @@
-"""Track where tensors come from, which separates intended infinities from overflows: masks are made of constants, and
-``gelu_new``'s cube ends in a tanh. Observer and tap share these rules."""
+"""Track where tensors come from, which separates intended infinities from overflows: masks are made of constants.
+Observer and tap share these rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, constant_pad_nd
 
 from ..numerics import FP16_MAX, FP16_STEP
-from .sites import Site
 
 MASK_FROM = -FP16_MAX / 2  # a constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)
 
@@ -46,11 +45,10 @@ _ORIGIN = "_bf16_to_fp16_origin"
 @dataclass(slots=True)
 class Origin:
     """A tensor's origin, stored as its attribute. ``constant``: computed from no activation or parameter. ``masked``:
-    its masked positions. ``cube``: the sites since x³. ``least``: a constant's least number."""
+    its masked positions. ``least``: a constant's least number."""
 
     constant: bool = False
     masked: Tensor | None = None
-    cube: list[Site] | None = None
     least: float = 0.0
 
 

@@ -35,8 +35,6 @@ class Site:
     order: int = 0
     elements: int = 0
     zeros: int = 0
-    pending_nonfinite: int = 0
-    pending_saturated: int = 0
 
     def take(self, later: Site, after: int) -> None:
         """Add the measurements of a later run. after: the number of outputs before that run."""
