@@ -17,7 +17,7 @@ from ..families.layout import ResolvedSignal, ResolvedTensor
 from ..families.signals import RESIDUAL, Kind, Sign, carried_by
 from ..numerics import FP16_MAX, PROOF_LIMIT, PROOF_MARGIN_BITS
 from ..ranges import ModuleRange
-from ..targets import SQUARING
+from ..targets import MARGIN_BITS, SQUARING
 from .channels import ROUNDING, as_shares, excess_bits, known_points
 from .plan import Fallback
 from .rounding_loss import LossTable, signal_noise
@@ -241,6 +241,10 @@ class Costs(WeightLosses):
         return self.stream_excess(self.bounds, PROOF_LIMIT, PROOF_MARGIN_BITS, r)
 
     def observed_excess(self, r: int) -> float:
+        """Return the bits by which observed values and lengths exceed their limits. The default margin is for unseen
+        input, so it need not be kept where bounds hold."""
+        if self.margin_bits <= MARGIN_BITS and self.bounds and self.residual_excess(r) == 0:
+            return 0.0
         return self.stream_excess(self.ranges, self.limit, self.margin_bits, r)
 
     def stream_excess(self, ranges: Mapping[str, ModuleRange], limit: float, margin_bits: float, r: int) -> float:

@@ -21,7 +21,7 @@ from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.numerics import FP16_MAX
 from bf16_to_fp16.ranges import ChannelRange, ModuleRange
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, ROUNDING, whole_log2
+from bf16_to_fp16.rescaling.channels import RESIDUAL_RANGE, ROUNDING, known_points, whole_log2
 from bf16_to_fp16.rescaling.costs import PROOF_WORTH, UNWRITABLE, Total
 from bf16_to_fp16.rescaling.exponents import on_request
 from bf16_to_fp16.rescaling.planner import INDIFFERENCE, PROOF_FIRST, PlanSearch, make_plan
@@ -51,6 +51,35 @@ def test_every_signal_and_weight_is_under_its_limit_with_the_margin(kind: str) -
     peak = max(float(r.output.amax.max()) for r in after.values())
     assert peak <= FP16_MAX / 2**1.25
     assert all(float(t.abs().max()) <= FP16_MAX for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("bound", "margin_bits", "exponent"), [(1.1, 1.25, -3), (None, 1.25, -4), (2, 1.25, -4), (1.1, 2, -5)]
+)
+def test_a_stream_that_fits_by_its_bounds_needs_no_default_margin(
+    bound: float | None, margin_bits: float, exponent: int
+) -> None:
+    """At 2^-3 the stream reaches 60% of the limit. bound: in units of what was observed."""
+    layout, weights, ranges = observed(tiny.build("t5", factor=1.0))
+    stream = [each for each in known_points(ranges, layout.signals[RESIDUAL]) if each[0].sign > 0]
+    top = max(float(reached.amax.max()) for _, reached in stream)
+
+    def scaled(factor: float) -> dict[str, ModuleRange]:
+        changed = dict(ranges)
+        for point, reached in stream:
+            larger: dict[str, Any] = {point.side: replace(reached, amax=reached.amax * factor)}
+            changed[point.module] = replace(changed[point.module], **larger)
+        return changed
+
+    at_limit = 0.6 * FP16_MAX * 8 / top
+    planned = make_plan(
+        layout,
+        weights,
+        scaled(at_limit),
+        bounds=None if bound is None else scaled(at_limit * bound),
+        margin_bits=margin_bits,
+    )
+    assert planned.plan.residual_exponent == exponent and not planned.violations
 
 
 def test_a_tenth_of_a_percent_of_inexact_weights_costs_a_rounding_at_every_norm() -> None:
