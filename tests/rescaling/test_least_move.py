@@ -245,7 +245,7 @@ def test_what_was_trained_comes_back_in_scale(kind: str, tmp_path: Path, capsys:
 
 def test_what_was_moved_further_or_holds_no_numbers_is_not_taken_back(converted: Path, tmp_path: Path) -> None:
     model, name = load(converted, torch.float32), "encoder.block.0.layer.1.DenseReluDense.wo.weight"
-    folder, eps = tmp_path / "trained" / "sub", model.config.layer_norm_epsilon
+    folder, eps = tmp_path / "trained", model.config.layer_norm_epsilon
     for factor, value, said in ((2.0**-4, 1.0, "not at the scale of the plan"), (1.0, torch.nan, "holds inf or NaN")):
         model.config.layer_norm_epsilon = factor * eps
         model.get_parameter(name).data[0, 0] = value
@@ -255,9 +255,8 @@ def test_what_was_moved_further_or_holds_no_numbers_is_not_taken_back(converted:
     model.get_parameter(name).data[0, 0] = 1.0
     model.save_pretrained(folder)
     (folder / "README.md").write_text("mine")
-    command = ["undo", str(folder.parent), str(tmp_path / "back"), "--plan", str(converted / "fp16_report.json")]
-    assert main([*command, "--subfolder", "nowhere"]) == 2 and not (tmp_path / "back").exists()
-    assert main([*command, "--subfolder", "sub"]) == 0 and (tmp_path / "back" / "README.md").read_text() == "mine"
+    command = ["undo", str(folder), str(tmp_path / "back"), "--plan", str(converted / "fp16_report.json")]
+    assert main(command) == 0 and (tmp_path / "back" / "README.md").read_text() == "mine"
 
 
 def test_a_config_that_tells_of_another_plan_is_not_verified(converted: Path, tmp_path: Path) -> None:
