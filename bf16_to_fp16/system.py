@@ -16,15 +16,8 @@ M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in,
 
 
 def available_memory() -> float:
-    """Return the bytes that this process may still use, within its cgroup and limits."""
+    """Return the bytes that this process may still use, within its cgroup."""
     limits = [float(psutil.virtual_memory().available)]
-    process = psutil.Process()
-    if hasattr(process, "rlimit"):
-        used = process.memory_info()
-        for limit, taken in ((psutil.RLIMIT_AS, used.vms), (psutil.RLIMIT_DATA, used.data)):
-            most, _ = process.rlimit(limit)
-            if most != psutil.RLIM_INFINITY:
-                limits.append(most - taken)
     with suppress(OSError, ValueError, KeyError):  # no such file, or "max"
         most = int((CGROUP / "memory.max").read_text(encoding="ascii"))
         # The kernel counts page cache as used, but reclaims it.

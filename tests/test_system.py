@@ -5,7 +5,6 @@ import io
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 import warnings
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
-from support import forked, parsed, tiny
+from support import parsed, tiny
 from transformers.utils import logging as stock
 
 from bf16_to_fp16 import UserError, convert, system
@@ -86,21 +85,6 @@ def test_the_memory_at_hand_is_what_a_limit_leaves(tmp_path: Path, monkeypatch: 
     assert system.available_memory() > 0.8 * free
     (tmp_path / "memory.max").write_text("10000000\n")
     assert system.available_memory() == 7_000_000
-
-
-@pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
-def test_a_limit_on_the_process_counts_where_there_are_such(kind: int, tmp_path: Path) -> None:
-    room = 1 << 30
-
-    def limited() -> None:
-        used = psutil.Process().memory_info()
-        resource.setrlimit(kind, ((used.vms if kind == resource.RLIMIT_AS else used.data) + room,) * 2)
-        assert room - (1 << 26) < system.available_memory() <= room
-        changed: Any = psutil.Process
-        del changed.rlimit  # as on macOS
-        assert system.available_memory() > 2 * room
-
-    assert forked.in_a_fork(limited, tmp_path / "log")[0] == 0, (tmp_path / "log").read_text()
 
 
 def test_several_gpus_without_nccl_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

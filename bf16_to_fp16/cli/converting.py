@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 from rich.filesize import decimal
 
-from ..checkpoint.pipeline_files import Pipeline, open_pipeline
+from ..checkpoint.pipeline_files import open_pipeline
 from ..conversion.options import FLAGS, FOLDER, FOLDER_LAYOUT, Destination, Options
 from ..errors import UserError
 from ..progress import show
@@ -84,11 +84,11 @@ def convert_command(
     if folder and options.subfolder is None:
         from ..families.known import is_known
 
-        if (pipeline := open_pipeline(source, is_known)) is not None:
+        if open_pipeline(source, is_known) is not None:
             if recipe is not None:
                 one = f"--finetune takes one model, and {source} is a whole pipeline"
                 raise UserError(f"{one}; give --subfolder NAME as well")
-            return convert_whole(options, pipeline, place, json_file=json_file)
+            return convert_whole(source, place, fields, json_file=json_file)
     if recipe is not None:
         from ..finetuning.recipe import read_recipe_for
 
@@ -128,11 +128,12 @@ def take_adapter(adapter: Path, out: Path | None, base: Path, *, force: bool, js
     return SAFE
 
 
-def convert_whole(options: Options, pipeline: Pipeline, place: Destination, *, json_file: str | None) -> int:
-    from ..conversion.pipeline import convert_pipeline_by
+def convert_whole(source: str, place: Destination, fields: dict[str, Any], *, json_file: str | None) -> int:
+    from ..conversion.pipeline import convert_pipeline
     from ..report import terminal
 
-    result = convert_pipeline_by(options, pipeline, place, progress=True)
+    how: dict[str, Any] = {"dry_run": place.dry_run, "force": place.force, "progress": True}
+    result = convert_pipeline(source, place.out, **how, **fields)
     reports = {name: one.report for name, one in result.encoders.items()}
     if shared.write_result(json_file, {**result.report, "reports": reports}):
         for name, one in result.encoders.items():

@@ -150,7 +150,7 @@ def convert_by(
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
     then = next_of(options, report, str(source), str(place.out)) if report.next else ""
-    return Conversion(dump(report), place.out, decided.planned, measured.plan, notes=decided.notes, next=then)
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
 
 
 def dry_run(opened: Opened, decided: Decided) -> Conversion:
@@ -260,7 +260,7 @@ def convert_to_file(
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}
             put_file_in_place(file, place.out, force=place.force)
         left_out = tokenizer is None and Path(source).is_file() and (folder / SPIECE_FILE).is_file()
-    notes = [*done.notes]
+    notes = []
     if layout.eps is None and plan.eps is not None:
         notes.append(f"to be loaded with a norm eps of {plan.eps!r} in its config")
     if left_out:

@@ -66,6 +66,7 @@ class PipelineConversion:
         return f"<PipelineConversion: {verdicts}, out={str(self.out)!r}>"
 
 
+@quiet()
 def convert_pipeline(
     source: str | Path,
     out: str | Path,
@@ -78,37 +79,24 @@ def convert_pipeline(
     """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and link the other files into
     ``out``.
 
-    Other parameters are fields of ``Options``. force: replace an
-    existing ``out``. Raises UserError where an encoder cannot be converted; ``out`` then does not exist.
-    """
+    ``options`` are the fields of ``Options``. force: replace an existing ``out``. Raises UserError where an encoder
+    cannot be converted; ``out`` then does not exist."""
+    progress, settings = progress_of(progress), Options(**options)
+    settings.check()
     pipeline = open_pipeline(source, is_known)
     if pipeline is None:
         raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
-    place = Destination(Path(out), force=force, dry_run=dry_run)
-    return convert_pipeline_by(Options(**options), pipeline, place, progress=progress)
-
-
-@quiet()
-def convert_pipeline_by(
-    options: Options,
-    pipeline: Pipeline,
-    place: Destination,
-    *,
-    progress: Progress | bool | None = None,
-) -> PipelineConversion:
-    progress = progress_of(progress)
-    options.check()
-    for flag, given in (("--plan", options.plan if len(pipeline.encoders) > 1 else None), ("--as", options.as_class)):
+    for flag, given in (("--plan", settings.plan if len(pipeline.encoders) > 1 else None), ("--as", settings.as_class)):
         if given is not None:
             raise UserError(f"{flag} works on one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
-    local = pipeline.revision is None
-    asked = {name: options_of(options, pipeline, name) for name in pipeline.encoders}
+    place = Destination(Path(out), force=force, dry_run=dry_run)
+    asked = {name: options_of(settings, pipeline, name) for name in pipeline.encoders}
     place.check(pipeline.folder)
     if place.dry_run:
         planned = {n: converted(asked[n], pipeline, n, place, progress) for n in pipeline.encoders}
         return PipelineConversion({}, None, planned)
     with staged(place.out, force=place.force) as work:
-        if not local:
+        if pipeline.revision is not None:
             fetch_others(pipeline, progress)
         with progress.step(f"Linking or copying {counted(len(pipeline.others), 'other file')}") as advance:
             links = bring(pipeline.folder, pipeline.others, work, advance=advance)
@@ -116,31 +104,37 @@ def convert_pipeline_by(
         for name in pipeline.encoders:
             progress.say(f"{name}, {len(done) + 1} of {counted(len(pipeline.encoders), 'encoder')}")
             done[name] = converted(asked[name], pipeline, name, Destination(work / name), progress)
-        # Links are recorded without SHA-256: replacing ``out`` removes only the link, not the source's file.
-        known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
-        files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
-        shown = own_name(pipeline.source) if local else pipeline.source
-        report = other_reports.PipelineReport(
-            schema=SCHEMA,
-            verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
-            source=schema.Source(path=shown, revision=pipeline.revision),
-            pipeline=pipeline.kind,
-            encoders=[
-                other_reports.PipelineEntry(subfolder=name, verdict=one.report["verdict"], proof=one.report["proof"])
-                for name, one in done.items()
-            ],
-            left_out=list(pipeline.left_out),
-            command=options.command(pipeline.source, place.out),
-            environment=schema.read(schema.Report, next(iter(done.values())).report).environment,
-            output=schema.Output(files=[schema.FileEntry.model_validate(entry) for entry in files]),
-            linked=len(links),
-            copied=len(pipeline.others) - len(links),
-            nbytes=sum((work / name).stat().st_size for name in pipeline.others),
-            dtype=dtype_of_largest(work, pipeline.others),
-        )
+        report = report_of(pipeline, done, links, work, settings.command(pipeline.source, place.out))
         write_json(work / PIPELINE, dump(report))
-    moved = {name: moved_to(place, one, asked[name], options, pipeline, name) for name, one in done.items()}
+    moved = {name: moved_to(place, one, asked[name], settings, pipeline, name) for name, one in done.items()}
     return PipelineConversion(dump(report), place.out, moved)
+
+
+def report_of(
+    pipeline: Pipeline, done: Mapping[str, Conversion], links: Mapping[str, int], work: Path, command: str
+) -> other_reports.PipelineReport:
+    # Links are recorded without SHA-256: replacing ``out`` removes only the link, not the source's file.
+    known: list[dict[str, object]] = [{"name": name, "nbytes": nbytes} for name, nbytes in links.items()]
+    files = sorted([*records(work, links), *known], key=lambda entry: str(entry["name"]))
+    shown = own_name(pipeline.source) if pipeline.revision is None else pipeline.source
+    return other_reports.PipelineReport(
+        schema=SCHEMA,
+        verdict="safe" if all(one.safe for one in done.values()) else "unsafe",
+        source=schema.Source(path=shown, revision=pipeline.revision),
+        pipeline=pipeline.kind,
+        encoders=[
+            other_reports.PipelineEntry(subfolder=name, verdict=one.report["verdict"], proof=one.report["proof"])
+            for name, one in done.items()
+        ],
+        left_out=list(pipeline.left_out),
+        command=command,
+        environment=schema.read(schema.Report, next(iter(done.values())).report).environment,
+        output=schema.Output(files=[schema.FileEntry.model_validate(entry) for entry in files]),
+        linked=len(links),
+        copied=len(pipeline.others) - len(links),
+        nbytes=sum((work / name).stat().st_size for name in pipeline.others),
+        dtype=dtype_of_largest(work, pipeline.others),
+    )
 
 
 def moved_to(

@@ -300,13 +300,11 @@ class Search:
         if is_acceptable(drift, 1.0):
             return decided
         options = replace(self.options, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
-        less = replace(self, options=options).decided(decided.target)
-        note = (
+        self.progress.say(
             f"no further margin is kept for training: with it gains would round to a KL of {drift.kl_fp16:.1e}, beside"
             f" {drift.kl_bf16:.1e} for the source in bf16"
         )
-        self.progress.say(note)
-        return replace(less, notes=(note,))
+        return replace(self, options=options).decided(decided.target)
 
 
 def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) -> Search:

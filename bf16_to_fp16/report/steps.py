@@ -32,7 +32,7 @@ from . import schema
 class Decided:
     """The plan for one layout (head tied or separated) and target, and the facts behind it. planned, bounds: None for a
     replayed plan. observed: of the source without edits; None if nothing ran. ranges_edited: of the edited source, if
-    there are edits. predicted: the divergence of each edit, by signal. notes: for the user, on what was given up."""
+    there are edits. predicted: the divergence of each edit, by signal."""
 
     layout: Layout
     plan: Plan
@@ -41,7 +41,6 @@ class Decided:
     observed: Observed | None = None
     ranges_edited: Mapping[str, ModuleRange] | None = None
     predicted: Mapping[str, float] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
     bounds: SourceBounds | None = None
 
     @property
