@@ -57,8 +57,6 @@ def pack(
     if tokenizer is not None:
         entries[SPIECE] = headers.entry_of("U8", (len(tokenizer),), end, len(tokenizer))
     header = headers.header_of(entries)
-    if len(header) > files.LONGEST_HEADER:
-        raise UserError(f"{target.name}: a header of {len(header):,} bytes cannot be read; leave out --layout")
     buffer = memoryview(bytearray(COPIED_BYTES))
     with created(target) as out, files.reading(weights) as source, writing(target):
         write_all(out, memoryview(header))

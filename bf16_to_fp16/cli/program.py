@@ -152,8 +152,6 @@ def main(arguments: list[str] | None = None) -> int:
         return int(status or 0)
     except UserError as error:
         return complain(str(error))
-    except click.exceptions.Exit as stop:
-        return stop.exit_code
     except click.ClickException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "bf16-to-fp16"
         hint = f" (see {command} --help)" if isinstance(error, click.UsageError) else ""
