@@ -11,7 +11,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.recorded import REPORT, saved_again
 from ..checkpoint.sources import local_source, subfolder_of
 from ..families.from_config import check_config, in_folder
-from ..families.known import is_known
+from ..families.known import is_known, naming_class
 from ..families.layout import Layout
 from ..measuring.agreement import agreed_layout
 from ..measuring.sentence_vectors import runs_behind
@@ -20,17 +20,22 @@ from ..wording import counted
 
 
 def opened_with_notes(
-    source: str | Path, subfolder: str | None, progress: Progress, *, proof: bool = True
+    source: str | Path,
+    subfolder: str | None,
+    progress: Progress,
+    *,
+    as_class: str | None = None,
+    proof: bool = True,
 ) -> Checkpoint:
-    """Open a source, after its config is checked: a Hub id's weights may be large. proof: only for classes that have
-    bounds."""
+    """Open a source, after its config is checked: a Hub id's weights may be large. as_class: the class that the config
+    is to name. proof: only for classes that have bounds."""
     folder = local_source(source) or fetched(str(source), SMALL_FILES)[0]
     if folder.is_dir():
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)
         config = read_config(folder)
         if not (folder / MODULES).is_file() and (proof or is_known(config)):
             with in_folder("/".join(filter(None, (str(source), subfolder)))):
-                declared = check_config(config)
+                declared = check_config(config if as_class is None else naming_class(config, as_class))
                 if proof:
                     check_bounded(declared)
     checkpoint = open_checkpoint(source, subfolder)

@@ -98,7 +98,7 @@ class Opened:
 
 def open_source(source: str | Path, options: Options, place: Destination, progress: Progress) -> Opened:
     device = Device(options.device, progress)
-    checkpoint = opened_with_notes(source, options.subfolder, progress)
+    checkpoint = opened_with_notes(source, options.subfolder, progress, as_class=options.as_class)
     place.check(checkpoint.folder)
     say_where_saved_again(checkpoint, progress)
     own, name = architectures(checkpoint.config)[:1], options.as_class

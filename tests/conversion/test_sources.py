@@ -164,6 +164,16 @@ def test_undo_brings_the_sources_card_back_and_not_its_own(tmp_path: Path, capsy
     assert "converted folder" in capsys.readouterr().err
 
 
+def test_a_config_that_names_no_class_is_read_as_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
+    with rewritten(source / "config.json") as config:
+        config["architectures"] = None
+    with pytest.raises(UserError, match="config.json names no class; add"):
+        convert(source, tmp_path / "out", run_model=False)
+    convert(source, tmp_path / "out", as_class="T5EncoderModel", run_model=False)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["T5EncoderModel"]
+
+
 def test_the_command_in_the_report_names_no_folders_of_this_machine(tmp_path: Path) -> None:
     """Two folders of one name would be one, seen from another place."""
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
