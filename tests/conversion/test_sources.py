@@ -168,7 +168,7 @@ def test_a_config_that_names_no_class_is_read_as_the_one_that_is_asked_for(tmp_p
     source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     with rewritten(source / "config.json") as config:
         config["architectures"] = None
-    with pytest.raises(UserError, match="config.json names no class; add"):
+    with pytest.raises(UserError, match=r"config\.json names no class; add"):
         convert(source, tmp_path / "out", run_model=False)
     convert(source, tmp_path / "out", as_class="T5EncoderModel", run_model=False)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["T5EncoderModel"]
