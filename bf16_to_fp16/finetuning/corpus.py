@@ -22,7 +22,7 @@ from ..families.known import spare_padding
 from ..measuring.batch import IGNORED_LABEL, stack
 from ..measuring.stock import class_in, decoder_start, is_causal, longest_sequence, predicts_tokens, vocabulary_of
 from ..measuring.texts import open_texts
-from ..measuring.tokenizer import load_tokenizer, without_end
+from ..measuring.tokenizer import checked, load_tokenizer, without_end
 from . import objectives
 from .recipe import Data
 
@@ -165,15 +165,7 @@ class Corpus:
     def tokens(self, text: str) -> list[int]:
         """Return the ids of plain text, without special tokens, even where the text spells one."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return self._checked([token for token in ids if token not in self._reserved])
-
-    def _checked(self, ids: list[int]) -> list[int]:
-        if ids and max(ids) >= self.vocabulary:
-            raise UserError(
-                f"{self.folder}: its tokenizer gives id {max(ids)}, past the vocabulary of {self.vocabulary};"
-                " the tokenizer belongs to another checkpoint"
-            )
-        return ids
+        return checked([token for token in ids if token not in self._reserved], self.vocabulary, self.folder)
 
     def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
         """Return the (input, target) ids of a row in an epoch; the target is empty where no tokens are predicted."""
@@ -213,7 +205,7 @@ class Corpus:
     def _cut(self, text: str, length: int, **options: Any) -> list[int]:
         # No token is longer than this, so that the cut text has the same first ids.
         ids = self.tokenizer(text[: 64 * length], truncation=True, max_length=length, **options)["input_ids"]
-        return self._checked(list(ids))
+        return checked(list(ids), self.vocabulary, self.folder)
 
     def _of_sentences(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         sentences = [self.tokens(sentence) for sentence in objectives.split_sentences(text)]

@@ -30,13 +30,7 @@ def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int,
 
     def encode(text: str, **options: Any) -> Tensor:
         tokens = tokenizer(text, truncation=True, max_length=length, **options)["input_ids"]
-        ids = torch.tensor(tokens or [pad_id(config)], dtype=torch.int64)
-        if int(ids.max()) >= vocabulary:
-            raise UserError(
-                f"{source}: its tokenizer gives id {int(ids.max())}, past the vocabulary of {vocabulary};"
-                " the tokenizer belongs to another checkpoint"
-            )
-        return ids
+        return torch.tensor(checked(tokens, vocabulary, source) or [pad_id(config)], dtype=torch.int64)
 
     def pair(text: str, target: str | None) -> tuple[Tensor, Tensor]:
         encoder = encode(text)
@@ -74,6 +68,15 @@ def _sample(items: Iterable[tuple[str, str | None]], count: int, rng: random.Ran
         elif (place := rng.randrange(seen + 1)) < count:
             kept[place] = item
     return kept
+
+
+def checked(ids: list[int], vocabulary: int, source: str | Path) -> list[int]:
+    if ids and max(ids) >= vocabulary:
+        raise UserError(
+            f"{source}: its tokenizer gives id {max(ids)}, past the vocabulary of {vocabulary};"
+            " the tokenizer belongs to another checkpoint"
+        )
+    return ids
 
 
 def without_end(ids: Tensor, tokenizer: Any) -> Tensor:
