@@ -130,7 +130,11 @@ class Weights:
     def query_key_value(self, sublayer: Attention, x: Tensor, read: Tensor) -> list[Tensor]:
         if sublayer.fused:
             return list(self.linear(sublayer.query, x).split(sublayer.fused, 1))
-        return [self.linear(sublayer.query, x), *(self.linear(path, read) for path in (sublayer.key, sublayer.value))]
+        return [self.query(sublayer, x), *(self.linear(path, read) for path in (sublayer.key, sublayer.value))]
+
+    def query(self, sublayer: Attention, x: Tensor) -> Tensor:
+        output = self.linear(sublayer.query, x)
+        return output[:, : sublayer.fused[0]] if sublayer.fused else output
 
     def rows(self, start: int, stop: int) -> Tensor:
         return self.source.read_rows(self.table, start, stop).float()

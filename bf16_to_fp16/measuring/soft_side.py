@@ -232,7 +232,7 @@ def pairs_at(
     normed, query, key = (x[some] for x in step.outputs[:3])
     queries, others = (
         heads_of(weights, attention.query_norm, layout.heads(attention), x, whole=attention.norms_whole)
-        for weights, x in ((plain, query), (edited, edited.query_key_value(attention, normed, normed)[0]))
+        for weights, x in ((plain, query), (edited, edited.query(attention, normed)))
     )
     keys = heads_of(plain, attention.key_norm, layout.kv_heads(attention), key, whole=attention.norms_whole)
     shared = layout.heads(attention) // layout.kv_heads(attention)

@@ -227,6 +227,12 @@ def test_nothing_is_searched_where_nothing_is_edited(tmp_path: Path) -> None:
     assert not {"exceptions", "searched"} & report.keys()
 
 
+def test_a_cross_attention_may_read_a_wider_encoder(tmp_path: Path) -> None:
+    source = open_checkpoint(tiny.save(tiny.build("t5gemma"), tmp_path / "source"))
+    plan = Plan(family="t5gemma", exponents={"model.decoder.layers.1.cross_attn.scores": -3})
+    assert any(len(ids) > 1 for ids in soft_side.suspected(source, resolve(source), plan, torch.arange(50)))
+
+
 def test_a_text_of_few_tokens_is_repeated(gate: tuple[Path, Any]) -> None:
     root, report = gate
     source, written = (open_checkpoint(root / name) for name in ("source", "out"))
