@@ -357,13 +357,13 @@ def read(model: type[Model], data: Mapping[str, Any]) -> Model:
 
 
 def typed(data: Mapping[str, Any], path: Path, needed: Mapping[str, str], otherwise: str) -> Report:
-    """Return a file's data as a report. needed: error messages by dotted key or its first part. otherwise: the message
-    for any other error. Raises UserError in one line with the path."""
+    """Return a file's data as a report. needed: error messages by dotted key, or "key.*" for all below it. otherwise:
+    the message for any other error. Raises UserError in one line with the path."""
     try:
         return read(Report, data)
     except ValidationError as error:
         steps = [str(step) for step in error.errors()[0]["loc"]]
-        words = needed.get(".".join(steps), needed.get(steps[0], otherwise))
+        words = needed.get(".".join(steps), needed.get(f"{steps[0]}.*", otherwise))
         raise UserError(f"{path}: {words}") from error
 
 

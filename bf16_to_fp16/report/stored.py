@@ -32,7 +32,7 @@ def read_plan(path: Path, target: str | None = None) -> Report:
 def read_written(folder: Path) -> Report:
     """Read the report of a folder that ``convert`` wrote."""
     path = folder / REPORT
-    report = typed(recorded(folder), path, {"plan": NO_PLAN, "source": NO_SOURCE}, LISTS_OTHER)
+    report = typed(recorded(folder), path, {"plan.*": NO_PLAN, "source.*": NO_SOURCE}, LISTS_OTHER)
     if not {report.source.dtype, *report.source.dtypes.values()} <= STORED:
         raise UserError(f"{path}: {NO_SOURCE}")
     return report
