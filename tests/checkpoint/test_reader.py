@@ -1,5 +1,6 @@
 """Reading: what is stored is what comes back, and nothing damaged or foreign gets past the door."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from bf16_to_fp16.checkpoint.files import sha256_of
 from bf16_to_fp16.checkpoint.formats import SAFETENSORS_DTYPES
 from bf16_to_fp16.checkpoint.headers import ITEM_SIZES
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
@@ -84,6 +86,11 @@ def test_rows_are_read_alone(folder: Path) -> None:
     for name, start, stop in (("a", 0, 6), ("a", -1, 2), ("a", 3, 2), ("scalar", 0, 1)):
         with pytest.raises(IndexError):
             checkpoint.read_rows(name, start, stop)
+
+
+def test_the_hash_is_that_of_a_large_file_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(data := os.urandom((2 << 20) + 5))
+    assert sha256_of(tmp_path / "large") == hashlib.sha256(data).hexdigest()
 
 
 def test_one_file_comes_before_shards_and_shards_before_pickles(sharded: Path) -> None:

@@ -102,6 +102,7 @@ def test_a_reward_without_a_padding_token_is_converted_verified_made_safe_and_ta
 
 def test_the_written_files_compute_the_sources_function(converted: Converted) -> None:
     source, result = converted
+    assert {tensor.dtype for tensor in load_file(result.out / "model.safetensors").values()} == {torch.float16}
     error = compared(source, result.out)
     if (drift := result.plan.drift) is not None:
         assert drift.measured_kl is not None and drift.predicted_kl is not None

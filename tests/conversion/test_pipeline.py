@@ -139,7 +139,9 @@ def test_text_is_read_with_the_tokenizer_that_the_pipeline_has_for_the_encoder(s
 def test_one_encoder_is_brought_back_by_its_name_and_a_whole_pipeline_says_so(
     source: Path, out: Path, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["undo", str(out / "text_encoder"), str(tmp_path / "one")]) == 0
+    assert main(["undo", str(out / "text_encoder"), str(tmp_path / "one"), "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["out"] == str(tmp_path / "one") and told["holds"].startswith("the source's weights")
     assert contents(tmp_path / "one")["model.safetensors"] == contents(source)["text_encoder/model.safetensors"]
     whole = refused(capsys, "undo", out, tmp_path / "back")
     assert f"give {out}/text_encoder or {out}/text_encoder_3" in whole

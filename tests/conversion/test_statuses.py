@@ -51,8 +51,9 @@ def test_a_length_that_no_sequence_has_is_refused(
 
 
 def test_a_seed_of_more_than_64_bits_is_refused(source: Path) -> None:
-    with pytest.raises(UserError, match="64 bits"):
-        audit(source, regimes=("half",), seed=10**30)
+    for seed in (10**30, -(10**30)):
+        with pytest.raises(UserError, match="64 bits"):
+            audit(source, regimes=("half",), seed=seed)
 
 
 @pytest.mark.parametrize("command", ["convert", "audit", "certify", "verify", "undo", "publish", "finetune"])

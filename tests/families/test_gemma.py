@@ -188,6 +188,9 @@ def test_the_decoders_config_caps_the_logits() -> None:
     model.config.encoder.final_logit_softcapping, model.config.decoder.final_logit_softcapping = 20.0, 10.0
     layout = layout_of(model)
     assert layout.head is not None and layout.cap(layout.head) == 10.0
+    model.lm_head.out_proj.weight.data *= 100
+    ids = torch.arange(8)[None]
+    assert 9.9 < float(model(input_ids=ids, decoder_input_ids=ids).logits.detach().amax()) <= 10.0
 
 
 def test_what_a_feed_forward_adds_is_dropped_in_the_layers_own_dropout() -> None:

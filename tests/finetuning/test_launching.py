@@ -86,6 +86,8 @@ def test_less_memory_takes_more_sharing_and_the_sum_is_that_of_its_terms(
     for kind in ("ddp", "zero2", "zero3"):
         told = told_of(capsys, *large, str(needed[kind] / 2**30 / 0.95 + 1e-9))
         assert told["kind"] == kind == list(told["tried"])[-1] and told["fits"]
+    # On CPUs accelerate would run DDP instead of FSDP.
+    assert needed.keys() - told_of(capsys, *large, "0.5", "--set", "device=cpu")["tried"].keys() == {"fsdp"}
 
 
 def test_the_last_line_is_the_command_and_all_others_are_comments(

@@ -150,6 +150,19 @@ def test_a_window_of_zero_is_taken_where_stock_code_writes_it(folders: Folders, 
     assert cli.main(["certify", str(folder)]) == 0
 
 
+def test_dynamic_frequencies_lie_between_those_at_both_ends() -> None:
+    """On which ``check_dynamic`` relies for every length between."""
+    rotation = SHRINKING | {"factor": 1.0}
+    config = transformers.LlamaConfig(hidden_size=60, num_attention_heads=3, rope_parameters=rotation)
+    config.max_position_embeddings = 64
+    for factor in (1.0, 1.001, 4.0, 1e6):
+        config.rope_parameters["factor"] = factor
+        make = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["dynamic"]
+        first, *between, last = (make(config, None, seq_len=2**k)[0] for k in range(6, 32))
+        assert last.isfinite().all()
+        assert all(bool((each <= first).all() and (each >= last).all()) for each in between)
+
+
 T5_SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "vocab_size", "relative_attention_num_buckets")
 SIZES = (
     *(("t5", key) for key in (*T5_SIZES, "num_decoder_layers")),
