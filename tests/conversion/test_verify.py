@@ -251,7 +251,7 @@ BROKEN: dict[str, tuple[str, object, str]] = {
     "verdict": ("verdict", 3, "has no verdict, so convert did not write it"),
     "above": ("output.files.0.name", "../secret", "leaves the folder"),
     "schema": ("schema", 2, "schema 2 is not 1"),
-    "exponent": ("plan.residual_exponent", 2**40, "has no plan, so convert did not write it"),
+    "exponent": ("plan.residual_exponent", 2**40, "lists something that convert does not write"),
 }
 
 
