@@ -102,8 +102,7 @@ class MadeSafe:
         )
         scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
         if factor := self.inputs.get(EMBEDDINGS):
-            by = f"2^{factor}" if isinstance(factor, int) else f"inputs[{EMBEDDINGS!r}], powers of two"
-            scale += f" Multiply {EMBEDDINGS} that its own embedding did not make by {by}."
+            scale += f" {own_embeddings(factor)}."
         return f"{done}. {proof[0].upper()}{proof[1:]}.{scale}"
 
     def __repr__(self) -> str:
@@ -111,10 +110,14 @@ class MadeSafe:
         return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
 
     def mark(self, model: Any) -> None:
-        """Attach this to the model, which then warns of its changed scale when it is saved."""
+        """Attach this to the model, which then warns of its changed scale when it is saved or given embeddings."""
         model.__dict__[MARK] = self
         if self.plan.moves:
             model.__dict__[SAVES] = partial(save_as_it_is, model)
+        if factor := self.inputs[EMBEDDINGS]:
+            warn = partial(warn_of_embeddings, own_embeddings(factor))
+            for module in takers_of_embeddings(model):
+                module.register_forward_pre_hook(warn, with_kwargs=True)
 
     def undo(self, model: Any) -> Any:
         """Bring ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
@@ -145,6 +148,10 @@ class MadeSafe:
             vars(model.config).pop(CONVERTED_KEY, None)
         for name in (MARK, SAVES):
             model.__dict__.pop(name, None)
+        for module in takers_of_embeddings(model):
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is warn_of_embeddings]:
+                del hooks[key], module._forward_pre_hooks_with_kwargs[key]
         return model
 
     def save(self, model: Any, out: str | Path, **options: Any) -> None:
@@ -211,6 +218,22 @@ class MadeSafe:
         if exponents or max_grad_norm is not None:
             follow(optimizer, exponents, model, max_grad_norm)
         return optimizer
+
+
+def takers_of_embeddings(model: Any) -> list[nn.Module]:
+    """Return the modules that may receive ``inputs_embeds``: the model, and the encoder, which ``generate`` calls."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
+
+
+def own_embeddings(factor: OfChannels) -> str:
+    by = f"2^{factor}" if isinstance(factor, int) else f"powers of two, one for each channel (inputs[{EMBEDDINGS!r}])"
+    return f"Multiply {EMBEDDINGS} that its own embedding did not make by {by}"
+
+
+def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
+    if named.get(EMBEDDINGS) is not None:
+        warnings.warn(f"this model was rescaled by make_fp16_safe. {advice}", stacklevel=2)
 
 
 def save_as_it_is(model: Any, *args: Any, **options: Any) -> Any:

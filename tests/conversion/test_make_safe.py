@@ -295,9 +295,17 @@ def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> No
         safe = make_fp16_safe(model)
         factor = safe.inputs["inputs_embeds"]
         assert isinstance(factor, int) and factor and f"by 2^{factor}" in str(safe)
-        assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
-        safe.undo(model)
-        assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
+        with pytest.warns(UserWarning, match=f"inputs_embeds that its own embedding did not make by 2.{factor}"):
+            assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
+        if more:
+            with pytest.warns(UserWarning, match="inputs_embeds"):
+                model.get_encoder()(inputs_embeds=given)
+        pickle.loads(pickle.dumps(model))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(input_ids=ids, **more)
+            safe.undo(model)
+            assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
 
 
 @pytest.mark.parametrize(("kind", "mend"), [("blip", "train it in bf16"), ("gemma3-images", "give the Gemma3For")])
