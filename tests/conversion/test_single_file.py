@@ -191,6 +191,16 @@ def test_wans_own_class_loads_every_key_and_computes_the_source_in_fp16(files: A
     assert result.safe and result.report["target"] == "half"
 
 
+def test_a_source_in_shards_becomes_one_file_of_the_same_weights(tmp_path: Path) -> None:
+    source, file = tiny.save(encoder(), tmp_path / "source", max_shard_size="10KB"), tmp_path / "one.safetensors"
+    convert(source, tmp_path / "out", run_model=False)
+    convert(source, file, layout="single", run_model=False)
+    shards, packed = [load_file(shard) for shard in (tmp_path / "out").glob("model-*.safetensors")], load_file(file)
+    weights = {name: weight for shard in shards for name, weight in shard.items()}
+    assert len(shards) > 2 and packed.keys() == weights.keys()
+    assert all(torch.equal(packed[name], weight) for name, weight in weights.items())
+
+
 def test_a_files_metadata_say_where_it_is_from_and_how_it_was_judged(files: Any, sources: Any) -> None:
     kind, file, result = files["wan"]
     metadata = metadata_of(file)
