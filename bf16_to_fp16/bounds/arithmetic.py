@@ -31,8 +31,8 @@ COMPUTED = 1 + 2.0**-18
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Switch off TF32, bf16 products and autocast within the block. Under ``set_float32_matmul_precision`` or autocast
-    matrix products round their factors to bf16 or TF32, and no bound allows for that."""
+    """Switch off TF32, bf16 products and autocast within the block. With any of them on, matrix products round their
+    factors to bf16, fp16 or TF32, which no bound covers."""
     import torch  # slow to load, and options are checked without it
 
     # torch before 2.9 has only the one setting, for every device.
@@ -125,25 +125,25 @@ class Arithmetic:
 
     @property
     def floor(self) -> float:
-        """Absolute error of a matrix product from subnormals: each partial sum and the result may be one. With sums in
-        fp16 each product may be, and its error grows as the sum does."""
+        """Absolute error of a matrix product from subnormals. Each partial sum and the result may be subnormal; with
+        ``sums16`` each product may be too, and the error grows by ``growth``."""
         if not self.sums16 or not self.tiny:
             return (self.splits + 2) * self.tiny
         longest = max(LONGEST_SUM, self.max_length)
         return longest * growth(longest) * self.tiny
 
     def gamma(self, terms: int) -> float:
-        """Return the error of a sum of ``terms`` products relative to the sum of their absolute values. Tensor cores
-        add k ≥ 4 products and the sum so far at once, each cut off at 2⁻²³ of the largest of them, as is the result
-        (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021): with the result's cut (k
-        + 2)·2⁻²³ for each k products, at most 3 units of 2⁻²⁴ a product. Rounding each addition costs one."""
+        """Return the error of a sum of ``terms`` products, relative to the sum of their absolute values. Tensor cores
+        add k ≥ 4 products and the sum so far at once. They cut each of these and the result off at 2⁻²³ of the largest
+        (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). That costs (k + 2)·2⁻²³
+        for k products, at most 3 units of 2⁻²⁴ each; rounding every addition would cost one unit each."""
         if self.sums16:
             return growth(terms) - 1
         return 0.0 if self.exact else (3 * terms + 12) * UNIT32 + self.splits * UNIT
 
     @property
     def attention_sum(self) -> float:
-        """Largest sum of one row of attention weights after rounding them."""
+        """Largest sum of a row of attention weights after softmax has rounded them."""
         if self.exact:
             return 1.0
         # Partial sums of what is positive only grow, so each addition loses at most a unit of the whole. In fp16 no sum
@@ -154,9 +154,9 @@ class Arithmetic:
     def norm_factor(self, width: int) -> float:
         """Return the largest ratio of an RMS norm's output length to √width, with squares, sum, mean and root in fp16.
 
-        The sum of squares only grows, so each addition loses at most a unit of it. If the mean square is at least 2⁻¹⁷,
-        the squares lose up to 2⁻²⁵ each where they are subnormal, and so does the mean. The factor is infinite where
-        rounding could leave a mean of 0."""
+        Squares only make the sum grow, so each addition loses at most a unit of the final sum. If the mean square is at
+        least 2⁻¹⁷, each subnormal square loses up to 2⁻²⁵, and so does the mean. The factor is infinite where rounding
+        could leave a mean of 0."""
         if not self.norms16:
             return 1.0
         underflow = TINY / NORM_FLOOR
@@ -172,7 +172,7 @@ class Arithmetic:
         return (length * (1 + self.unit) + self.tiny * math.sqrt(width)) * COMPUTED
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return a matrix product's bound from its exact sum's: at most two more roundings, and ``floor``."""
+        """Return the bound of a matrix product whose sums are within ``values``: two more roundings, and ``floor``."""
         return values * (1 + self.unit) ** 2 + self.floor
 
 
@@ -214,7 +214,7 @@ def norm_units(width: int) -> float:
 
 
 def largest(values: Tensor | float) -> float:
-    """Return the largest element; inf for NaN, which only weights beyond fp16 can give."""
+    """Return the largest element; inf if one is NaN, which only weights beyond fp16's range cause."""
     if isinstance(values, float):
         return values
     top = float(values.max()) if values.numel() else 0.0

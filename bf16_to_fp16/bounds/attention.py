@@ -48,8 +48,8 @@ class ScoreBounds:
 def score_bounds(
     query: LinearBound, key: LinearBound, heads: int, arithmetic: Arithmetic, scale: float = 1.0
 ) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key, as fp16 computes them. Several query heads may share
-    one key head. scale: the factor on the finished products."""
+    """Return bounds of each head's query·key products in fp16. Several query heads may share one key head. scale: the
+    factor on the finished products."""
     a = arithmetic
     size = query.norms.numel() // heads
     group = query.norms.numel() // key.norms.numel()
@@ -85,9 +85,9 @@ def summed_scores(
 ) -> ScoreBounds:
     """Return the bounds of query·key products, with the rounding of their sums.
 
-    exact, partial: bounds of the exact product and of its partial sums. error: what the factors' errors add. apart: a
-    bound of the difference between two exact products of one query. All four are fp64 [heads]. terms: each channel's
-    bounds of query and key added up, fp64 [heads, channels]. scale: the factor on the finished products."""
+    exact, partial: bounds of the exact product and of its partial sums. error: bound of the product's error from errors
+    of query and key. apart: bound of the difference between two exact products of one query. All four are fp64 [heads].
+    terms: the bounds of query and key added, fp64 [heads, channels]. scale: the factor on the finished products."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial
@@ -108,9 +108,9 @@ ANGLES = 2.0**-20  # how far cos² + sin² may be from 1 in fp32, and cos and si
 class Turned:
     """Queries or keys after their norm and their rotary positions, which rotate pairs of channels.
 
-    The length of pair p of a head is at most ``gain``_p·|n_p| + ``absolute``_p, with n_p its two normalised values and
-    ‖n‖₂ ≤ ``radius``. Both are fp64 [heads, pairs], or [1, pairs] where all heads share one norm. ``bound``: of each
-    channel, fp64 [heads, channels]."""
+    n_p are the two normalised values of pair p of a head, ‖n‖₂ ≤ ``radius``. The rotated pair's length is at most
+    ``gain``_p·|n_p| + ``absolute``_p; gain and absolute are fp64 [heads, pairs], or [1, pairs] for a norm that all
+    heads share. ``bound``: of each channel, fp64 [heads, channels]."""
 
     gain: Tensor
     absolute: Tensor
@@ -119,10 +119,10 @@ class Turned:
 
 
 def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
-    """Return the error of a rotated channel: relative to the length of its pair, and absolute.
+    """Return the error of a rotated channel: a part relative to the length of its pair, and an absolute part.
 
-    The error of both channels of a pair together is at most √2 times that. In fp16 it is at most the roundings of
-    cosine, sine, two products and their sum, relative to |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²)."""
+    Both channels of a pair, as a vector, are off by at most √2 times as much. The relative part covers the roundings of
+    cosine, sine, two products and their sum in fp16, since |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²)."""
     a = arithmetic
     if a.exact:
         return 0.0, 0.0
@@ -133,8 +133,8 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
 
 
 def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotary) -> Turned:
-    """Return a norm's output after rotation. A rotation keeps the length of a pair, except for ``rotation_error`` and
-    the factor on cosines and sines. heads: the number that the norm spans."""
+    """Return the bounds of a norm's output after rotation. A rotation changes the length of a pair only by
+    ``rotation_error`` and the factor on cosines and sines. heads: how many heads the norm spans."""
     factor, order = rotary.factor, pair_order(len(source.gain) // heads, rotary).to(source.gain.device)
 
     def largest_of_pairs(values: Tensor) -> Tensor:
@@ -151,10 +151,11 @@ def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotar
 
 
 def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of every head's products of a normalised query and key, rotated by any angles.
+    """Return bounds of each head's query·key products, both normalised and then rotated by any angles.
 
-    Several query heads may share one key head. Pair by pair a product and its parts are at most the product of the
-    lengths (Cauchy-Schwarz), so their sum is at most the largest product of two gains times ‖n‖‖m‖."""
+    Several query heads may share one key head. A pair's product is at most the product of both lengths
+    (Cauchy-Schwarz). So a sum over pairs is at most the radii times the largest gain_q·gain_k of a pair, plus
+    ``absolute`` terms."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
@@ -172,10 +173,10 @@ def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arit
 
 @dataclass(frozen=True)
 class Rotated:
-    """Queries or keys that a linear makes without a norm behind it, after their rotary positions.
+    """Queries or keys that come from a linear without a norm, after their rotary positions.
 
-    A pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift; rotation keeps its length. ``grams``: by head,
-    the Gram matrix of the maps' rows, fp64 [channels, channels], in ``pair_order``. ``shifts``: fp64 [heads,
+    Before rotation, which keeps its length, a pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift. ``grams``:
+    by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in ``pair_order``. ``shifts``: fp64 [heads,
     channels] in the same order. A pair's length is at most ``peaks`` (from its map) + ``centres`` (from its shift) +
     ``errors`` (from rounding), fp64 [heads, pairs] each. ``bound``: of each channel, in the linear's order, fp64
     [heads·channels]."""
@@ -189,8 +190,8 @@ class Rotated:
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:
-    """Return a head's channels, [size]: the first ones of all pairs, then the second. Unrotated channels are paired
-    too."""
+    """Return the indices of a head's channels, [size]: first the first channels of all pairs, then the second channels.
+    Unrotated channels form pairs too."""
     channels = torch.arange(size)
     if rotary.interleaved:
         return channels.view(-1, 2).t().flatten()
@@ -199,9 +200,9 @@ def pair_order(size: int, rotary: Rotary) -> Tensor:
 
 
 def rotated(linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
-    """Return a linear's outputs after rotation by any angles and multiplication by a factor of at most ``factor``.
+    """Return the bounds of a linear's outputs after rotation by any angles and multiplication by at most ``factor``.
 
-    A rotation keeps the length of a pair, except for ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
+    A rotation changes the length of a pair only by ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
     c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²)."""
     size = linear.norms.numel() // heads
     order, half = pair_order(size, rotary), size // 2
@@ -232,7 +233,7 @@ def rotated(linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithme
 
 
 def query_growth(rotary: Rotary, length: int) -> float:
-    """Return the largest position-dependent factor on queries, over up to ``length`` positions."""
+    """Return the largest factor on queries that depends on the position, over up to ``length`` positions."""
     if rotary.growth is None:
         return 1.0
     growth, positions = rotary.growth
@@ -240,11 +241,11 @@ def query_growth(rotary: Rotary, length: int) -> float:
 
 
 def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of every head's products of a query and a key, rotated by any angles.
+    """Return bounds of each head's query·key products after rotation by any angles.
 
-    Several query heads may share one key head. Pair by pair a product and its parts are at most the product of the
-    lengths (Cauchy-Schwarz), ‖q_p‖·‖k_p‖. The sum over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for
-    each pair (``longest_of``). It is also at most the maps' part plus, pair by pair, the terms of shifts and biases."""
+    Several query heads may share one key head. By Cauchy-Schwarz the product of pair p is at most ‖q_p‖·‖k_p‖. The sum
+    over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for each pair (``longest_of``). It is also at most
+    the bound from the maps alone plus, pair by pair, the products with a shift. The smaller bound counts."""
     heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
     exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
@@ -293,9 +294,9 @@ class Capped:
 def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
     """Return bounds of the steps of a soft cap for |x| up to ``values``.
 
-    tanh grows with x and is at most 1, which fp16 holds, so each step's bound is the last step's, put through it and
-    rounded once. Rounding the quotient moves the result by as much as it moves x, since the slope of c·tanh(x/c) is at
-    most 1; rounding tanh and product moves it by a unit of c·tanh each."""
+    tanh grows with x and is at most 1, which fp16 holds. So a step applied to the bound before it, and rounded once,
+    gives the step's bound. Rounding the quotient moves the result by at most a rounding of x, since the slope of
+    c·tanh(x/c) is at most 1. Rounding tanh, and the product, moves the result by a unit of c·tanh each."""
     a = arithmetic
     quotient = a.rounded(values / cap) * COMPUTED
     tanh = (a.rounded(quotient.tanh()) * COMPUTED).clamp(max=1)
@@ -328,9 +329,9 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
 
 @dataclass(frozen=True)
 class Context:
-    """An attention's context: a weighted sum of values over positions. ``total``: largest sum of a row of weights,
-    which are at least 0, their rounding and dropout included. ``gamma``: error of the sum over positions relative to
-    the sum of absolute values. ``bound``: fp64 [inner]."""
+    """An attention's context: a weighted sum of values over positions. ``total``: the largest sum of a row of weights
+    after rounding and dropout; weights are at least 0. ``gamma``: error of the sum over positions relative to the sum
+    of absolute values. ``bound``: fp64 [inner]."""
 
     values: LinearBound
     total: float

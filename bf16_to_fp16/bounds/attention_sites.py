@@ -21,7 +21,7 @@ from .module_findings import ModuleFindings, Normed, Projected
 
 
 class AttentionSites:
-    """One attention of the walk; its bounds are recorded in ``findings``."""
+    """Bounds the sites of one attention and records the bounds in ``findings``."""
 
     def __init__(self, findings: ModuleFindings, sublayer: Attention) -> None:
         self.findings, self.sublayer, self.a = findings, sublayer, findings.arithmetic
@@ -31,7 +31,7 @@ class AttentionSites:
         self.seen_at_once = replace(self.a, max_length=layout.sees(sublayer, self.a.max_length))
 
     def output(self, source: Normed, memory: Normed | None) -> Projected:
-        """Return the output projection. memory: the encoder's output."""
+        """Bound and record all sites; return the output projection's bounds. memory: the encoder's output."""
         sublayer, findings = self.sublayer, self.findings
         other = memory if sublayer.memory else self.summed(*source) if sublayer.block else source
         assert other is not None
@@ -59,7 +59,7 @@ class AttentionSites:
         return findings.project(sublayer.output, weight, projection, entering, mean_square)
 
     def summed(self, source: NormOutput, square: Tensor) -> Normed:
-        """Bound the block sums and their norm; return bounds of what keys and values read, a token or a sum."""
+        """Record the block sums and their norm; return bounds that hold for a token and for a normed block sum."""
         size, length = self.findings.layout.summed(self.sublayer), self.a.max_length
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)
@@ -68,7 +68,7 @@ class AttentionSites:
         return either(source, normed), torch.maximum(square, normed_square)
 
     def scores(self, query: tuple[LinearBound, Tensor], key: tuple[LinearBound, Tensor]) -> None:
-        """Bound the scores. query, key: each a linear's bounds and mean squares."""
+        """Record the scores. query, key: bounds and mean squares of the linear's output."""
         sublayer, rotary = self.sublayer, self.sublayer.rotary
         if rotary is None:
             scores = attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale)
@@ -84,21 +84,21 @@ class AttentionSites:
             self.rotated_scores(rotary, query[0], key[0])
 
     def head_norm(self, path: str, linear: LinearBound, square: Tensor, heads: int) -> tuple[NormOutput, int]:
-        """Bound the norm of queries, keys or values; return its output and the number of heads that it spans. square:
-        mean squares of its input."""
+        """Record the norm of queries, keys or values; return its output and the number of heads that it spans. square:
+        mean squares of the norm's input."""
         together = heads if self.sublayer.norms_whole else 1
         bound, square = (x.view(heads // together, -1) for x in (linear.bound, square))
         longest = float(bound.norm(dim=1).max())
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
 
     def normed_values(self, linear: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
-        """Return the bounds of normed values, as of a linear with an identity matrix, and their mean squares."""
+        """Return the bounds of normed values, written as a linear with an identity matrix, and their mean squares."""
         source, _ = self.head_norm(self.sublayer.value_norm, linear, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)
 
     def rotated_scores(self, rotary: Rotary, query: LinearBound, key: LinearBound) -> None:
-        """Bound rotated queries and keys that have no norms, and their scores."""
+        """Record rotated queries and keys that have no norms, and their scores."""
         sublayer, a = self.sublayer, self.a
         one = attention.rotated(query, self.heads, rotary, a, attention.query_growth(rotary, a.max_length))
         other = attention.rotated(key, self.kv_heads, rotary, a)
@@ -113,7 +113,7 @@ class AttentionSites:
         self.scored(attention.rotated_score_bounds(one, other, a, self.scale), factors)
 
     def raise_outputs(self, turned_rows: Mapping[str, Tensor]) -> None:
-        """Raise the recorded output bounds of modules to those after rotation. The exponents of an output also scale
+        """Raise the recorded output bounds of modules to the bounds after rotation. An output's exponents also scale
         its rotated values, so both must fit."""
         for path, most in turned_rows.items():
             bound, square = self.findings.outputs[path]
@@ -129,7 +129,7 @@ class AttentionSites:
         return most
 
     def scored(self, scores: attention.ScoreBounds, factors: float) -> None:
-        """Record the steps from every head's products to its attention weights. factors: bound of queries and keys."""
+        """Record the sites from query·key products to attention weights. factors: bound of queries and keys."""
         sublayer, findings = self.sublayer, self.findings
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, scores.product, scores.partial)
         scaled = self.rounded(scores.product * self.scale) if sublayer.scaled else scores.product
@@ -175,6 +175,6 @@ class AttentionSites:
 
 
 def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
-    """Return how many bits ``values`` must fall so that values + ``still`` fits fp16, inf for never."""
+    """Return by how many bits ``values`` must fall so that values + ``still`` fits fp16; inf if no fall suffices."""
     room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=torch.inf).clamp(min=1).log2()

@@ -1,8 +1,8 @@
 """The bounds of one model: a walk along its residual stream, which bounds every site.
 
 A norm turns any input into a vector of known length: n with ‖n‖₂ ≤ √d, times the gain. So every sublayer has a bounded
-input, and the stream is the embedding plus the most that every sublayer can add. Each rounding of fp16 is an additive
-term: a sum of large products that cancel can be off by more than any multiple of the sum.
+input, and the stream is the embedding plus the most that every sublayer can add. Each rounding to fp16 adds a term to a
+bound, since a sum of large products that cancel can be off by more than any multiple of the sum.
 
 ``Arithmetic`` states what is covered. ``attention_sites`` and ``feed_forward_sites`` bound the sublayers,
 ``head_sites`` the logits."""
@@ -45,7 +45,7 @@ from .spectral import Spectra
 
 
 def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
-    """Bound the sites of the head. source: the last norm's output."""
+    """Record the sites of the head. source: the last norm's output."""
     (final, square), layout, a, note = source, findings.layout, findings.arithmetic, findings.note
     scale, keep = layout.head_scale, findings.kept("head") if head.dropout else 1.0
     if scale != 1.0:
@@ -85,7 +85,7 @@ def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
 
 
 def linear_on_norm(findings: ModuleFindings, linear: HeadLinear, source: Normed) -> tuple[Tensor, Tensor]:
-    """Return a linear's bounds and expected mean squares, computed some rows at a time."""
+    """Record a head's first linear; return the bounds and expected mean squares of its outputs."""
     table, bias = findings.checked(linear.weight, findings.read(linear.weight)), findings.tensor(linear.bias)
     final, square = source
     bounds, partials, expected, start = [], [], [], 0
@@ -107,7 +107,7 @@ REFINED_ROWS = 4  # rows of one feed-forward output that get an eigenvalue of th
 
 
 class _StreamWalk(ModuleFindings):
-    """One pass over a layout, sublayer by sublayer; only one sublayer's weights are in memory."""
+    """One pass over a layout, sublayer by sublayer, with only one sublayer's weights in memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,8 +182,8 @@ class _StreamWalk(ModuleFindings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Return bounds and mean squares of a projector's output. Of its input, a vision tower's states, only fp16's
-        range is known; a LayerNorm's bounds also assume a mean of at most ``MOST_MEAN``."""
+        """Record a projector; return bounds and mean squares of its output. Its input, a vision tower's states, may be
+        anything in fp16's range; a LayerNorm's bounds also assume a mean |x| of at most ``MOST_MEAN``."""
         width = self.layout.projected(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         if w.pool:
@@ -221,8 +221,8 @@ class _StreamWalk(ModuleFindings):
             head_sites(self, self.layout.head, (final, square))
 
     def read_by(self, path: str) -> Normed:
-        """Return the output of the norm at ``path`` with its mean squares; without a path, the stream itself with its
-        own."""
+        """Return a sublayer's input with its mean squares: the output of the norm at ``path``, or the stream if
+        ``path`` is empty."""
         if not path:
             return stream_itself(self.stream_axes, self.stream), self.stream_square
         length = min(float(self.stream.norm()), self.stream_norm)
@@ -247,8 +247,8 @@ class _StreamWalk(ModuleFindings):
             self.note(w.add, SiteKind.RESIDUAL, self.stream)
 
     def add(self, sublayer: Sublayer, projection: Projection, square: Tensor, axes: Tensor | None) -> None:
-        """Add a sublayer's output to the stream. square: its mean squares. axes: squared axes of an ellipsoid that
-        holds it, if known."""
+        """Add a sublayer's output to the stream. square: the output's mean squares. axes: squared axes of an ellipsoid
+        that holds the output, if known."""
         keep, branch = min(self.kept("stream"), self.kept("branch")), projection.bound
         width = branch.numel()
         length = min(projection.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
@@ -321,12 +321,12 @@ def bound(
 
 
 def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, target: str, spectra: Spectra) -> bool:
-    """Return whether the certificate for ``target`` holds; stop at the first site over its limit."""
+    """Return whether the certificate for ``target`` holds. The walk stops at the first site over its limit."""
     return bound(layout, weights, arithmetic, target=target, spectra=spectra, until_one_fails=True).holds
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a reader of a checkpoint's weights in fp16 as stock code uses them: gains with an offset in fp32."""
+    """Return a reader of a checkpoint's weights, rounded to fp16. Gains with an offset: fp32, with the offset added."""
 
     def read(name: str) -> Tensor:
         tensor = layout.tensors[name]

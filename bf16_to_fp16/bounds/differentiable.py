@@ -58,16 +58,16 @@ class DifferentiableBounds:
 
     @full_precision()
     def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return all bounds without a graph, fp32 by row, head or channel. again: weights have hardly changed, so the
-        last call's means of LayerNorms' inputs are used. only: the sites to bound."""
+        """Return the bounds by site, without a graph: fp32 by row, head or channel. again: reuse the last call's means
+        of LayerNorms' inputs, as weights have hardly changed. only: the sites to bound."""
         wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again
             return _Walk(*live, self.fixed, self.stream, wanted).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return, by site, the tensors that training may change to lower its bound. The gains of pre-norms are not
-        among them."""
+        """Return, by site, the tensors that training may change to lower the site's bound. Gains of pre-norms are not
+        among these tensors."""
         layout, owners = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
@@ -110,8 +110,8 @@ class DifferentiableBounds:
 
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the bounds of given elements of sites, with a graph. wanted: indices by site. The means of LayerNorms'
-        inputs are those of the last ``measure``."""
+        """Return the bounds of chosen elements by site, with an autograd graph. wanted: the elements' indices by site.
+        The means of LayerNorms' inputs are those of the last ``measure``."""
         live = self.layout, self.read, self.arithmetic, self.means, False
         return _Walk(*live, self.fixed, self.stream, wanted).run()
 
@@ -119,7 +119,7 @@ class DifferentiableBounds:
 @dataclass(eq=False)
 class _Walk(LiveWeights):
     """One pass over a layout. fixed: linears and norms whose outputs no exponent moves. follows: whether to bound the
-    stream's sites. wanted: indices of the bounds by site; None for all."""
+    stream's sites. wanted: by site, the indices of the elements to bound; None for all."""
 
     fixed: Collection[str]
     follows: bool
@@ -185,7 +185,7 @@ class _Walk(LiveWeights):
         return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
     def projected(self, w: Projector) -> Tensor:
-        """Return the bounds of a projector's output by channel, by the certificate's formulas."""
+        """Return the bounds of a projector's output by channel, with the certificate's formulas."""
         gain, shift = self.weight(f"{w.norm}.weight"), self.weight(f"{w.norm}.bias")
         gain = torch.ones(self.layout.projected(w), device=self.axes.device) if gain is None else gain
         if w.layer_norm_eps is None:
@@ -211,8 +211,8 @@ class _Walk(LiveWeights):
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the bounds of output projections by path, and of the sublayer's whole output; zeros if a post-norm
-        makes them irrelevant."""
+        """Return the bounds of output projections by path, and of the sublayer's whole output. Both are empty or 0
+        where a post-norm makes them irrelevant."""
         if sublayer.post_norm and not self.follows and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -258,7 +258,7 @@ class _Walk(LiveWeights):
         return self.normalised(path, self.stream)
 
     def linear_site(self, path: str, source: NormOutput) -> None:
-        """Record a linear whose output no exponent moves. A matrix that holds both gate and neurons counts as one."""
+        """Record a linear whose output no exponent moves; gate and neurons in one matrix are one linear."""
         at = None if self.wanted is None else self.wanted[path]
         self.bounds[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
@@ -284,8 +284,8 @@ class _Walk(LiveWeights):
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
-        """Record a head's linear; if all rows are wanted, compute ``ROWS_AT_A_TIME`` at a time. added: a term of its
-        outputs."""
+        """Record a head's linear. All rows together are computed ``ROWS_AT_A_TIME`` at a time. added: a bias that stock
+        code adds to the output."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)
@@ -301,7 +301,7 @@ class _Walk(LiveWeights):
         self.bounds[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
-        """Record every head's products, its scores with position bias, and how far a mask must lower them."""
+        """Record query·key products, scores with position bias, and how far a mask must lower scores; each by head."""
         # Where the mask is −inf there is no third site.
         sites = [f"{sublayer.at}:scores", sublayer.joining, *(() if sublayer.radius else (f"{sublayer.at}:masked",))]
         if self.wants(*sites):
@@ -310,8 +310,8 @@ class _Walk(LiveWeights):
                 self.note(site, bound)
 
     def read_by_keys(self, sublayer: Attention, source: NormOutput) -> NormOutput:
-        """Return the input of keys and values. In cross-attention it is the encoder's output, else the sublayer's own
-        input; with global blocks (LongT5) it covers their normed sums too."""
+        """Return the input of keys and values: the encoder's output in cross-attention, else the sublayer's own input.
+        With global blocks (LongT5) the result also covers the normed block sums."""
         if sublayer.memory:
             assert self.memory is not None
             return self.memory
@@ -335,5 +335,5 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return a weight or bias by head, [heads, …]; of several fused linears that of the one with this ``number``."""
+    """Return a weight or bias by head, [heads, …]. number: which of several ``fused`` linears to take."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)

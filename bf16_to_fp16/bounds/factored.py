@@ -1,5 +1,5 @@
-"""Weights times row and column factors, computed in blocks of rows that fit a core's cache. A full copy of each weight
-would cost more time than the arithmetic."""
+"""Weights times row and column factors, computed in blocks of rows that fit a core's cache. Making a full copy of each
+weight would cost more time than the arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IN_CACHE = 1 << 17  # elements of the rows that are computed at a time
 
 
 def working_dtype(matrix: Tensor | Factored) -> torch.dtype:
-    """Return fp64 for small matrices and those already in it, else fp32."""
+    """Return fp64 for small or fp64 matrices, else fp32."""
     return torch.float64 if matrix.numel() < WIDE or matrix.dtype == torch.float64 else torch.float32
 
 
@@ -27,8 +27,8 @@ def chunks(matrix: Tensor, elements: int = IN_CACHE) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class Factored:
-    """diag(rows)·W·diag(columns) for a weight [m, d] in any floating dtype. columns: fp64 [d]. rows: fp64 [m], None for
-    ones. name: the weight's."""
+    """The matrix diag(rows)·W·diag(columns) for a weight W [m, d] in any floating dtype. columns: fp64 [d]. rows: fp64
+    [m], None for ones. name: the weight's."""
 
     weight: Tensor
     columns: Tensor
@@ -43,7 +43,7 @@ class Factored:
         return self.weight.numel()
 
     def part(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Return rows from ``start`` to ``stop``; each element is off by at most four units of the dtype."""
+        """Return the rows from ``start`` to ``stop``, each element off by at most four units of ``dtype``."""
         rows = self.weight[start:stop].to(dtype) * self.columns.to(dtype)
         return rows if self.rows is None else rows.mul_(self.rows[start:stop, None].to(dtype))
 
@@ -58,12 +58,12 @@ class Factored:
         return self.part(rows.start, rows.stop, torch.float64)
 
     def chosen(self, rows: Tensor) -> Tensor:
-        """Return the rows of these indices in fp64."""
+        """Return the rows with these indices in fp64."""
         factors = None if self.rows is None else self.rows[rows]
         return replace(self, weight=self.weight[rows], rows=factors).part(0, len(rows), torch.float64)
 
     def columns_first(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole transpose, contiguous."""
+        """Return a contiguous copy of the transpose."""
         transposed, start = torch.empty(self.weight.shape[::-1], dtype=dtype), 0
         for part in self.parts():
             transposed[:, start : start + len(part)] = part.t()
@@ -73,8 +73,8 @@ class Factored:
 
 @dataclass(frozen=True)
 class Tall:
-    """A matrix of blocks of rows stacked on each other, each a sum of factored weights. ``label``: the matrix's name
-    within a model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's Frobenius norms."""
+    """A matrix of stacked blocks of rows; each block is a sum of factored weights. ``label``: the matrix's name within
+    a model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's Frobenius norms."""
 
     blocks: tuple[tuple[Factored, ...], ...]
     label: str

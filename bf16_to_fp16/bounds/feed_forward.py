@@ -38,8 +38,8 @@ WORTH_REFINING = 2.0**0.25
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
     """Return two linears on one norm's output as pure linear maps: shift and bias become one more column.
 
-    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. The s chosen here
-    makes a row's bound the sum of those of A·n and c if their ratio is the same in all rows."""
+    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. If the bounds of A·n
+    and c have the same ratio in all rows, the s chosen here makes a row's bound the sum of both."""
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
     share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
@@ -66,8 +66,8 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 class GatedNeurons:
     """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n (``homogeneous``).
 
-    ``undropped``, ``bound``: fp64 [n], before and after dropout. ``depth``: how far below zero a neuron may go; it
-    counts in ``rows`` only where a weight is negative."""
+    ``undropped``, ``bound``: of the neurons before and after dropout, fp64 [n]. ``depth``: how far below zero a neuron
+    may go; ``rows`` counts it only where a weight is negative."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -104,12 +104,12 @@ class GatedNeurons:
 
     def rows(self, out: Tensor, label: str) -> tuple[Tensor, Tensor]:
         """Return upper bounds of out·neurons and −out·neurons by row, without the neurons' rounding: fp64 [d] each.
-        label: a key that identifies ``out`` among functions of the weights, for reuse."""
+        label: the name of ``out`` under which ``spectra`` keeps the result."""
         both = self.spectra.once((label, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return ``rows`` for a ``scale`` of 1; other scales multiply the result."""
+        """Return the bounds of ``rows`` divided by ``scale``."""
         dtype = working_dtype(out)
         unit_size = self.size / self.scale
         caps, size = self.caps.to(dtype), unit_size.to(dtype)
@@ -171,8 +171,8 @@ class GatedNeurons:
 
 
 class PlainNeurons:
-    """Neurons act(x), x = w·n + c, of an activation with −m ≤ act(x) ≤ max(x, 0) for some m. Methods are those of
-    ``GatedNeurons``."""
+    """Neurons act(x), x = w·n + c, of an activation with −m ≤ act(x) ≤ max(x, 0) for some m. The methods do the same as
+    those of ``GatedNeurons``."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -206,8 +206,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the two terms of ``rows``, fp64 [term, sign of ``out``, d]: what w·n adds at a scale of 1, and what
-        the constants c and m add."""
+        """Return the two terms of ``rows``, fp64 [term, sign of ``out``, d]: the part from w·n at a scale of 1, and the
+        part from the constants c and m."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)
@@ -228,7 +228,7 @@ class PlainNeurons:
         return torch.cat(pairs, 1).view(2, 2, -1)
 
     def bent(self, out: Tensor, direction: int) -> Tensor:
-        """Return a bound of ±out·neurons by row that gains from negative centres, which keep neurons below ‖w‖."""
+        """Return a bound of direction·out·neurons by row, tighter where negative centres keep neurons below ‖w‖."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -240,7 +240,7 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return the two terms of ``unit_rows`` for one row, direction·out. Its eigenvalue makes the first tighter."""
+        """Return the two terms of ``unit_rows`` for one row; its own eigenvalue makes the first term tighter."""
         name, dtype = self.linear.matrix.name, working_dtype(self.linear.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale
@@ -265,7 +265,7 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return a bound on the length of a matrix product's error, for any order of summation: n·u·Σ|c_i|·‖row_i‖."""
+        """Return a bound on the error's length in each row Σ c_i·row_i, summed in any order: n·u·Σ|c_i|·‖row_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
@@ -279,8 +279,8 @@ def feed_forward_output(
 ) -> Projection:
     """Return the bounds of a feed-forward's output projection.
 
-    First one eigenvalue serves the whole layer. Then each row that sets the maximum gets its own, for at most
-    ``refine`` rows, and only while it exceeds the others and the contribution of a single neuron."""
+    First one eigenvalue serves all rows. Then the row with the largest bound gets its own eigenvalue, ``refine`` times
+    at most, while its bound is well above the other rows' and above the contribution of a single neuron."""
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
     up, down = neurons.rows(weight, "output")

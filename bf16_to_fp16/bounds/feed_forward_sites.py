@@ -23,7 +23,7 @@ FP16_OVERFLOW = 65520.0  # values from here on are inf in fp16
 
 
 def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: Normed) -> Projected:
-    """Bound a feed-forward on a norm's output; return its output projection."""
+    """Record the sites of a feed-forward on a norm's output; return the bounds of its output projection."""
     linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
     names = frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS)
     keep = findings.kept("neurons")
@@ -51,7 +51,7 @@ def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: 
 
 
 def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: LinearBound) -> None:
-    """Record the sites inside the activation; each value is at most |x|, or bounded by tanh."""
+    """Record the sites inside the activation. Each value is at most |x|, or bounded because tanh is."""
     note, after = findings.note, findings.rounded(before.bound)
     if sublayer.activation == "gelu_new":
         note(f"{sublayer.act}:mul", SiteKind.ACTIVATION, findings.rounded(before.bound / 2))
@@ -65,8 +65,8 @@ def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: Li
 
 
 def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, float]:
-    """Return bounds of gelu_new's operations before its tanh, for an input up to ``x``, by the audit's names. From |x|
-    = 40.3 on they are inf in fp16, which tanh maps to ±1, so none has a limit."""
+    """Return bounds of gelu_new's operations before its tanh, for an input up to ``x``, by the audit's names. These
+    operations have no limit: from |x| = 40.3 on they are inf in fp16, which tanh maps to ±1."""
 
     def computed(value: float) -> float:
         rounded = value * (1 + arithmetic.unit) * COMPUTED + arithmetic.tiny
@@ -80,7 +80,7 @@ def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, flo
 
 
 def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -> Projected:
-    """Bound a router and its experts; return the sum of the experts' outputs for one token."""
+    """Record the sites of a router and its experts; return the bounds of the sum of one token's expert outputs."""
     (read, square), a, note = source, findings.arithmetic, findings.note
     if a.train and sublayer.noise:
         # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.
@@ -115,7 +115,7 @@ def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -
 
 
 def router_sites(findings: ModuleFindings, sublayer: Experts) -> None:
-    """Record the steps from a router's logits to its weights. All but one cast are in fp32."""
+    """Record the steps from a router's logits to its weights. All steps are in fp32 but one cast."""
     _, weight, together = findings.layout.experts_together(sublayer)
     number, inner, path = len(sublayer.experts), findings.inner, sublayer.router
     for step in ("softmax", "max", "sigmoid", "gather", "div"):

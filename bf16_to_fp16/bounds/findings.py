@@ -18,8 +18,8 @@ CARRYING |= {"clamp", "mul", "div", "bernoulli", "native_dropout", "add", "neg",
 
 @dataclass(frozen=True)
 class Certificate:
-    """The bounds of every site of a model, with the arithmetic that they assume. ``ranges``: by module and channel,
-    with expected mean squares for inputs of random direction. ``at`` bounds any site of an audit."""
+    """The bounds of every site of a model, with the arithmetic that they assume. ``ranges``: bounds of each module's
+    channels, and their expected mean squares for inputs of random direction."""
 
     sites: tuple[BoundEntry, ...]
     arithmetic: Arithmetic
@@ -41,7 +41,7 @@ class Certificate:
 
     def at(self, name: str) -> float | None:
         """Return the bound of a site by the audit's name; None if unknown. Copies, casts, masks, clamps and dropout's
-        steps have the bound of their module's values; among repeated operations the largest counts."""
+        steps have the bound of their module's values. Of repeated operations the largest bound counts."""
         if name in self.unlimited:
             return self.unlimited[name]
         by_name = {site.name: site.largest for site in self.sites}
@@ -59,7 +59,7 @@ class Certificate:
         return max(inside, default=None)
 
     def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
-        """Return the report's ``certificate``. observed: the largest observed value of each site."""
+        """Return the report's ``certificate``. observed: each site's largest observed value. sites: list the sites."""
         largest = observed or {}
         listed = [site.model_copy(update={"observed": largest.get(site.name)}) for site in self.sites]
         more: dict[str, Any] = {"sites": listed} if sites else {}
@@ -79,8 +79,8 @@ def is_inside(name: str, path: str) -> bool:
 
 @dataclass(frozen=True)
 class SourceBounds:
-    """The source's bounds with only its streams rescaled. exponents: of the streams, on which LayerNorms' bounds depend
-    through eps. unmoved: sites over their limit that no exact exponent moves."""
+    """The source's bounds with only its streams rescaled. exponents: of the streams; eps makes LayerNorms' bounds
+    depend on these. unmoved: sites over their limit that no exact exponent moves."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""A table of the kinds of sites in a certificate, and their traits."""
+"""A table of the kinds of sites in a certificate, and the traits of each kind."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ _TRAITS: Mapping[str, Traits] = {
 
 
 def traits(kind: str) -> Traits:
-    """Return the traits of a kind, or default ones for a kind that only a report knows."""
+    """Return the traits of a kind, or the default ones for an unknown kind from a report."""
     return _TRAITS.get(kind, Traits())

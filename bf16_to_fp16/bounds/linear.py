@@ -68,17 +68,18 @@ class NormOutput:
     @property
     def length(self) -> float:
         """Bound of the output's ‖·‖₂: the longest gain∘n with ‖n‖₂ ≤ radius, the shift, and the error's length. The
-        vector |gain·n| is no longer than max|gain|·radius, so neither is the error relative to it."""
+        error's relative part is at most ``relative`` times the length of |gain·n| + |shift|."""
         longest = float(self.gain.abs().max()) * self.radius
         longest += 0.0 if self.shift is None else float(self.shift.norm())
         return (longest * (1 + self.relative) + float(self.absolute.norm())) * COMPUTED
 
 
 def summed_axes(one: Tensor, other: Tensor) -> Tensor:
-    """Return the squared axes of an ellipsoid that holds all sums of a point of one ellipsoid and a point of the other.
+    """Return the squared axes of an ellipsoid that holds every sum of a point of one ellipsoid and a point of the
+    other.
 
     By Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ p·x²/a + (1 − p)·y²/b in each channel. Over all channels the right
-    sides add up to at most p + (1 − p) = 1, for every p. This p gives the least sum of squared axes (Kurzhanski and
+    sides add up to at most p + (1 − p) = 1, for every p. The p used gives the least sum of squared axes (Kurzhanski and
     Vályi, Ellipsoidal calculus, 2.1)."""
     long, short = one.sum().sqrt(), other.sum().sqrt()
     if not (long > 0 and short > 0):
@@ -94,15 +95,15 @@ def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
 
 
 def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
-    """Return a residual stream that is read without a norm, as an input ‖x/√axes‖₂ ≤ 1 with components up to ``caps``.
-    Its radius is √d, so that its gain is about its root mean square. Its rounding is in its axes."""
+    """Return the stream, read without a norm, as a norm's output: ‖x/√axes‖₂ ≤ 1, components up to ``caps``. With a
+    radius of √d the gain is about the stream's root mean square. ``axes`` include rounding."""
     radius = math.sqrt(caps.numel())
     return NormOutput((axes.sqrt() / radius) * COMPUTED, None, radius, 0.0, torch.zeros_like(caps), caps)
 
 
 def either(one: NormOutput, other: NormOutput) -> NormOutput:
-    """Return one output that covers the outputs of two norms without shift. With G the larger gain, gain∘n = G∘n' with
-    |n'| at most |n| in every component, and so ‖n'‖ at most ‖n‖."""
+    """Return one ``NormOutput`` that covers the outputs of two norms without shift. With G the larger gain, gain∘n is
+    G∘n' for an n' with |n'| ≤ |n| in every component, and so ‖n'‖ ≤ ‖n‖."""
     assert one.shift is None and other.shift is None
     return NormOutput(
         torch.maximum(one.gain.abs(), other.gain.abs()),
@@ -116,8 +117,8 @@ def either(one: NormOutput, other: NormOutput) -> NormOutput:
 def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
     """Return bounds of sums of a norm's output over ``terms`` positions: of each component, fp64 [d], and of ‖·‖₂.
 
-    They are computed as products with a matrix of zeros and ones over ``length`` positions: the terms are exact, and
-    partial sums are no larger in magnitude."""
+    Stock code computes the sums as products with a matrix of zeros and ones over ``length`` positions. So the terms are
+    exact, and partial sums are no larger in magnitude."""
     a, grown = arithmetic, 1 + arithmetic.gamma(length)
     bound = a.summed(source.bound * terms * grown)
     longest = float(source.gain.abs().max()) * source.radius * (1 + source.relative) + float(source.absolute.norm())
@@ -142,13 +143,13 @@ class LinearBound:
     partial: Tensor
 
     def scaled_rows(self, lengths: Tensor | float) -> Factored:
-        """Return the rows scaled to the given lengths; negative lengths reverse them, zero rows stay zero."""
+        """Return ``matrix`` with rows of these lengths; negative lengths reverse rows, zero rows stay zero."""
         # Rows shorter than fp32's least number are 0 in any product.
         length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(torch.float32).tiny)
         return replace(self.matrix, rows=lengths / length)
 
     def split(self, rows: Sequence[int]) -> list[LinearBound]:
-        """Return the linears that share this matrix. rows: the number of rows of each."""
+        """Return the bounds of each linear of those that share this matrix. rows: how many rows each has."""
         vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
         parts = zip(self.matrix.weight.split(rows), *(x.split(rows) for x in vectors), strict=True)
         # Without the weight's name, by which the whole matrix would be read again.
@@ -166,8 +167,8 @@ class Projection:
 
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
-    """Return an RMS norm's output for any input. gain: fp64 [d], with stock code's offset. once: the result is rounded
-    to fp16 only after the multiplication by the gain, not before it as well."""
+    """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: the product with
+    the gain is rounded to fp16, but not the factor before it."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -185,8 +186,8 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
 
 
 def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOutput:
-    """Return ``number`` outputs of a norm as one vector, concatenated or interleaved (``by_channel``): ‖(n₁, n₂, …)‖² ≤
-    number·radius²."""
+    """Return ``number`` outputs of a norm as one vector, concatenated or interleaved (``by_channel``). Its radius
+    follows from ‖(n₁, n₂, …)‖² ≤ number·radius²."""
     if number == 1:
         return source
 
@@ -198,7 +199,7 @@ def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOu
 
 
 def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float, arithmetic: Arithmetic) -> NormOutput:
-    """Return a LayerNorm's output for any input with a mean magnitude of up to ``mean``. gain, shift: fp64 [d]."""
+    """Return a LayerNorm's output for any input with mean |x| up to ``mean``. gain, shift: fp64 [d]."""
     a = arithmetic
     radius = math.sqrt(gain.numel())
     if not a.exact:
@@ -214,7 +215,8 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
 
 
 def lengthened(mean: float, eps: float, width: int) -> float:
-    """Return by what factor rounding in fp32 can lengthen a LayerNorm's output beyond √d, for inputs of this mean.
+    """Return the factor by which fp32 rounding can lengthen a LayerNorm's output beyond √d, for mean |x| up to
+    ``mean``.
 
     The mean and the standard deviation are off by e, ``norm_units`` of ``mean``. Let the deviations have rms s. All are
     off by the same e, to which they are orthogonal, and are divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t =
@@ -313,10 +315,10 @@ def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.d
     """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m], summed
     in ``dtype``.
 
-    By Lagrange duality λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0; it is least at the λ whose
-    maximising s has ‖s‖² = square. That ‖s‖² is concave and piecewise linear in λ⁻², so Newton's method, started at the
-    λ that would be best without caps, goes down to it and ends there. The gradient may take λ as constant (envelope
-    theorem)."""
+    By Lagrange duality λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0. The least bound has the λ whose
+    maximising s has ‖s‖² = square. That ‖s‖² is concave and piecewise linear in λ⁻². So Newton's method, started at the
+    λ that would be best without caps, descends to the best λ and ends there. The gradient may take λ as constant
+    (envelope theorem)."""
     with torch.no_grad():
         start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
         best = start
@@ -336,12 +338,12 @@ def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.d
 
 
 def number(value: float | Tensor) -> float:
-    """Return a value without its gradient."""
+    """Return a value as a float, without its gradient."""
     return float(value.detach()) if isinstance(value, Tensor) else value
 
 
 def products_of_rows(rows: Tensor) -> Tensor:
-    """Return an upper bound of rows·rowsᵀ in the positive semidefinite order: fp64 [n, n], for few rows in fp64."""
+    """Return an upper bound of rows·rowsᵀ in the positive semidefinite order, fp64 [n, n]. rows: a few, in fp64."""
     products = rows @ rows.t()
     products.diagonal().add_(products.trace() * sum(rows.shape) * 2.0**-50)
     return products
@@ -367,7 +369,7 @@ def balanced(one: Tensor, other: Tensor) -> Tensor:
 
 
 def outer_scaled(matrix: Tensor, factors: Tensor) -> Tensor:
-    """Return diag(factors)·G·diag(factors)."""
+    """Return diag(factors)·matrix·diag(factors)."""
     return matrix * factors[:, None] * factors[None, :]
 
 

@@ -26,7 +26,7 @@ from .linear import NormOutput, in_ball, knapsack, layer_normalised, rms_normali
 @dataclass(frozen=True)
 class Rows:
     """A linear on a norm's output, by row, [m]. ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖.
-    ``centre``: the constant part. ``partial``: the bound of the result and its partial sums."""
+    ``centre``: the constant part, from shift and bias. ``partial``: the bound of result and partial sums."""
 
     matrix: Tensor
     radius: float | Tensor
@@ -35,15 +35,15 @@ class Rows:
     partial: Tensor
 
     def split(self, rows: Sequence[int]) -> list[Rows]:
-        """Return the linears that share this matrix. rows: the number of rows of each."""
+        """Return each linear of those that share this matrix. rows: how many rows each has."""
         parts = zip(*(x.split(rows) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
         return [Rows(matrix, self.radius, *others) for matrix, *others in parts]
 
 
 @dataclass
 class LiveWeights:
-    """The weights of a model in training. read: returns a tensor's present value. means: by norm, a bound of the mean
-    |x| of a LayerNorm's input. finds_means: whether ``normalised`` computes these anew."""
+    """The weights of a model in training. read: returns a tensor's present value. means: by LayerNorm, a bound of its
+    input's mean |x|. finds_means: whether ``normalised`` computes the means anew."""
 
     layout: Layout
     read: TensorReader
@@ -60,7 +60,7 @@ class LiveWeights:
         return weight, self.weight(f"{path}.bias")
 
     def linear_error(self, width: int) -> float:
-        """Relative error of a linear on a norm's output, with the rounding of both."""
+        """Relative error of a linear on a norm's output, from the rounding of norm and linear."""
         return 4 * self.a.unit + self.a.gamma(width)
 
     def linear(self, path: str, source: NormOutput, at: Tensor | slice | None = None) -> Rows:
@@ -71,14 +71,14 @@ class LiveWeights:
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[Rows]:
-        """Return the rows of each linear on its source. fused: how many rows each has in a shared matrix, else ()."""
+        """Return the rows of each linear in ``reads``. fused: their row counts if all share a matrix, else ()."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]
 
     def normalised(self, path: str, amax: Tensor | None = None) -> NormOutput:
-        """Return a norm's output. amax: bound of each input component, needed only for the means of LayerNorms'
-        inputs."""
+        """Return a norm's output. amax: bound of each input component, which only LayerNorms need, for their inputs'
+        means."""
         gain, shift = self.pair(path)
         if not self.layout.family.centred_norm:
             return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
@@ -202,7 +202,7 @@ def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, sourc
 
 def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
     """Return bounds of scores after cap and position bias, and how far a mask must lower a score to make its weight 0.
-    scores, span: bounds of a score and of the difference between two, before the cap."""
+    scores, span: bounds, before the cap, of a score and of the difference between two."""
     cap = live.layout.cap(sublayer)
     if cap is not None:
         capped = soft_capped(scores, cap, live.a)

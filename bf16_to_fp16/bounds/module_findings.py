@@ -1,5 +1,5 @@
-"""The bounds recorded so far in a walk through the layout, and the recording of norms and linears. Each channel of a
-module's input and output has a bound and an expected mean square."""
+"""The bounds that a walk through the layout has recorded so far, and the recording of norms and linears. Each channel
+of a module's input and output has a bound and an expected mean square."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 @dataclass(eq=False)
 class ModuleFindings:
-    """The recorded bounds, by site and by module, and the weights that they are computed from. limits: by kind of site;
-    FP16_MAX for others. refine: how many rows of a feed-forward output may get an eigenvalue of their own."""
+    """The recorded bounds by site and module, and the weights from which they follow. limits: by kind of site; FP16_MAX
+    for others. refine: how many rows of a feed-forward output may get an eigenvalue of their own."""
 
     layout: Layout
     read: TensorReader
@@ -84,7 +84,7 @@ class ModuleFindings:
         return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        """Record a site. If it runs twice (as dropout at both ends of a stack), the larger bound counts."""
+        """Record a site. If an operation runs twice, as dropout at both ends of a stack, the larger bound counts."""
         top = largest(bound)
         sums = top if partial is None else largest(partial)
         before = self.sites.get(name)
@@ -117,7 +117,7 @@ class ModuleFindings:
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def dropout(self, path: str, keep: float, kind: SiteKind, bound: Tensor) -> None:
-        """Record a dropout's output and its mask. keep: from ``kept``. Of several in a module the largest counts."""
+        """Record a dropout's output and mask. keep: from ``kept``. If a module has several, the largest counts."""
         self.note(f"{path}:mul", kind, bound)
         self.mask(path, keep)
 
@@ -224,8 +224,8 @@ class ModuleFindings:
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Yield the result of ``linear`` for each of ``reads``. fused: the row counts of linears that share one matrix,
-        else ()."""
+        """Yield, for each of ``reads``, what ``linear`` returns. fused: the row counts of linears that share one
+        matrix, else ()."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return
@@ -233,7 +233,8 @@ class ModuleFindings:
         yield from zip(linear.split(fused), expected.split(fused), strict=True)
 
     def project(self, path: str, weight: Tensor, projection: Projection, entering: Tensor, square: Tensor) -> Projected:
-        """Record an output projection. entering, square: bounds, mean squares of its input."""
+        """Record an output projection; return ``projection`` and the mean squares of its output. entering, square:
+        bounds and mean squares of its input."""
         expected = squared_matrix_vector(weight, square)
         self.record(path, SiteKind.OUTPUT, (projection.bound, projection.partial), expected, (entering, square))
         return projection, expected

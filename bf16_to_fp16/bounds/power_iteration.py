@@ -1,5 +1,5 @@
-"""Spectral norms by power iteration with fixed start vectors, differentiable and for all heads at once. At convergence
-they have the norm's value and gradient, but they are no proof."""
+"""Spectral norms by power iteration with fixed start vectors, differentiable and for all heads at once. A converged
+result has the norm's value and gradient, but is no proof."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def random_vector(like: Tensor) -> Tensor:
 
 
 def top_vectors(matrices: Tensor) -> Tensor:
-    """Return eigenvectors of the largest eigenvalues, which are real and not negative: [h, s] from [h, s, s]."""
+    """Return an eigenvector of each matrix's largest eigenvalue, which is real and not negative: [h, s] from [h, s,
+    s]."""
     for _ in range(SQUARINGS):
         matrices = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=SMALL)
         matrices = matrices @ matrices
@@ -65,8 +66,8 @@ def pair_peaks(matrices: Tensor) -> Tensor:
 
 
 def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest ‖M·n‖ and ‖M·n + c‖ over ‖n‖ ≤ 1, [h] each, from [h, s, d] and [h, s], as the certificate
-    does."""
+    """Return the largest ‖M·n‖ and ‖M·n + c‖ over ‖n‖ ≤ 1, [h] each, from [h, s, d] and [h, s], by the formula of
+    ``attention.longest_of``."""
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long

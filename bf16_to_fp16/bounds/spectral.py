@@ -48,9 +48,9 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 def gram(rows: Tensor | Tall) -> Tensor:
     """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
 
-    rows: [n, d], fp32 or fp64; fp32 sums have ``FP32_ROWS`` terms, the rest is added in fp64. The error of every
-    product is bounded by γ·Σ|a||b|, whose Frobenius norm is at most γ times the trace; that is added to the diagonal. γ
-    has eight units more, for factors that are off by four units each."""
+    rows: [n, d], fp32 or fp64. Sums of ``FP32_ROWS`` fp32 products are added in fp64. The error of every product is
+    bounded by γ·Σ|a||b|, whose Frobenius norm is at most γ times the trace; this is added to the diagonal. γ has eight
+    units more, for factors that are off by four units each."""
     count, size = rows.shape
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -76,11 +76,11 @@ class Spectra:
 
     Rescaled weights are the source's times powers of two, up to rounding, and so are many of their products. For Z, Z₀
     and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So one pass over both weights turns the bound of one into a bound of
-    the other, however they differ. If that is too loose, the bound is computed.
+    the other, however they differ. If the new bound is too loose, an eigenvalue is computed.
 
-    read: returns the source's weights. bounds: by a matrix's label, the matrix without its weights' values, and the
-    bound. fixed: the present weights are not the source's, so ``bounds`` gets no new ones. kept: other results, by
-    the names of their weights and by arguments. about: the weights of the next one."""
+    read: returns the source's weights. bounds: by label, a matrix without its weights' values, and its bound. fixed:
+    whether present weights are not the source's, so that ``bounds`` stays as it is. kept: results of ``once``, by names
+    of weights and arguments. about: the names of the weights that the next result depends on."""
 
     read: TensorReader
     bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)
@@ -94,11 +94,11 @@ class Spectra:
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return a store for other, nearly equal weights: it stores no new eigenvalues."""
+        """Return a store for other, nearly equal weights, which reuses the bounds and stores no new ones."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result for the weights ``about`` and the arguments ``given``, computed once and then reused."""
+        """Return ``compute()`` for the weights ``about`` and the arguments ``given``; later calls reuse the result."""
         key = (self.about, given)
         if not self.about:
             return compute()
@@ -119,8 +119,8 @@ class Spectra:
     def carried(self, matrix: Tall) -> float | None:
         """Return a bound for ``matrix`` from that of the source's matrix of its label; None if too loose (``CARRIED``).
 
-        Rounding moves elements of both by at most five units of the working dtype, and by two more where they are
-        multiplied by ``scale``."""
+        Rounding moves each element of either matrix by at most five units of the working dtype, and of the source's by
+        two more when ``scale`` multiplies it."""
         kept, value = self.bounds[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
@@ -188,8 +188,8 @@ def largest_eigenvalues(matrices: Tensor) -> Tensor:
 def ritz_value(matrix: Tensor) -> float:
     """Return a close lower bound on the largest eigenvalue, by Lanczos from a fixed random vector.
 
-    It reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5), in fp32, which halves the memory read:
-    the result is only a guess."""
+    Every step reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5). fp32 halves the memory read,
+    since the result is only a guess."""
     size = matrix.shape[0]
     scaled = (matrix / matrix.trace()).float()
     basis = torch.zeros(min(_STEPS, size), size)
@@ -208,7 +208,7 @@ def ritz_value(matrix: Tensor) -> float:
 
 @cache
 def onednn_linear() -> Any:
-    """Return oneDNN's linear in fp32; None where torch has none, or it rounds inputs to TF32 or bf16."""
+    """Return oneDNN's fp32 linear; None if torch has none or it rounds inputs to TF32 or bf16."""
     with torch._C._DisableTorchDispatch():  # observers of a model's operations need not see these
         x = torch.full((2, 64), 1 + 2.0**-12)
         try:

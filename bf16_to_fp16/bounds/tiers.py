@@ -17,7 +17,7 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return, by tier, whether its certificate holds. holds: the known result for ``target``. arithmetic: the weakest
+    """Return, by tier, whether its certificate holds. holds: whether that for ``target`` does. arithmetic: the weakest
     tier's."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
@@ -45,9 +45,9 @@ def bounded(
     *,
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds. whose: the end
-    of the progress step's name. tiers: whether to try the stronger tiers. All commands that bound a checkpoint share
-    this function, hence its many parameters."""
+    """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds. whose: added to
+    the progress step's name. tiers: whether to try the stronger tiers. All commands that bound a checkpoint share this
+    function, hence its many parameters."""
     weights = fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device):
