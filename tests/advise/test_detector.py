@@ -52,6 +52,9 @@ def test_a_spike_has_the_height_that_it_reached_and_one_that_stays_becomes_a_div
     losses[100:103] = [3.0, 5.0, 4.0]
     (spike,) = run(losses)
     assert (spike.kind, spike.start, spike.end) == ("Spike", 101, 105) and spike.size == pytest.approx(3.0, abs=0.05)
+    for length in (1, 30):
+        (spike,) = run(noisy(2.0, 100) + noisy(4.0, length, 1) + noisy(2.0, 70, 2))
+        assert (spike.kind, spike.start) == ("Spike", 101) and spike.end in range(101 + length, 105 + length)
     stays = noisy(2.0, 100) + noisy(3.0, 150, 1)
     for length, kind in ((164, "Spike"), (165, "Divergence"), (250, "Divergence")):
         (event,) = run(stays[:length])
