@@ -1,16 +1,16 @@
 """Constrain the certified bounds during training, so that no input can overflow the trained model.
 
-The certificate bounds every site for any input, from the weights alone, and its bounds are differentiable. Sites that
-rescaling cannot lower (scores, gate rows, logits) must stay under a ceiling, the lid, which falls during training from
-the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds' gradients change the
-weights until every bound is under the lid again. Rows that write the residual stream are only scaled down: on real
-inputs their products must go on cancelling.
+The certificate bounds every site for any input, from the weights alone, and its bounds are differentiable. Rescaling
+cannot lower some sites (scores, gate rows, logits). Their bounds must stay under a ceiling, the lid, which falls during
+training from the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds' gradients
+change the weights until every bound is under the lid again. Rows that write the residual stream are only scaled down:
+on real inputs their products must go on cancelling.
 
-A loss term would be slower: a step of Adam is no longer than the learning rate, so a row a hundred times larger needs a
-hundred times the steps (as for decoupled weight decay, Loshchilov and Hutter 2019).
+A loss term would be slower, since a step of Adam is no longer than the learning rate. A row a hundred times larger then
+needs a hundred times the steps (as for decoupled weight decay, Loshchilov and Hutter 2019).
 
 A sharded model's weights are gathered, read and written back one at a time, in every process in the same order. So a
-process holds one whole weight at a time, and those whose gradients it needs."""
+process holds one whole weight at a time, and the weights whose gradients it needs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class BoundConstraint:
         self.start = max(0.0, *(float(bits.max()) for bits in self.excess().values()))
 
     def lid(self, step: int, steps: int) -> float:
-        """Return how many bits over its target a bound may be after ``step`` (counted from 1) of ``steps``."""
+        """Return the lid after ``step`` (counted from 1) of ``steps``: bits by which a bound may pass its target."""
         assert self.first is not None
         down = max(1.0, COMES_DOWN * (steps - self.first))
         return self.start * max(0.0, 1 - (step - self.first) / down)
@@ -99,13 +99,13 @@ class BoundConstraint:
             self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
     def excess(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return log2(bound / target) by site. again: since the last call only ``project`` changed the weights. only:
-        the sites to measure; all by default."""
+        """Return log2(bound / target) by site. again: only ``project`` changed weights since the last call. only: the
+        sites to measure; all by default."""
         measured = self.weights.agreed(self.bounds.measure(again=again, only=only))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Lower the bounds of a site by about ``bits`` each, with one Newton step. scaled: shrink all in proportion."""
+        """Lower each bound of a site by about its ``bits`` in one Newton step. scaled: shrink whole rows instead."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so
@@ -135,7 +135,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``over`` with 0 wherever another site of the group has a larger excess at the same index."""
+        """Return the excesses ``over``, with 0 where another site of the group has a larger one at the same index."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)
@@ -205,7 +205,7 @@ class WholeWeights:
         return self._leaves[id(weight)] if id(weight) in self._leaves else self._gathered(weight)
 
     def leaves(self, names: Iterable[str]) -> list[Tensor]:
-        """Return unsharded weights as leaves for autograd. Until ``write``, ``read`` returns the same leaves."""
+        """Return unsharded weights as leaves of autograd's graph. ``read`` returns the same tensors until ``write``."""
         leaves = []
         for name in names:
             weight = self._named[name]
@@ -215,7 +215,7 @@ class WholeWeights:
         return leaves
 
     def write(self) -> None:
-        """Copy the leaves into the model's weights; where processes differ, those of the first count."""
+        """Copy the leaves into the model's weights. Where processes disagree, the first process's leaves count."""
         leaves, self._leaves = self._leaves, {}
         if self.in_parts:
             for weight in {id(x): x for x in self._named.values()}.values():

@@ -1,7 +1,6 @@
 """Use the activation penalty in any ``transformers.Trainer``: rescale, penalise, log the headroom, convert.
 
-A callback of Trainer cannot change the loss or the logged values, so this one wraps ``compute_loss`` and ``log``.
-"""
+A callback cannot change a Trainer's loss or logged values, so ``Fp16Callback`` wraps ``compute_loss`` and ``log``."""
 
 from __future__ import annotations
 

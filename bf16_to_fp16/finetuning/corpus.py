@@ -56,7 +56,7 @@ Row = tuple[str, str | None]  # text and target of a row; a row whose text is bl
 
 
 class _Rows:
-    """The non-blank rows of a data set by number, split into ``training`` and ``held_out``. whole: hold out all."""
+    """A data set's non-blank row numbers, split into ``training`` and ``held_out``. whole: hold out all rows."""
 
     def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
         self.dataset, self.columns = open_texts(
@@ -104,8 +104,7 @@ def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.ra
 class Corpus:
     """Batches of a recipe's ``data``, for the model of ``config`` and the tokenizer in ``folder``.
 
-    seed: of the split, the order and the noise. Raises UserError for unusable data, tokenizers and objectives.
-    """
+    seed: for the split, the order and the noise. Raises UserError for unusable data, tokenizers and objectives."""
 
     def __init__(self, data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> None:
         self.data, self.folder, self.seed = data, folder, seed
@@ -163,12 +162,12 @@ class Corpus:
         return max(1, window)
 
     def tokens(self, text: str) -> list[int]:
-        """Return the ids of plain text, without special tokens, even where the text spells one."""
+        """Return a text's ids without special tokens, also where the text spells one out, such as "</s>"."""
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return checked([token for token in ids if token not in self._reserved], self.vocabulary, self.folder)
 
     def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
-        """Return the (input, target) ids of a row in an epoch; the target is empty where no tokens are predicted."""
+        """Return a row's (input, target) ids in an epoch. The target is empty for models that predict no tokens."""
         text, target = content
         if self.objective == "pairs":
             if target is None:
@@ -242,7 +241,7 @@ class Corpus:
         return TrainingBatches(self, rank, world)
 
     def held_out(self, examples: int | None = None, rank: int = 0, world: int = 1) -> list[TrainingBatch]:
-        """Return one process's share of the held-out examples, in equally many batches for every process."""
+        """Return one process's share of the held-out examples. Every process gets the same number of batches."""
         numbers = self.held_out_rows.held_out[:examples]
         contents = self.held_out_rows.read(numbers) if numbers else []
         rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
@@ -259,7 +258,7 @@ class Corpus:
         return batches
 
     def unlike(self) -> list[TrainingBatch]:
-        """Return batches of the packaged text that is unlike most training data: code, figures and other languages."""
+        """Return batches of the packaged text of unusual kinds: code, figures and other languages than English."""
         lines = UNLIKE.read_text(encoding="utf-8").splitlines()
         rows = [(0, row, (line, line if self.objective == "pairs" else None)) for row, line in enumerate(lines)]
         size = self.data.batch_size
@@ -288,7 +287,7 @@ class Corpus:
 
 
 def _first(length: int, most: int, rng: np.random.Generator) -> int:
-    """Return a random start for a window of ``most`` tokens. Starts up to half a window outside move to an end."""
+    """Return a random window's start. A start at most half a window outside the text moves to the nearest end."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))

@@ -1,6 +1,6 @@
 """The losses of a training step: the task loss, and the distance of a student's outputs from those of the teacher (the
-frozen original), on the data and on the audit's inputs (the probe). Evaluations measure both on held-out data, and the
-distance on the audit's inputs and other kinds of text: the training data would not show changes elsewhere.
+frozen original), on the data and on the audit's inputs (the probe). Evaluations measure both losses on held-out data.
+They also measure the distance on the probe and other kinds of text, where the training data would show no change.
 
 Logits are compared by KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), other outputs by the squared error
 relative to the teacher's squared norm. Both are summed over the positions that count in the loss."""
@@ -51,7 +51,7 @@ def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def counted_positions(batch: TrainingBatch | Batch) -> Tensor:
-    """Return which output positions count, as bool [rows, length]."""
+    """Return which output positions count in the loss, as bool [rows, length]."""
     if isinstance(batch, Batch):
         return (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if batch.labels is not None:
@@ -70,7 +70,7 @@ def counted_values(out: Any, batch: TrainingBatch | Batch) -> Tensor:
 
 
 def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments for a stock model; decoder inputs are its labels, shifted right."""
+    """Return the keyword arguments for a stock model. Decoder inputs are the batch's labels, shifted right."""
     given: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
     decodes, causal = takes_decoder_ids(model.config), is_causal(model.config)
     if isinstance(batch, Batch):
@@ -88,7 +88,7 @@ def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) ->
 
 
 class Teacher:
-    """The frozen original. in_parts: sharded over the default process group, all of which makes each call."""
+    """The frozen original. in_parts: shard it over the default process group; all processes then make each call."""
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)
@@ -107,11 +107,11 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
 
     def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return the sum of log(1 + divergence), so that a few very distant positions do not dominate."""
+        """Return the sum of log(1 + divergence) over positions, so that a few very distant ones do not dominate."""
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return the summed divergence, the positions with the same argmax, and all positions that count: fp64 [3]."""
+        """Return fp64 [3]: the summed divergence, the count of positions of equal argmax, and of all that count."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
         same = (student.argmax(-1) == teacher.argmax(-1)).sum()
         sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))
@@ -144,7 +144,7 @@ BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the dat
 @dataclass(frozen=True)
 class StepLosses:
     """Computes the terms of a step's loss. stock: the student; model: the student as wrapped for several processes.
-    passes: the number of batches of a step in one process."""
+    passes: the number of batches per step in one process."""
 
     recipe: Recipe
     stock: Any
@@ -155,14 +155,14 @@ class StepLosses:
     passes: int
 
     def calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
-        """Return the forwards of a step: batches, and indices of this process's share of the probe."""
+        """Return a step's forwards: each batch and, with a penalty, the index of a share of the audit's inputs."""
         # Each has its own backward: one for both would keep both activations, and all weights that shards gather.
         if self.penalty is None:
             return list(batches)
         return [call for index, batch in enumerate(batches) for call in (batch, index)]
 
     def of_batch(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the objective with its graph, and the detached task loss and divergence, as sums over positions."""
+        """Return the loss with its graph, and the task loss and divergence, detached; all are sums over positions."""
         mix, device = self.recipe.distillation, self.processes.device
         out = self.model(**arguments(self.stock, batch, device))
         task = kl = torch.zeros((), device=device)
@@ -178,8 +178,8 @@ class StepLosses:
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def beyond_the_data(self, step: int, index: int) -> Tensor:
-        """Run one share of the audit's inputs and return its term of the loss. The term depends on every forward even
-        where it is 0: with a sharded model every process must gather the same weights in its backward."""
+        """Run one share of the audit's inputs and return its loss term. Even a term of 0 depends on every forward: with
+        a sharded model, every process must gather the same weights in its backward."""
         assert self.penalty is not None
         whole, world, device = spared(self.stock.config, self.drawn(step)), self.processes.world, self.processes.device
         count, first = len(whole.input_ids), index + self.passes * self.processes.rank
@@ -219,7 +219,7 @@ class Evaluator:
     processes: Processes
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
-        """Return the mean held-out loss and, by kind of input, divergence and argmax agreement with the teacher."""
+        """Return the mean held-out loss, and by kind of input divergence from the teacher and argmax agreement."""
         measured: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
         with torch.no_grad(), mixed_precision.whole_step():
             for kind, batches in {"held_out": held, **self._others}.items():
@@ -243,7 +243,7 @@ class Evaluator:
         return {"audit": probe, "unlike": self.corpus.unlike()}
 
     def _sums(self, batch: TrainingBatch | Batch, mixed_precision: MixedPrecision) -> Tensor:
-        """Return the sums of task loss, divergence, equal argmax and counted positions: fp64 [4]."""
+        """Return fp64 [4]: task loss, divergence, positions of equal argmax and counted positions, all summed."""
         device = self.processes.device
         with mixed_precision.forward():
             out = self.model(**arguments(self.stock, batch, device))
@@ -257,8 +257,8 @@ class Evaluator:
 
 
 def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the evaluated step that is nearest to the original (least geometric mean of the divergences) among those
-    whose bounds and headroom meet the recipe; None to use the last step."""
+    """Return the evaluated step nearest to the original, by the geometric mean of its divergences. Only steps whose
+    bounds and headroom meet the recipe count. None means to use the last step."""
     if recipe.quality.max_kl is None or recipe.distillation.weight < 1:
         return None
     wanted = recipe.penalty.headroom_bits + SPARE_BITS

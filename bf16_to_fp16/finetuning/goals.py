@@ -1,5 +1,5 @@
-"""Check a finetune against its recipe's goals (headroom, quality, certificate), and give the next command if one is
-missed. A safe result can miss a goal. No goal asks for less distance from the original than bf16's."""
+"""Check a finetune against its recipe's goals (headroom, quality, certificate), and name the next command if a goal is
+missed. A safe result can miss a goal. No goal asks for less distance from the original than bf16 has."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a finetune: its first words, the recipe file and its overrides."""
+    """The command line of a finetune: its program and subcommand, the recipe file and overrides."""
 
     recipe: str = "recipe.yaml"
     overrides: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Command:
 
 
 def next_command(recipe: Recipe, steps: int, *, more: bool, command: Command) -> str:
-    """Return a sentence with the command that takes more steps, or else begins another run."""
+    """Return a sentence with the next command: this run with twice the steps (``more``), or another run."""
     if more:
         return f"go on: {command.line(schedule__steps=2 * steps)}"
     folder = (recipe.checkpointing.folder or f"{recipe.out}.run") + "-2"

@@ -58,7 +58,7 @@ GATHERED = 250_000_000  # elements of the layers that ZeRO-3 keeps, and gathers 
 
 
 class Needs:
-    """Counts parameters: of the whole model, of its largest block, and of the rest outside all blocks. ``activations``:
+    """Parameter counts: of the whole model, of its largest block, and of the rest outside all blocks. ``activations``:
     bytes that one forward and backward of a process takes beside weights and gradients."""
 
     def __init__(self, recipe: Recipe, config: Any, kind: Any, processes: int = 1) -> None:
@@ -102,8 +102,8 @@ class Needs:
 
 
 def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
-    """Return a process's bytes on its card by kind: weights, gradients, moments and so on. kind: a file name in
-    launch/accelerate. teacher_bytes: bytes for each of the teacher's weights, 0 without a teacher."""
+    """Return a process's bytes on its card by purpose: weights, gradients, moments and so on. kind: a file name in
+    launch/accelerate. teacher_bytes: bytes per weight of the teacher, 0 without a teacher."""
     recipe, count, each = needs.recipe, needs.parameters, torch.float32.itemsize
     weights, teacher = float(count * each), float(count * teacher_bytes)
     in_parts, zero = kind.startswith(("zero3", "fsdp")), kind.startswith("zero")
@@ -157,8 +157,8 @@ class Machine:
 
 
 def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Machine:
-    """Return where the processes run: on this machine's cards, on its CPU or, to plan for another machine, on assumed
-    cards of ``gib`` GiB each."""
+    """Return the machine for the processes: this one's cards, its CPU or, to plan for another machine, assumed cards of
+    ``gib`` GiB each."""
     seen, given = [] if on_cpu else cards(), None if gib is None else gib * 2**30
     if on_cpu or (running and not seen):
         each = given or available_memory() / processes
@@ -215,7 +215,7 @@ def can_run(kind: str, machine: Machine) -> bool:
 
 @quiet()
 def choose(recipe: Recipe, machine: Machine) -> Choice:
-    """Return the fastest configuration that fits the memory of ``machine``, or the smallest if none fits."""
+    """Return the fastest configuration that fits the memory of ``machine``, or the smallest if none fits it."""
     import transformers
 
     config = config_of_source(recipe)
@@ -259,7 +259,7 @@ def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) 
 
 
 def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Write the configuration files beside the recipe's output; return them and the launch command's words. finetune:
+    """Write the configuration files beside the recipe's output; return their paths and the launch command. finetune:
     the arguments of ``finetune``. Raises UserError rather than replace a YAML file that launch did not write."""
     out, processes = Path(recipe.out), choice.machine.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
@@ -292,8 +292,8 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tup
 
 
 def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
-    """Run the command of ``write_launch``; return the exit status of the first process that failed. begun: the first
-    words of the command as reports show it. Raises UserError where a signal ended a process."""
+    """Run the command of ``write_launch``; return the exit status of the first process that failed. begun: the
+    command's first words as reports show them. Raises UserError where a signal ended a process."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,9 +1,9 @@
 """fp16 and bf16 autocast with a loss scale, on a GPU and on a CPU.
 
-On a CPU, libraries accept ``fp16`` and train in fp32 without a warning. Here 16-bit products, whose native CPU kernels
-are up to fifty times slower, are computed in fp32 from the same operands and rounded once. torch's GradScaler checks
-only the gradients of its own process, refuses fp16 gradients and can fall to 0.0 silently; here the norm of the whole
-gradient, which every process knows, decides. DeepSpeed has its own autocast and loss scale."""
+On a CPU, libraries accept ``fp16`` and train in fp32 without a warning. Here 16-bit products are computed in fp32 from
+the same operands and rounded once, since native CPU kernels are up to fifty times slower. torch's GradScaler checks
+only the gradients of its own process, refuses fp16 gradients and can fall to 0.0 silently. Here the norm of the whole
+gradient, which every process knows, decides on a step. DeepSpeed has its own autocast and loss scale."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLIP_NORM = 1.0  # largest norm of the whole gradient
 
 @dataclass
 class LossScale:
-    """A factor on the loss that keeps gradients above fp16's subnormals: it halves at an overflow and doubles after
+    """A factor on the loss that keeps gradients above fp16's subnormals. It halves at an overflow and doubles after
     ``CALM_STEPS`` without one (Micikevicius et al., arXiv:1710.03740). ``calm``: steps since the last change."""
 
     scale: float = FIRST_LOSS_SCALE
@@ -45,8 +45,8 @@ class LossScale:
 
 
 class WidePowers(TorchFunctionMode):
-    """Context manager under which powers of fp16 tensors are computed in fp32, as CUDA's autocast does and the CPU's
-    does not: there the derivative of the cube in ``gelu_new`` is inf beyond 147.8, and its gradient NaN."""
+    """Context manager that computes powers of fp16 tensors in fp32, as CUDA's autocast does. In the CPU's autocast, the
+    derivative of the cube in ``gelu_new`` is inf beyond 147.8, and its gradient NaN."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -82,11 +82,11 @@ class MixedPrecision:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
-        """Divide the gradients by the loss scale, clip them to ``CLIP_NORM`` and move the scale. Return the norm of the
-        unscaled gradient; if that is inf or NaN, the gradients are left as they are.
+        """Divide the gradients by the loss scale, clip them to ``CLIP_NORM`` and update the scale. Return the norm of
+        the unscaled gradient. If that norm is inf or NaN, the gradients are left as they are.
 
-        units: a factor on each parameter's gradient in the norm that is clipped. With the weights' sizes as units, a
-        rescaled model is clipped as it would have been before."""
+        units: one factor per parameter, applied to its gradient in the norm that is clipped. With the weights' sizes as
+        units, a rescaled model is clipped as the original would be."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
@@ -112,7 +112,7 @@ class MixedPrecision:
 
 
 def recomputation(device: torch.device) -> dict[str, Any]:
-    """Return the arguments with which ``torch.utils.checkpoint`` recomputes the same values as in ``whole_step``."""
+    """Return arguments for ``torch.utils.checkpoint``, so that recomputed values equal those of ``whole_step``."""
     given: dict[str, Any] = {"use_reentrant": False}
     return given | ({"context_fn": lambda: (WidePowers(), WidePowers())} if device.type == "cpu" else {})
 

@@ -1,7 +1,7 @@
 """Pretraining objectives that turn plain text into training pairs.
 
-Span corruption (Raffel et al. 2020, §3.1.4): spans of tokens become sentinels, and the target lists them. Gap sentences
-(Zhang et al. 2020, PEGASUS, "Random"): some of the sentences are masked, and are the target. Denoising (Liu et al.
+Span corruption (Raffel et al. 2020, §3.1.4): spans of tokens become sentinels, and the target lists the spans. Gap
+sentences (Zhang et al. 2020, PEGASUS, "Random"): some sentences are masked, and are the target. Denoising (Liu et al.
 2020, mBART): the sentences change places, spans become one mask each, and the target is the original text. Next token
 (causal language models): the target is the text after its first token."""
 
@@ -33,7 +33,7 @@ GAP_RATIO = 0.3  # share of the sentences that gap sentences take out, between P
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
     """Return the numbers of noise tokens and of spans for ``length`` tokens, nearest to the density and the mean span.
-    At least one token is noise, one is kept and one separates spans; a single token is noise."""
+    At least one token is noise, one is kept and one separates spans. A text of one token is all noise."""
     if length < 2:
         return length, length
     noise = min(max(round(length * density), 1), length - 1)
@@ -81,7 +81,7 @@ def denoising(
 
 
 def window_length(input_length: int, target_length: int, density: float, mean_span: float, sentinels: int) -> int:
-    """Return the largest number of tokens whose input and target, with sentinels and end, keep within both lengths."""
+    """Return the largest number of tokens whose input and target, with sentinels and end, fit into both lengths."""
 
     def fits(length: int) -> bool:
         noise, spans = noise_counts(length, density, mean_span)
@@ -98,7 +98,7 @@ def _parts(total: int, parts: int, rng: np.random.Generator) -> list[int]:
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return a text's sentences, each with its trailing space; abbreviations may count as ends."""
+    """Return a text's sentences, each with its trailing space. An abbreviation may count as a sentence's end."""
     ends = [match.end() for match in _SENTENCE_END.finditer(text)]
     return [text[start:end] for start, end in itertools.pairwise([0, *ends, len(text)]) if start < end]
 
@@ -109,8 +109,8 @@ _SENTENCE_END = re.compile(r"""[.!?]+["'”’»)\]]*\s+(?![a-zß-öø-ÿ\s])|[�
 def gap_sentences(
     sentences: Sequence[Sequence[int]], *, mask: int, end: int, most: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: some sentences become a ``mask`` each, and the target of at most ``most`` ids lists
-    them. A single sentence, or one longer than a target, is first cut into several."""
+    """Return (input, target) ids. In the input some sentences become one ``mask`` each; the target lists them, in at
+    most ``most`` ids. A single sentence, or one longer than a target, is first cut into several."""
     room = most - 1
     parts = [ids[k : k + room] for ids in sentences for k in range(0, len(ids), room)]
     if len(parts) == 1 and len(parts[0]) > 1:
@@ -135,9 +135,9 @@ def gap_sentences(
 class Conventions:
     """The special ids that objectives need.
 
-    ``sentinels``: in order of use. ``mask``: of a whole sentence, Pegasus only. ``span_mask``: of a span, where there
-    are neither sentinels nor ``mask``. ``before``, ``after``: the ids that the tokenizer puts around a text, such as
-    mBART's language. ``bytes``: whether tokens are bytes."""
+    ``sentinels``: in order of use. ``mask``: replaces a whole sentence, Pegasus only. ``span_mask``: replaces a span
+    where there are neither sentinels nor ``mask``. ``before``, ``after``: the ids that the tokenizer puts around a
+    text, such as mBART's language. ``bytes``: whether tokens are bytes."""
 
     sentinels: tuple[int, ...]
     mask: int | None
@@ -150,7 +150,7 @@ class Conventions:
 
     @property
     def objective(self) -> Objective | None:
-        """The training objective for which an encoder-decoder has the special ids; None if there is none."""
+        """The training objective that these special ids allow an encoder-decoder; None if there is none."""
         if self.mask is not None:
             return "gap-sentences"
         if self.span_mask is not None:
@@ -167,7 +167,7 @@ def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = No
     """Return the special ids of ``tokenizer`` for a model of ``vocabulary`` ids; raise UserError for a
     ``first_sentinel`` outside the vocabulary.
 
-    T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``; ByT5 was trained with byte ids."""
+    T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``. ByT5's sentinels are byte ids."""
     known: dict[str, int] = tokenizer.get_vocab()
     of_bytes = type(tokenizer).__name__.startswith("ByT5")
     if first_sentinel is not None:

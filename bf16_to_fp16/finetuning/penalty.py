@@ -1,8 +1,8 @@
 """A penalty that keeps every activation of a model in training under a target, in any training loop.
 
 Exact rescaling cannot lower some sites (attention scores, the input of a GELU, logits); training can. Each site has a
-constraint: a smooth maximum of |x| must stay under its target. The excess counts in bits (log2), so that each
-doubling over a target weighs the same. The constraint's weight rises by dual ascent until it holds (Platt and Barr
+constraint: a smooth maximum of |x| must stay under its target. The excess counts in bits (log2), so that each doubling
+over a target weighs the same. A constraint's weight rises by dual ascent until the constraint holds (Platt and Barr
 1987), so there is no coefficient to tune. A site inside its target costs one ``aminmax``."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The largest value of one site in the last optimizer step, over all micro-batches and ranks. ``amax``: the largest
-    |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: of the next step."""
+    |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: that of the next step."""
 
     amax: float
     target: float
@@ -161,7 +161,7 @@ class ActivationPenalty:
         return total
 
     def observations(self) -> dict[str, Observation]:
-        """Return what every site reached in the last complete step."""
+        """Return each site's observation in the last complete optimizer step."""
         return dict(self._last)
 
     def worst(self) -> tuple[str, Observation]:
@@ -229,7 +229,7 @@ class ActivationPenalty:
         return None if bounded else FP16_MAX
 
     def _glance(self, site: str, x: Tensor) -> bool:
-        """Record a site's largest value; return whether the penalty needs its term."""
+        """Record a site's largest value in x; return whether the penalty needs a term for x."""
         self._seen = True
         if not (self.watches and x.numel()):
             return False
@@ -285,7 +285,7 @@ class ActivationPenalty:
 
     def _shared_total(self, together: Mapping[str, tuple[float, float]]) -> Tensor:
         """Return the penalty over all ranks, equal on each. Its gradient is this rank's share times the number of
-        ranks, which cancels DDP's mean."""
+        ranks, since DDP then takes the mean."""
         total = torch.zeros((), device=_device(self.model))
         for site, (largest, peak) in together.items():
             wanted = peak > -math.inf and (site in self._target or self._is_wanted(site))
@@ -322,8 +322,8 @@ class ActivationPenalty:
         self._calls = 0
 
     def _gather(self) -> dict[str, tuple[float, float]]:
-        """Return, by site, the largest value on any rank and log2 of the smooth maximum over all ranks since the last
-        call. The second is -inf where no rank has a term, and always with one rank, which does not need it."""
+        """Return by site, since the last call, the largest value on any rank and log2 of the smooth maximum over all
+        ranks. The second is -inf where no rank has a term. With a single rank it is not needed and always -inf."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:
@@ -367,8 +367,8 @@ def _read_amax(waiting: list[_Waiting]) -> list[float]:
 
 
 class _Peak(torch.autograd.Function):
-    """A scalar with a given derivative (``slope``, fp32 [k]) at a few elements of x (``index``, int64 [k]), 0
-    elsewhere. It saves nothing of x for the backward."""
+    """Returns ``value``, a scalar whose derivative is ``slope`` (fp32 [k]) at the elements ``index`` (int64 [k]) of x,
+    0 elsewhere. The backward keeps nothing of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor, slope: Tensor) -> Tensor:
@@ -388,8 +388,8 @@ class _Peak(torch.autograd.Function):
 def _log2_peak(x: Tensor, floor: float) -> Tensor:
     """Return log2 of the smooth maximum of the tokens' largest |x|: [..., channels] to an fp32 scalar.
 
-    floor: a token whose largest |x| is at most this has no part in it, whatever the batch. Nothing is copied from the
-    device, and nothing here is a product that autocast would lower."""
+    floor: tokens whose largest |x| is at most this are left out. Nothing is copied from the device, and nothing here is
+    a product that autocast would lower."""
     channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
     index = rows.abs().max(-1).indices + torch.arange(len(rows), device=x.device) * channels

@@ -1,5 +1,5 @@
 """How a training step and a saved state differ between one process, several, FSDP and DeepSpeed. DeepSpeed's engine
-takes the optimizer's step inside the last backward, and only afterwards reports whether it did."""
+takes the optimizer's step inside the last backward. Only afterwards does it report whether it took one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Processes:
 
     @property
     def parts(self) -> int | None:
-        """The number of parts in which a state is written; None if it is written whole."""
+        """The number of parts in which a state is written; None if a state is written whole."""
         return self.world if self.sharded else None
 
     @property
@@ -95,7 +95,7 @@ class Processes:
 
     @contextmanager
     def synchronised(self, model: Any, last: bool) -> Iterator[None]:
-        """Exchange gradients in the last backward of a step; in each if sharded, as whole gradients would not fit."""
+        """Exchange gradients in a step's last backward; if sharded, in each, since whole gradients would not fit."""
         self.accelerator.gradient_state._set_sync_gradients(last)
         if last or self.sharded:
             yield
@@ -106,8 +106,8 @@ class Processes:
     def tell_scale(self, scale: float) -> None:
         """Make DeepSpeed's engine, if there is one, use our loss scale; raise UserError for a version other than 0.19.
 
-        Under torch_autocast in float16 the engine also makes a GradScaler. That would divide the gradients a second
-        time, unnoticed by the engine's norm, clipping and overflow check, so it is removed."""
+        Under torch_autocast in float16 the engine also makes a GradScaler, which is removed. It would divide the
+        gradients a second time, unnoticed by the engine's norm, clipping and overflow check."""
         if not self.engine:
             return
         optimizer = self._engine.optimizer
@@ -155,8 +155,8 @@ class Processes:
             self._skipped = int(self._engine.skipped_steps)
 
     def whole_weights(self, model: Any, stock: Any) -> dict[str, Tensor]:
-        """Return the full parameters of ``model`` on the CPU in the first process, {} in others; all must call it.
-        stock: the unwrapped model."""
+        """Return the full parameters of ``model`` on the CPU in the first process, {} in others. All processes must
+        call it. stock: the unwrapped model."""
         # Under ZeRO-3 and FSDP the others get nothing.
         gathered = self.accelerator.get_state_dict(model) or {}
         whole = {name: t.detach().cpu() for name, t in gathered.items()}
@@ -172,7 +172,7 @@ class Processes:
 
 
 def begun_by() -> tuple[str, ...]:
-    """Return the words of this process's command line before the recipe."""
+    """Return the words before the recipe in the command that started this process."""
     if (line := os.environ.get("BF16_TO_FP16_BEGUN")) is not None:
         return tuple(shlex.split(line))
     count = os.environ.get("WORLD_SIZE", "1")
@@ -181,7 +181,7 @@ def begun_by() -> tuple[str, ...]:
 
 
 def make_accelerator(recipe: Recipe) -> Any:
-    """Return this process's accelerator, with mixed precision "no": autocast and loss scale are ours."""
+    """Return this process's accelerator with mixed precision "no": this package does autocast and loss scaling."""
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import parse_flag_from_env
 
@@ -235,8 +235,8 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
-    """Return the precisions of a run before and after the model fits fp16: bf16 (fp32 on a card without it), then the
-    recipe's. DeepSpeed has one precision for both, which its configuration must set to the recipe's."""
+    """Return the precisions of a run before and after the model fits fp16: bf16 (fp32 on a card without bf16), then the
+    recipe's. DeepSpeed runs both in one precision, and its configuration must set the recipe's."""
     wanted = recipe.precision
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return "bf16" if wanted == "fp16" and computes_in_bf16(accelerator.device) else "fp32", wanted

@@ -1,6 +1,6 @@
 """The recipe of a finetune: one YAML file that decides the whole run and is checked before anything loads.
 
-Source, output and data are enough. Unknown keys are refused. Relative paths start at the working directory."""
+A recipe needs only source, output and data. Unknown keys are refused. Relative paths start at the working directory."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Data(Section):
     gradient_accumulation: Positive = _key(1, "forward passes of one step, divided among the processes")
 
     def share(self, processes: int) -> Data:
-        """Return the settings with which each of ``processes`` takes an equal share of a step's examples. Raises
-        UserError where the examples do not divide."""
+        """Return the settings of one of ``processes``, each of which takes an equal share of a step's examples. Raises
+        UserError where the examples do not divide evenly."""
         whole = self.batch_size * self.gradient_accumulation
         nearest = max(1, round(whole / processes)) * processes
         each = nearest // processes
@@ -133,7 +133,7 @@ class Penalty(Section):
 
     @property
     def trained_bits(self) -> float:
-        """The headroom that training aims for: half a bit more, since the audit has other inputs."""
+        """The headroom that training aims for, half a bit more than the goal, since the audit has other inputs."""
         return self.headroom_bits + 0.5
 
 
@@ -197,16 +197,16 @@ class Recipe(Section):
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
-        """Whether a certified start with ``headroom_bits`` to spare already fulfils the recipe, so that no training is
-        needed. Never without a penalty, with a task to learn, or with ``quality.max_kl: null`` (use the last step):
-        these ask for training itself."""
+        """Whether a certified start with ``headroom_bits`` to spare already fulfils the recipe. Never true without a
+        penalty, with a task to learn, or with ``quality.max_kl: null`` (use the last step): such a recipe asks for
+        training itself."""
         learns = self.penalty.form == "none" or self.distillation.weight < 1 or self.quality.max_kl is None
         return not learns and (
             "headroom_bits" not in self.penalty.model_fields_set or headroom_bits >= self.penalty.headroom_bits
         )
 
     def settled(self) -> Recipe:
-        """Return a copy in which an open ``penalty.certify`` is decided: True for half and auto with a penalty."""
+        """Return a copy with ``penalty.certify`` decided: if open, True for half and auto with a penalty."""
         if self.penalty.certify is not None:
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"

@@ -60,9 +60,9 @@ def finetune(
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return the conversion of the trained checkpoint; None on every process but the first.
 
-    recipe: a Recipe, a mapping, or the path of a YAML file. overrides: for the file's keys, such as
-    ``schedule.steps=200``. force: replace an existing output, and train even if conversion alone fulfils the recipe
-    (without it, such a source is only converted). An interrupted run continues from its folder; so does a finished one
+    recipe: a Recipe, a mapping, or the path of a YAML file. overrides: replace keys of the file, such as
+    ``schedule.steps=200``. force: replace an existing output, and train even if conversion alone fulfils the recipe.
+    Without force, such a source is only converted. An interrupted run continues from its folder; so does a finished one
     whose recipe now has more steps. Raises UserError for unusable input, and for a run that cannot succeed."""
     command = Command()
     if isinstance(recipe, (str, Path)):
@@ -128,8 +128,8 @@ def train(
     progress: Progress | bool | None = None,
     if_needed: bool = False,
 ) -> Run | Conversion | None:
-    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. if_needed: where the
-    rescaled start already fulfils the recipe, convert only; the first process returns that, the others None. Raises
+    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. if_needed: only convert if
+    the rescaled start already fulfils the recipe; the first process returns the Conversion, others None. Raises
     UserError where the device's memory is full."""
     linear = torch.nn.functional.linear
     try:
@@ -353,7 +353,7 @@ def attack_unproven(
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
-    """Return the report's entry of a run. recipe: as given; taken: with its open keys decided."""
+    """Return the report's entry of a run. recipe: as given; taken: the recipe with its open keys decided."""
     written, certify = recipe.describe(), taken.penalty.certify
     settled = {"penalty.certify": certify} if recipe.penalty.certify != certify else {}
     # A report is published; of local paths only the last part says anything to others.

@@ -82,11 +82,10 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
-    """Return whether a few batches, and the probe where there is a penalty, are finite everywhere in the recipe's
-    precision.
+    """Return whether a few batches, and under a penalty the probe, are finite everywhere in the recipe's precision.
 
-    Raises UserError if they are not and training could not change that: it has no penalty, or they are not finite in
-    the first steps' precision either (a penalty on an infinity has no gradient)."""
+    Raises UserError if they are not and training could not change that. This is so without a penalty, or if they are
+    not finite in the first steps' precision either, since a penalty on an infinity has no gradient."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     if recipe.penalty.form != "none":
@@ -116,8 +115,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
 def overflowing(
     student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
 ) -> str | None:
-    """Return the first site that is not finite in ``precision``, or None. Raises RuntimeError if no
-    linear computes in it."""
+    """Return the first site that is not finite in ``precision``, or None. Raises RuntimeError if no linear computes in
+    this precision."""
     mixed_precision = MixedPrecision(precision, device)
     with (
         progress.step(f"Checking that the start is finite in {precision}") as advance,

@@ -1,9 +1,9 @@
 """The folder of a run: its log, and saved states, each of which appears under its name complete or not at all.
 
-It has ``start`` (the rescaled checkpoint), ``log.jsonl``, ``step-00000100`` for each state, and ``best-00000100`` with
-the weights that may become the result. Folders are written under temporary names, flushed and renamed, and read without
-running code (``weights_only``). A resumed run first removes the log's lines after its state, so that its log equals
-that of an uninterrupted run."""
+The folder has ``start`` (the rescaled checkpoint), ``log.jsonl``, ``step-00000100`` for each state, and
+``best-00000100`` with the weights that may become the result. Folders are written under temporary names, flushed and
+renamed, and read without running code (``weights_only``). A resumed run first removes the log's lines after its state.
+Its log then equals that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GOES_ON = "free some space; the same command then goes on with the run"
 
 
 class RunFolder:
-    """The states under ``path``; only the newest ``KEPT`` stay."""
+    """The states of a run under ``path``; only the newest ``KEPT`` stay."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +51,7 @@ class RunFolder:
     @contextmanager
     def writing(self, place: Path, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
         """Yield an empty folder, then move it to ``place`` and remove the oldest states beyond ``KEPT``. main: whether
-        this process makes and moves folders. wait: a barrier for the others. Raises UserError where the disk fails."""
+        this process makes and moves folders. wait: a barrier of all processes. Raises UserError if the disk fails."""
         work = place.with_name(f".{place.name}.partial")
         try:
             with on_a_disk(place):
@@ -129,7 +129,7 @@ LOG = "log.jsonl"
 
 
 class RunLog:
-    """The log file; track: a second receiver of the numbers, such as ``accelerator.log``."""
+    """A run's log file. track: a second receiver of the logged values, such as ``accelerator.log``."""
 
     def __init__(self, path: Path, track: Callable[..., None] = lambda values, step: None) -> None:
         self.path, self.track = path, track
@@ -144,7 +144,7 @@ class RunLog:
             partial.replace(self.path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add one line; infinite numbers become the largest ones, NaN null."""
+        """Add a step's line. Infinite numbers become the largest finite ones, NaN becomes null."""
         row = {"step": step, **values}
         with on_a_disk(self.path), open(self.path, "a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")

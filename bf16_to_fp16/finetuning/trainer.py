@@ -1,8 +1,8 @@
 """The training loop, for one process or many. A run's whole state is saved.
 
-The state has the position in the data's order; dropout is a function of (seed, step, process), the learning rate one of
+The state has the position in the data's order. Dropout is a function of (seed, step, process), the learning rate one of
 the step. So a run that is killed and continued ends with the same bits as one that never stopped. A run on two
-processes takes the steps of one: losses are sums over all positions of a step divided by their number."""
+processes takes the steps of one: losses are sums over all positions of a step, divided by the number of positions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 
 
 def freeze_unreached(student: Any, layout: Layout) -> None:
-    """Freeze vision towers and their projectors: text gives them no gradient, and DDP would wait for one."""
+    """Freeze vision towers and their projectors: text gives them no gradient, and DDP would wait for gradients."""
     for path in (path for projector in layout.projectors for path in (projector.tower, projector.at)):
         student.get_submodule(path).requires_grad_(False)
 
@@ -75,8 +75,8 @@ class Trainer:
     """Trains ``student`` by a recipe and keeps the run's states in ``folder``.
 
     accelerator: without mixed precision of its own, unless DeepSpeed's configuration has one. teacher: the frozen
-    original; None without distillation. fits: whether the start is finite in the recipe's precision, so that a new run
-    can begin in it."""
+    original; None without distillation. fits: whether the start is finite in the recipe's precision, in which a new run
+    then begins."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Trainer:
 
     def _attempt(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
         """Run forward, backward and optimizer on the batches of a step. Return the gradient's norm (inf or NaN for a
-        skipped step) and the sums of task loss, divergence and penalty over all processes."""
+        skipped step), and the sums over all processes of task loss, divergence and penalty."""
         p, recipe = self.position, self.recipe
         # Dropout is a function of where the run stands, so no generator has a state to keep.
         torch.manual_seed(hash((recipe.seed, p.step, _DROPOUT, self.processes.rank)) & 0x7FFF_FFFF_FFFF)
@@ -347,19 +347,20 @@ class Trainer:
 
     @property
     def kept(self) -> int:
-        """The step whose weights the run would return now: the nearest to the original, else the last."""
+        """The step whose weights the run would return now: the one nearest to the original, else the last."""
         step = nearest(self.recipe, self.position.evaluations)
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the kept step's full parameters in the first process, {} in others or for step 0; all must call it."""
+        """Return the kept step's full parameters in the first process; {} in others and for step 0. All must call
+        it."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}
 
 
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """Raise UserError if a state's recipe would have given other bits than ``recipe``. More steps are allowed."""
+    """Raise UserError if ``recipe`` gives other bits than the recipe of a saved state. More steps are allowed."""
     before, now = state["recipe"], recipe.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:

@@ -1,7 +1,7 @@
 """Check that stock code builds the model that the layout describes.
 
-Stock code builds it on the meta device and lists missing and unexpected tensors. A config attribute that stock code
-reads is refused unless no bound depends on it or its value follows from the layout's keys."""
+Stock code builds a model on the meta device and lists missing and unexpected tensors. Of the config attributes that
+stock code reads, it accepts those that no bound depends on, and those whose value the layout's keys determine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ABSENT = object()
 
 
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the checkpoint's layout. Raises UserError where stock code or sentence-transformers builds another."""
+    """Return the checkpoint's layout. Raises UserError if stock code or sentence-transformers disagrees with it."""
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
@@ -96,8 +96,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
-    """Raise UserError if the block, which runs stock code, fails or reads an attribute of ``refused``. refused: a
-    message by attribute. asked: the attributes that ``noting`` saw."""
+    """Raise UserError if the block of stock code fails, or has read a config attribute in ``refused``. refused: error
+    messages by attribute. asked: the set that ``noting`` fills."""
     failed: Exception | None = None
     try:
         yield
@@ -113,7 +113,7 @@ def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]
 
 
 def noting(config: Any, asked: set[str], within: str = "") -> Any:
-    """Make a config and its nested configs add the name of each attribute that is read to ``asked``; return it."""
+    """Return the config, changed so that each attribute read, nested ones too, adds its name to ``asked``."""
     kind: Any = type(config)
 
     def attribute(config: Any, name: str) -> Any:
@@ -203,7 +203,7 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def functions(module: nn.Module) -> dict[str, object]:
-    """Return an activation's attributes for comparison; a ``partial`` as a tuple, since two are never equal."""
+    """Return an activation's attributes for comparison; a ``partial`` as a tuple, since == fails on equal partials."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
@@ -240,11 +240,11 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
 
 
 def check_dynamic(parameters: Any, where: str) -> None:
-    """Raise UserError for "dynamic" rotary positions whose frequencies may be NaN at some length. Of n ≥ m positions,
-    with m the config's maximum, factor f and head size d > 2, the frequencies are the powers −2i/d of θ·(f·n/m − f +
-    1)^(d/(d − 2)). With f ≥ 1 the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n, so that every frequency lies between
-    its values at the first and the last position. With f < 0 the bracket passes 0, and a negative number has no such
-    power."""
+    """Raise UserError for "dynamic" rotary positions whose frequencies may be NaN at some length. For an input of n
+    positions, the config's maximum m ≤ n, factor f and head size d > 2, the frequencies are the powers −2i/d of
+    θ·(f·n/m − f + 1)^(d/(d − 2)). If f ≥ 1, the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n. Every frequency then
+    lies between its values at the first and the last position. If f < 0, the bracket becomes negative, and the power is
+    NaN."""
     if not isinstance(parameters, Mapping):
         return
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
@@ -266,7 +266,7 @@ class _Agreeing(TorchDispatchMode):
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Run a meta model's first layers on two tokens; return whether it scales the decoder's output before the head."""
+    """Run a meta model's first layers on two tokens; return whether it scales its decoder's output before the head."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad(), _Agreeing():
@@ -294,7 +294,8 @@ def run_short(model: Any, layout: Layout) -> bool:
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return a message for each config attribute that is neither harmless nor determined by the layout's keys."""
+    """Return an error message for each config attribute that has another value than the layout's keys imply. Harmless
+    attributes are left out."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     free |= {known.initialisation.factor for known in FAMILIES}
@@ -336,7 +337,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
 
 def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
     """Return the config values that a layout is made from, with stock defaults for missing keys. A missing key whose
-    default is a quotient stays out: Llama's class computes ``head_dim``, Qwen2's does not."""
+    default is a quotient, such as ``head_dim``, is left out: not every stock class computes it."""
     keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
     keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
     keys -= LABELS

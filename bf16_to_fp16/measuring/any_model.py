@@ -1,6 +1,6 @@
-"""Audit a transformers model of an unknown family: where its fp16 breaks, and by how much.
+"""Audit a transformers model of an unknown family: where it overflows in fp16, and by how much.
 
-Bounds, conversion, chosen ids and the walk over files need a family; here the model of each regime is loaded whole."""
+Bounds, conversion, chosen ids and the walk over files need a family. Here each regime's model is loaded whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .stock import all_half, any_config, attentions_of, by_signature, from_files
 
 @dataclass(frozen=True)
 class AnyModel:
-    """A checkpoint whose class belongs to no family. ``config``: the text model's config. ``attention``: the
+    """A checkpoint whose class belongs to no family. ``config``: the text model's config. ``attention``: the attention
     implementations to run."""
 
     folder: Path
@@ -49,9 +49,9 @@ class AnyModel:
 
 
 def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
-    """Return a checkpoint ready to audit, without the attentions that its class lacks. Raises UserError for a class
-    outside transformers (its code is never run), for a model without token ids as input, and where no attention is
-    left."""
+    """Return a checkpoint ready to audit, with those implementations in ``attention`` that its class has. Raises
+    UserError for a class outside transformers, whose code is never run, for a model without token ids as input, and
+    where no implementation is left."""
     import transformers
 
     config = any_config(folder)
@@ -83,8 +83,8 @@ def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyM
 
 
 def batches_of(model: AnyModel, data: str | None, seed: int) -> list[Batch]:
-    """Return the batches of the probe and of the user's text: all with logits, and with generation if the class can
-    generate. Raises UserError for unusable data."""
+    """Return the batches of the probe and of the user's text. All compute logits; a generation is added if the class
+    can generate. Raises UserError for unusable data."""
     inputs = probe.batches(model.config, None, None, seed=seed)
     if data is not None:
         inputs += probe.batches(model.config, model.folder, data, seed=seed)
@@ -119,7 +119,7 @@ def audit_any(
 
 
 def lost_weights(model: Any) -> list[Site]:
-    """Return weights with non-finite elements, as sites: the probe runs only few rows of a large embedding."""
+    """Return a site for each weight with inf or NaN. The probe runs few rows of a large embedding and may miss it."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
     lost = [(_site_of(name), dtype, count) for name, dtype, count in counts if count]
     return [Site(name, dtype, FP16_MAX, amax=math.inf, calls=1, nonfinite=count) for name, dtype, count in lost]

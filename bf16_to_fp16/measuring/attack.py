@@ -1,8 +1,8 @@
 """A gradient search for the inputs that bring each site nearest to its limit.
 
-Each row of a batch maximises one goal: a site, or 1/σ of a norm's input. It searches mixtures of embedding rows (the
-certificate's hull), and ids, one position at a time (HotFlip, Ebrahimi et al. 2018). Each round tries all inputs on all
-goals and starts from the best. The best inputs are measured again in fp32 and in real fp16."""
+Each row of a batch has one goal to maximise: a site, or 1/σ of a norm's input. The search changes mixtures of embedding
+rows (the certificate's hull), or ids, one position at a time (HotFlip, Ebrahimi et al. 2018). Each round tries all
+inputs on all goals and goes on from the best. The best inputs are measured again in fp32 and in real fp16."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Elite:
 
 
 class _Adversary:
-    """A model under attack. Each search improves a start and returns every row's best inputs."""
+    """A model under attack. Each search method improves starting inputs and returns the best inputs of every row."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
@@ -249,12 +249,12 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> AttackEntry:
-    """Return each site's findings after ``steps`` gradient steps; one in ``TOKEN_SHARE`` of them searches over tokens.
+    """Return each site's findings after ``steps`` gradient steps. One step in ``TOKEN_SHARE`` changes ids.
 
     model: a stock model in eval mode with the weights that run in fp16, in any dtype; it is not changed. sites: audit
-    names to attack, by default all sites and norms; a repeated name gets more rows. A site behind an attention's scores
-    is attacked through the scores. length: positions of encoder and decoder inputs. Deterministic for a seed, on every
-    device."""
+    names to attack, by default all sites and norms; a repeated name gets more rows. A site that ``points`` does not
+    watch is replaced by its attention's scores. length: positions of encoder and decoder inputs. Deterministic for a
+    seed, on every device."""
     half, wide = copy.deepcopy(model).half(), copy.deepcopy(model).float()
     for copied in (half, wide):
         set_attention(copied, "eager")

@@ -1,6 +1,6 @@
-"""Batches of token ids: rows of mixed lengths, padded as far as stock code allows in fp16; their entry in the report;
-and a stock model's run on one. A family declares how much padding a row needs (``spare_padding``), and whether padding
-may attend to nothing (``blind_padding``)."""
+"""Batches of token ids: rows of mixed lengths with padding, their entry in the report, and a stock model's run on a
+batch. A family declares how much padding a row needs in fp16 (``spare_padding``), and whether padding may attend to no
+position (``blind_padding``)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Batch:
         return replace(self, **kept)
 
     def labels(self) -> Tensor:
-        """Return the next id at each position, of the decoder if there is one; -100 where that is padding."""
+        """Return each position's label: the next id, in the decoder if there is one; -100 before padding."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask
@@ -117,11 +117,11 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
-    """Return the report's ``inputs``, enough to make the same batches again.
+    """Return the report's entry ``inputs``, from which the same batches can be made again.
 
-    ``batches``: by kind, the number of batches and rows, and the longest rows. ``data``: base name or Hub id, and the
-    rows drawn. ``chosen``: by reason, the probe's token ids; empty if it runs every id. ``sha256``: of ids and
-    masks."""
+    ``batches``: for each kind, the number of batches and rows, and the longest rows. ``data``: the file's base name or
+    Hub id, and the number of rows drawn. ``chosen``: the probe's token ids by reason; empty if the probe runs every id.
+    ``sha256``: the digest of ids and masks."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -149,9 +149,9 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Run ``model`` on ``batch``, moved to its device. Return the stock output; None for a generation or without the
-    head. labels: include stock code's loss. shown: stock options for further outputs. Raises UserError where stock code
-    fails, as for impossible settings."""
+    """Run ``model`` on ``batch``, moved to the model's device. Return the stock output; None for a generation or
+    without the head. labels: let stock code compute a loss. shown: stock arguments that ask for further outputs. Raises
+    UserError where stock code fails, for example on impossible settings."""
     try:
         return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):
@@ -207,7 +207,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
 
 
 def values_of(output: Any) -> Tensor:
-    """Return an output's logits, a span's start and end as [rows, positions, 2], or the first output."""
+    """Return an output's logits, a span head's start and end as [rows, positions, 2], or else the first tensor."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     return output["logits"] if "logits" in output else output[0]
@@ -241,8 +241,8 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def bearable(config: Any, batch: Batch) -> list[Batch]:
-    """Return the batch as stock code can run it in fp16: with the padding that it needs, or as one unpadded batch per
-    length. Left-padded batches that it cannot run are dropped: another batch has their rows."""
+    """Return the batch's rows as stock code can run them in fp16: with the padding that stock code needs, or as one
+    unpadded batch per length. Left-padded rows that cannot run are dropped, since another batch has the same rows."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
@@ -258,7 +258,7 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def spared(config: Any, batch: Batch) -> Batch:
-    """Return the batch with the padding that stock code needs in fp16; for a backward pass every batch needs it."""
+    """Return the batch with the padding that fp16 needs. A backward needs this padding for unpadded rows too."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch
@@ -267,8 +267,8 @@ def spared(config: Any, batch: Batch) -> Batch:
 
 
 def bearable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return one batch that stock code can run in fp16: with the padding that it needs or, if it can run none, with
-    rows repeated to the full length."""
+    """Return one batch that stock code can run in fp16, with the padding that stock code needs. Where no padding can
+    run, each row is repeated to the full length."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return batch
@@ -280,8 +280,8 @@ def bearable_as_one(config: Any, batch: Batch) -> Batch:
 
 
 def is_blind(config: Any, batch: Batch) -> bool:
-    """Return whether some padding attends to no position: left of a row under a causal mask, or outside a window. For
-    an unknown family, the config attribute ``CAUSAL`` tells whether the mask is causal."""
+    """Return whether some padding attends to no position: left of a row under a causal mask, or outside a window. Of an
+    unknown family, the config attribute ``CAUSAL`` tells whether the mask is causal."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False

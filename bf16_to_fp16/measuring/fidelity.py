@@ -41,8 +41,8 @@ def compared(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return a stock output's logits or last states, one row for each answer. Answers are a row's class, a span's start
-    and its end, or, of any other head, the unpadded positions."""
+    """Return a stock output's logits or last states, one row for each answer. A classifier has one answer per input
+    row, a span head two (start and end), any other model one per unpadded position."""
     values = values_of(output).detach().cpu()
     mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if values.dim() == 2:
@@ -56,9 +56,9 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Add runs to a walk that return a model's outputs, one run for each compared batch.
+    """Add one run for each compared batch to a walk. Each run returns the model's output on its batch.
 
-    every: a list to fill with all stock outputs on ``smallest_batches``. options: for ``Walk.add``."""
+    every: a list that the runs fill with all stock outputs on ``smallest_batches``. options: for ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -78,8 +78,8 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Add fp32 runs to a walk. Each returns how far its output, times ``scale``, is from that in ``expected``, and does
-    not keep the output: those of many runs would fill the memory."""
+    """Add fp32 runs to a walk. Each returns the difference of its output, times ``scale``, from the output in
+    ``expected``. Outputs are not kept, since those of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():
@@ -189,7 +189,7 @@ def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: 
 
 
 def all_outputs(output: Any) -> EveryOutput:
-    """Return a stock output's tensors on the CPU. The last of ``hidden_states`` has the name of the last state."""
+    """Return a stock output's tensors by name, on the CPU. The last of ``hidden_states`` is named as the last state."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

@@ -28,7 +28,7 @@ SHOWN = 20  # sites that a report lists
 
 
 def output_and_loss(model: Any, batch: Batch) -> tuple[Any, Tensor | None]:
-    """Return a model's output and loss, or None twice without an output. Without labels the loss is a mean square."""
+    """Return a model's output and loss, or (None, None) without an output. Without labels the loss is a mean square."""
     rows = model.get_input_embeddings().weight.detach()
     zeros = [token for token in batch.input_ids.unique().tolist() if not bool(rows[token].any())]
     if zeros:

@@ -1,7 +1,7 @@
 """Choose which ids of a large vocabulary the probe runs: special ids, the embedding's longest, shortest and outlier
 rows, and the ids with the largest values inside the model. Random ids fill up the rest.
 
-For the values, each token runs alone in its row, in fp32 (``forward``), one sublayer after another; attention then
+``forward`` finds these values in fp32, one sublayer after another, with each token alone in its row. Attention then
 returns the token's own value. ``soft_side`` takes its candidates from such runs, too."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` different ids by reason; an id with several reasons is under the first."""
+    """Return ``CHOSEN`` different ids by reason. An id with several reasons is listed under the first."""
     weights = Weights(source, layout)
     carried = max(_CANDIDATES, affordable(layout))
     others = torch.randperm(weights.vocabulary, generator=generator)[:carried].tolist()
@@ -111,7 +111,8 @@ def scanned(weights: Weights) -> dict[str, list[int]]:
 
 
 class Weights:
-    """A layout's weights in fp32, from ``reader`` or, by default, unscaled. ``vocabulary``, ``width``: its sizes."""
+    """A layout's weights in fp32, from ``reader``, by default unscaled. ``vocabulary``, ``width``: the table's
+    sizes."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
@@ -179,8 +180,8 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return the router's logits, then for each token the values inside its first expert, last the output. The
-        output is the weighted sum of all chosen experts' outputs, plus the shared expert's."""
+        """Return the router's logits, the values inside each token's first expert, and last the sublayer's output. This
+        is the weighted sum of all chosen experts' outputs, plus the shared expert's."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []
@@ -230,9 +231,9 @@ class Weights:
 class Step:
     """The outputs of a norm and its sublayer for tokens that stand alone, [tokens, channels].
 
-    ``norm`` is "" and ``sublayer`` None if absent. ``stream`` is the norm's input. ``outputs`` holds the norm's output,
-    a router's logits and the linears' outputs, with the neurons before the last. With experts they are those of each
-    token's first expert, and the last is the experts' sum."""
+    ``norm`` is "" and ``sublayer`` None if absent. ``stream``: the norm's input. ``outputs``: the norm's output, a
+    router's logits, the linears' outputs, and before the last linear's output the neurons. Of experts, ``outputs`` has
+    the values in each token's first expert, and last the sum over experts."""
 
     stack: ResolvedStack
     norm: str

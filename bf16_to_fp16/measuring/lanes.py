@@ -2,8 +2,8 @@
 
 A lane is one run of the model in its own thread. Its model starts without weights and waits at each place: a block, a
 final norm or a head. The walk loads the weights of the first place where a lane waits, lets those lanes through, one
-after another, and drops the weights. Every number is that of a whole model. A generation passes all places for each
-token, so the weights are read again each time."""
+after another, and drops the weights. Results equal those of a model loaded whole. A generation passes all places for
+each token, so the walk reads the weights once per token."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes
 
 
 class _Ended(BaseException):
-    """Stops a lane after another one failed."""
+    """Raised in a lane to stop it after another one failed."""
 
 
 class _Model:
-    """The model of one precision. Its lanes share parameters, which have values only while lanes pass."""
+    """The model of one precision. Its lanes share the parameters, which hold values only at the place being passed."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
@@ -122,8 +122,8 @@ class Walk:
     ) -> Lane[T]:
         """Add a run of the model as ``stock.load`` would load it; raises the same errors.
 
-        run: called with the model in its own thread; it must not change weights. half: all weights in fp16. attention:
-        the implementation. change: a function of name and weight, applied to each weight."""
+        run: called with the model in a thread of its own; it must not change weights. half: cast all weights to fp16.
+        attention: the attention implementation. change: a function of name and weight, applied to each weight."""
         weights = self._weights(dtype, half)
         model: Any = copy.deepcopy(weights.module, dict(weights.shared))
         set_attention(model, attention)

@@ -23,8 +23,8 @@ _STEPS_IN_A_BINADE = 8
 
 
 class RangeObserver:
-    """Measures, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and attentions, over
-    all runs of it and of its copies, one at a time. Padding counts: fp16 must hold it. Scores need
+    """Measures, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and attentions. Runs
+    of the model and its copies, one at a time, add up. Padding counts, since fp16 must hold it. Scores need
     ``attn_implementation="eager"``."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ _TOTAL = "_bf16_to_fp16_total"
 
 
 def _total(x: Tensor) -> _Total:
-    """Return the total of a tensor [..., channels], computed once even if several modules read it."""
+    """Return the total of a tensor [..., channels], computed once even if several modules read the tensor."""
     total: _Total | None = getattr(x, _TOTAL, None)
     if total is None or total.version != x._version:
         flat = x.reshape(-1, x.shape[-1]).float()

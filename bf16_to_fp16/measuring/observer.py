@@ -1,5 +1,5 @@
 """Measure the output of every operation of a model by a dispatch mode. Below autograd and autocast, it sees what module
-hooks miss, such as a residual add that the next line clamps. Elements are counted only where ``aminmax`` is large."""
+hooks miss, such as a residual add that the next line clamps. Elements are counted only if ``aminmax`` is large."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class _Frame(Call):
 class SiteObserver(TorchDispatchMode):
     """Context manager that measures every floating-point output of ``model``'s forward and backward.
 
-    Sites are named ``<path>`` for a linear, else ``<path>:add``, and ``<path>:add#2`` for the second in one call. An
-    attention has ``:scores``, ``:context`` and ``:masked`` (how far its mask must lower masked scores). The backward
-    has ``<site>:grad``. Entering again adds to the same sites. A fully masked attention row is NaN under a −inf mask;
-    it counts unless a later operation of the module removes it. only: the paths of modules to measure."""
+    A linear's site has its path as name. Other names add the operation: ``<path>:add``, ``<path>:add#2`` for the second
+    in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its mask must lower masked scores).
+    The backward has ``<site>:grad``. Entering again adds to the same sites. A fully masked attention row is NaN under a
+    −inf mask, and counts unless a later operation of the module removes it. only: the paths of modules to measure."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class SiteObserver(TorchDispatchMode):
         return [site for sites in self._sites.values() for site in sites.values()]
 
     def score_ranges(self) -> dict[str, ScoreRange]:
-        """Return each attention's largest score, and its largest after scale and bias, by path."""
+        """Return, by path, each attention's largest score before and after scale and bias."""
         ranges = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
@@ -243,7 +243,7 @@ class SiteObserver(TorchDispatchMode):
         return self._node_frame
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
-        """Measure how far a mask must lower these scores."""
+        """Measure how far a mask must lower the scores to which it is added."""
         scores = origins.scores_of_mask(args)
         if scores is None:
             return
@@ -252,7 +252,7 @@ class SiteObserver(TorchDispatchMode):
         site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 
     def _see_cubed(self, operand: Tensor, cube: Site) -> None:
-        """Measure x against a limit of its own: in training the derivative of x³ overflows first."""
+        """Measure the input x of a cube x³. It has its own limit, since in training the derivative overflows first."""
         if operand.dtype != torch.float16 or self._frame is None:
             return
         site = self._frame.site("cubed", 1, operand.dtype, cube.order)
@@ -332,7 +332,7 @@ def _count(chosen: Tensor) -> int:
 
 
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
-    """Count masked positions that still have a weight, in rows that are not fully masked."""
+    """Count as saturated the masked positions that keep an attention weight, in rows that are not fully masked."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
@@ -354,8 +354,7 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
 
 
 def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
-    """Count non-finite values after a softmax with fully masked rows. Their NaN are decided on at the module's end
-    (``_settle``)."""
+    """Measure a softmax's output whose fully masked rows are NaN. ``_settle`` later decides on the NaN."""
     nans = out.isnan()
     kept = out.masked_fill(nans, 0.0)
     _note(site, kept, *_extremes(kept))
@@ -364,7 +363,7 @@ def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
 
 
 def _settle(frame: _Frame, output: Any) -> None:
-    """Count the NaN of fully masked rows when their module returns: they are benign if its output has no NaN."""
+    """Count the NaN of fully masked rows when a module returns. They are benign if the module's output has no NaN."""
     if not frame.pending:
         return
     first = output[0] if isinstance(output, (tuple, list)) and output else output

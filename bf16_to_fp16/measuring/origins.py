@@ -1,5 +1,5 @@
-"""Track where tensors come from, which separates intended infinities from overflows: masks are made of constants.
-Observer and tap share these rules."""
+"""Track which tensors come from constants alone, as masks do, to tell intended infinities from overflows. Observer and
+tap share these rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ORIGIN = "_bf16_to_fp16_origin"
 @dataclass(slots=True)
 class Origin:
     """A tensor's origin, stored as its attribute. ``constant``: computed from no activation or parameter. ``masked``:
-    its masked positions. ``least``: a constant's least number."""
+    its masked positions. ``least``: the least number from which a constant was computed, at most 0."""
 
     constant: bool = False
     masked: Tensor | None = None
@@ -96,7 +96,7 @@ def forget_origin(out: Tensor) -> None:
 
 
 def _positions(operand: Any) -> Tensor | bool:
-    """Return where an operand is a mask: bool of its shape, or one bool for all of it."""
+    """Return the positions that an operand masks: a bool tensor of its shape, or one bool for all positions."""
     if isinstance(operand, (int, float)):
         return operand <= MASK_FROM
     origin = origin_of(operand)
@@ -134,7 +134,7 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
     """Return the scores to which a mask is added, if the mask's least number is its dtype's least finite one, as in
-    transformers; None for any other mask, which is −inf in fp16 and hides every score."""
+    transformers. Return None for any other mask: in fp16 it is −inf and hides every score."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
@@ -144,7 +144,7 @@ def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def is_sum_of_positions(args: Iterable[Any]) -> bool:
-    """Return whether a product sums over positions instead of making scores: one factor is constant."""
+    """Return whether a matrix product has a constant factor: it then sums over positions and makes no scores."""
     return any(isinstance(x, Tensor) and (origin := origin_of(x)) is not None and origin.constant for x in args)
 
 
@@ -162,8 +162,8 @@ def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
 
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Return ``most`` at masked positions and inf at others. On a CPU ``minimum`` with it is 15 times as fast as
-    ``masked_fill``."""
+    """Return ``most`` at masked positions and inf at others. On a CPU, ``minimum`` with the result is 15 times as fast
+    as ``masked_fill``."""
     for axis, (size, stride) in enumerate(zip(masked.shape, masked.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded
             masked = masked.narrow(axis, 0, 1)

@@ -19,7 +19,7 @@ from .tap import Tap
 
 @dataclass(frozen=True)
 class _Point:
-    """A site of a feed-forward: the input or output of ``module``. ``width``: a linear as wide as the site."""
+    """A site of a feed-forward: the input or output of ``module``. ``width``: a linear with outputs as wide as it."""
 
     name: str
     module: str
@@ -39,8 +39,8 @@ def points_of(sublayer: FeedForward) -> list[_Point]:
 
 @contextmanager
 def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that one forward fills with the values of sites that can overflow, by audit names, rows first
-    and channels last."""
+    """Yield a dictionary that one forward fills with the values of sites that can overflow, by audit name. Rows are the
+    first axis, channels the last."""
     watch = _Watch(model, layout)
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     products = {f"{at}:{what}" for at in attentions for what in ("scores", "context")}
@@ -100,7 +100,7 @@ class _Watch:
         self.hooks.enter_context(module.register_forward_hook(lambda _, *seen: hook(*seen)))
 
     def hand_out(self, sublayer: Experts, inputs: Any, output: Any) -> None:
-        """Set every expert's sites to zeros, [rows, positions, channels], with a mask of the tokens that it gets."""
+        """Set every expert's sites to zeros, [rows, positions, channels], and ``taken`` to masks of its tokens."""
         values, layout = self.values, self.layout
         chosen, weights = output[0].bool(), output[1]
         if sublayer.chosen:  # of tokens of all rows

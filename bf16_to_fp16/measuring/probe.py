@@ -58,9 +58,9 @@ def batches(
     length: int = 512,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return the batches of ``data``, by the tokenizer in ``source``; without data, the built-in probe. data: see
-    ``texts``. examples, length: caps, in examples and tokens. chosen: the probe's token ids by the
-    reason for their choice, else random ones. Raises UserError for unusable data or tokenizer."""
+    """Return batches of the text in ``data``, tokenised by the tokenizer in ``source``; without data, the built-in
+    probe. data: see ``texts``. examples, length: the most rows, and the most tokens of a row. chosen: the probe's token
+    ids by reason, random ones by default. Raises UserError for unusable data or tokenizer."""
     length = min(length, stock.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, chosen)
@@ -84,7 +84,7 @@ def audit_batches(
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
     """Return the built-in probe and the batches of ``data``. The probe's ids are by default chosen by the weights in
-    ``folder``. opened: the checkpoint in ``folder`` and its layout. The rest is as in ``batches``."""
+    ``folder``. opened: the checkpoint in ``folder`` and its layout. Other arguments are those of ``batches``."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -97,7 +97,7 @@ def audit_batches(
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
-    """Return the probe's ids of a large vocabulary, by reason; None for a small one, which is run whole."""
+    """Return which ids of a large vocabulary the probe runs, by reason; None for a small one, which is run whole."""
     if stock.vocabulary_of(config) <= id_choice.WHOLE:
         return None
     with FastProducts():
@@ -111,7 +111,7 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
 
 
 def _readable(config: Any, batch: Batch) -> Batch:
-    """Give every row one end token, from which the head reads. Raises UserError if the config has none."""
+    """Give every row one end token if the head reads only there. Raises UserError if the config has no end token."""
     kind = stock.class_in(config)
     if kind is None or not kind.reads_end_token:
         return batch
@@ -176,7 +176,7 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row with an image of uniform noise in [−1, 1], without an image token in the text; [] without vision."""
+    """Return a row whose image is uniform noise in [−1, 1] and whose text has no image token; [] without vision."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -209,7 +209,7 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Drop logits beyond ``_PROBE_LOGITS``, but never those of the first random and the first short batch."""
+    """Drop logits of batches past ``_PROBE_LOGITS`` in all, but never of the first random and first short batch."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}
@@ -263,20 +263,20 @@ def few_rows(config: Any) -> Batch:
 
 
 def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
-    """Return ids [rows, length] as one unpadded batch; a decoder gets them after its start token."""
+    """Return ids [rows, length] as one unpadded batch. A decoder gets the same ids, shifted behind its start token."""
     started = ids.roll(1, dims=1)
     started[:, 0] = stock.decoder_start(config)
     return _readable(config, _unpadded(config, kinds.RANDOM, description, ids, started))
 
 
 def _framed(config: Any, ids: list[int], most: int) -> list[int]:
-    """Add the start token before ids, else the end token after them; ``most`` tokens at most."""
+    """Return ids after the model's start token or, without one, before the end token; at most ``most`` tokens."""
     first = stock.first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *stock.end_ids(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
-    """Return pairs of encoder and decoder rows as one batch, padded on the right. Decoder rows have the start token."""
+    """Return pairs of encoder and decoder rows as one right-padded batch. Decoder rows begin with the start token."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], stock.pad_id(config))
     if not stock.takes_decoder_ids(config):
         return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
@@ -321,7 +321,7 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 
 
 def generation(config: Any, batch: Batch) -> Batch:
-    """Return two rows of a batch for beam search; a causal model's are padded on the left, with room for new tokens."""
+    """Return two rows of a batch for beam search. A causal model's are left-padded and leave room for new tokens."""
     if stock.is_causal(config):
         kept = slice(-max(1, stock.longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)

@@ -33,7 +33,7 @@ def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:
 
 
 def merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> None:
-    """Add ``sites`` by name. A site that runs in fp16 once and in fp32 once counts as fp16."""
+    """Add ``sites`` to ``merged``, by name. A site that runs in fp16 once and in fp32 once counts as fp16."""
     for site in sites:
         if not site.calls:
             continue
@@ -98,14 +98,14 @@ def regime_result(
 
 
 def finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
-    """Return finite numbers for a report: 65536 for an overflow, at most 40 bits of headroom."""
+    """Return a site's numbers for a report, all finite: 65536 for an overflow, at most 40 bits of headroom."""
     if bits is not None:
         bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)
     return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}
 
 
 def beside_fp32(results: dict[str, RegimeResult], run: Callable[[], Mapping[str, float]]) -> dict[str, RegimeResult]:
-    """Add the fp32 values of sites that broke. run: returns every site's largest fp32 |x|; called only if needed."""
+    """Add the fp32 values of sites that broke. run: returns every site's largest fp32 |x|; called if a site broke."""
     if verdict(results) == "safe":
         return results
     fp32 = run()

@@ -90,7 +90,7 @@ def audit_each(
     seed: int = 0,
     weights: Callable[[nn.Module], Iterable[Site]] = lambda model: (),
 ) -> dict[str, RegimeResult]:
-    """Audit a model in each regime. load: returns a regime's model. weights: returns its non-finite weights, as
+    """Audit a model in each regime. load: returns a regime's model. weights: returns a model's non-finite weights, as
     sites."""
     share = sum(len(without_blind_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
@@ -142,7 +142,7 @@ def run_regimes(
     advance: Advance | None = None,
 ) -> Audited:
     """Run a checkpoint in ``regimes`` in one walk over its files, as ``audit_folder`` does without training. ``stock``
-    is ``half`` if it keeps nothing in fp32. fp32: inputs to run in fp32 too, without measuring, for their outputs."""
+    reuses ``half`` if the stock model keeps no weight in fp32. fp32: inputs whose outputs are wanted in fp32 too."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
     ran = [regime for regime in regimes if regime != "stock" or not alike]
@@ -201,10 +201,10 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
-    """Return the inputs that a regime runs under an attention: all, or the first batch, padded ones and generations.
+    """Return the batches that a regime runs under an attention: all, or the first, the padded ones and generations.
 
     all_regimes: this run stands for all regimes, since the fp16 operations of ``stock`` and ``amp`` are in ``half``
-    too. first: for the first attention; further ones get fewer inputs, since they differ in one function only."""
+    too. first: this is the first attention; others run fewer batches, since they differ in one function only."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
@@ -222,8 +222,8 @@ class _RunResult:
 
 
 class _RegimeLanes:
-    """A regime's lanes under one attention. keeps: whether to keep norms' inputs, and the outputs. behind: the folder
-    of a sentence encoder, whose further modules run in ``half`` alone."""
+    """A regime's lanes under one attention. keeps: whether to record outputs, and the ranges of norms' inputs. behind:
+    the folder of a sentence encoder, whose further modules run in ``half`` alone."""
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, behind: Path | None = None) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps
@@ -288,9 +288,9 @@ def audit_model(
 ) -> RegimeResult:
     """Run ``model`` on ``batches`` under each attention, and return the regime's result.
 
-    model: in the dtypes of ``regime``; in fp32 for ``amp``, which runs it under autocast. loss_scale: if given, train:
-    with seeded dropout, and a backward of the scaled loss. known: sites measured elsewhere, to merge into the result.
-    The model's mode, attention and gradients are restored."""
+    model: in the dtypes of ``regime``; in fp32 for ``amp``, which runs it under autocast. loss_scale: if given, run in
+    training mode, with seeded dropout, and a backward of the loss times this scale. known: sites measured elsewhere, to
+    merge into the result. The model's mode, attention and gradients are restored."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

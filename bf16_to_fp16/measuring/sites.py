@@ -19,9 +19,9 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 class Site:
     """The measurements of a site. ``amax``: the largest |x| without masked positions, inf for an overflow or NaN.
     ``nonfinite`` and ``saturated`` (finite, from 64504, fp16 only) count elements; intended ones count as ``benign``.
-    ``order``: when it first broke, as the number of that output; before that, when it first ran. ``limit``: None where
-    fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube. ``elements`` and ``zeros`` are
-    counted for gradients alone."""
+    ``order``: the number of the output that first broke or, if none broke, of the site's first output. ``limit``: None
+    where fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube. ``elements`` and ``zeros``
+    are counted for gradients alone."""
 
     name: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Site:
 
 
 def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
-    """Return the sites of several runs of copies of one model, as if one observer had measured them in order."""
+    """Return the sites of several runs of one model's copies, as if one observer had measured the runs in order."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
         after = number << 40  # no run has more outputs
@@ -90,7 +90,7 @@ class Call:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear or a router with a weight; its path then names its output's site."""
+    """Whether a module is a linear, or a router with a weight. The site of its output is named by its path alone."""
     own = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) or (hasattr(module, "top_k") and isinstance(own, nn.Parameter))
 

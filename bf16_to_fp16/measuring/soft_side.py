@@ -1,10 +1,10 @@
 """Search for inputs that edits harm: tokens for which an edited signal is small, so that an edit changes the function
 most.
 
-The weights give candidates, from ids that stand alone (``id_choice``): those whose output of the model or a sublayer
-changes most, and sets of ids between which attention weights move most. Stock code runs each in one row, beside random
-pairs. The ids of the worst rows are put beside other ids. What comes out worse than bf16 is run in several rows: one
-bad row can be chance."""
+Candidates come from the weights, by running each id alone (``id_choice``). They are ids whose output of the model or a
+sublayer changes most, and sets of ids between which attention weights change most. Stock code runs each candidate in
+one row, and random pairs. Ids of the worst rows are paired with other ids. What comes out worse than bf16 is run in
+several rows: one bad row can be chance."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class SoftSide:
 def soft_side(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
 ) -> SoftSide:
-    """Search for inputs that a plan's edits harm. written: the edited checkpoint, which runs them. text: int64 ids
-    [rows, length] into which single ids are put; drawn at random if None."""
+    """Search for inputs that a plan's edits harm. written: the edited checkpoint. text: int64 ids [rows, length] into
+    which single ids are put; drawn at random if None."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)
@@ -98,8 +98,8 @@ def soft_side(
 
 @dataclass(frozen=True)
 class Rows:
-    """Runs the source and the edited checkpoint on rows with candidates in them. lines: as ``text`` of ``soft_side``,
-    as long as a row."""
+    """Runs the source and the edited checkpoint on rows that contain candidates. lines: int64 ids [rows, ``LENGTH``]
+    into which single ids are put."""
 
     source: Checkpoint
     written: Checkpoint
@@ -116,8 +116,8 @@ class Rows:
         return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
 
     def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
-        """Return the entries of the inputs that edits harm, and how far the edited checkpoint and a bf16 run diverge on
-        one row of each input."""
+        """Return report entries of the inputs that edits harm, then, for one row of each input, the divergence from
+        fp32 of the edited checkpoint and of a bf16 run."""
         rows = self.of(inputs)
         kl, run = self.divergences(rows)
         order = in_order(kl, run)
@@ -141,7 +141,7 @@ class Rows:
         return entries
 
     def divergences(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's divergence by the edits, and by a bf16 run."""
+        """Return each row's divergence from the fp32 source: of the edited checkpoint, and of the source in bf16."""
         batches, walk, other = self.batches(rows), Walk(self.source), Walk(self.written)
         expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
         edited = add_outputs(other, batches, torch.float32)
@@ -155,7 +155,7 @@ class Rows:
 
 
 def in_order(kl: Tensor, run: Tensor) -> Tensor:
-    """Return the numbers of the rows, the worst beside bf16 first."""
+    """Return the numbers of the rows, those first that diverge most in units of bf16's divergence."""
     return (kl / run.clamp(min=NEGLIGIBLE)).argsort(descending=True)
 
 
@@ -168,8 +168,8 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield candidates, ids and sets of ids, by how much edits change tokens that stand alone. Each site's worst is
-    first."""
+    """Yield candidates: ids, and sets of ids, that edits change most when each token stands alone. Each site's worst
+    come first."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})

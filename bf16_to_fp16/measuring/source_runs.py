@@ -32,7 +32,7 @@ from .meter import RangeObserver
 
 @dataclass(frozen=True)
 class Observed:
-    """What runs of the source gave: the modules' fp32 ranges, and the outputs to which others are compared."""
+    """Results of running the source: each module's fp32 ranges, and the outputs with which others are compared."""
 
     ranges: Mapping[str, ModuleRange]
     reference: Reference
@@ -41,8 +41,8 @@ class Observed:
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> Observed:
-    """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: edits to apply; then fp32
-    alone."""
+    """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: applies edits to a weight; the
+    source then runs in fp32 alone."""
 
     def observed(place: torch.device) -> Observed:
         walk = Walk(checkpoint, place)
@@ -99,10 +99,10 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the fp32 source's outputs with each norm's eps times 4^-r, as a fixed eps acts on an input times 2^r.
+    """Return the fp32 source's outputs with each norm's eps times 4^-r. A fixed eps acts so on an input times 2^r.
 
     Gains that the plan corrects are rounded to fp16. If some gains are stored minus an offset, all weights are rounded,
-    since rounding then costs about as much as eps."""
+    since rounding then changes the outputs about as much as eps does."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

@@ -1,5 +1,5 @@
 """Stock models: the class that a config names, loaded from a folder with no remote code and no network; its inputs and
-outputs. A family's declaration overrides the class's signature, and that the config's flags."""
+outputs. A family's declaration overrides the class's signature, and the signature overrides the config's flags."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ default dtype and number of threads."""
 
 @cache
 def by_signature(name: str) -> StockClass | None:
-    """Return what a transformers class's signature tells of it; None for an unknown name. A class that can generate
-    counts as a language model; its output fields stay unknown."""
+    """Return a transformers class's properties as its signature shows them; None for an unknown name. A class that can
+    generate counts as a language model. The names of its output fields stay unknown."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -92,7 +92,7 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def ready(model: Any) -> Any:
-    """Split fused experts, and let a head that reads a row's last token take several rows."""
+    """Return the model with fused experts split. A head that reads a row's last token is made to take several rows."""
     if takes_one_row(model):
         model.config.get_text_config().pad_token_id = NO_PADDING
     return experts_apart(model, of_model_type(model.config.model_type))
@@ -269,14 +269,14 @@ def class_in(config: Any) -> StockClass | None:
 
 
 def config_of(model: Any) -> Any:
-    """Return a copy of a model's config that names its class, as saved ones do."""
+    """Return a copy of a model's config with the class in ``architectures``, as in a saved config."""
     config = copy(model.config)
     config.architectures = [type(model).__name__]
     return config
 
 
 def takes_decoder_ids(config: Any) -> bool:
-    """Return whether a model needs decoder ids. ``is_encoder_decoder`` does not tell: it is often true of encoders."""
+    """Return whether a model needs decoder ids. ``is_encoder_decoder`` does not tell: encoders often have it too."""
     stock = class_in(config)
     return bool(config.is_encoder_decoder) if stock is None else stock.takes_decoder_ids
 

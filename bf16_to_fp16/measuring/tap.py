@@ -86,21 +86,20 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
-    forwards, differentiable. Names are ``SiteObserver``'s with eager attention; ``<path>:masked`` comes by row of
-    attention.
+    forwards, differentiable. Names are ``SiteObserver``'s with eager attention. ``<path>:masked`` has a value per row
+    of attention.
 
     Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site`` computes is
     not tapped; what it saves survives gradient checkpointing. A module rerun inside a backward is not tapped again, and
     a forward without gradients not at all. Wrappers (DDP, FSDP, checkpointing) add nothing to names.
 
-    only: whether a site is wanted, asked once a name. glance: called first with the detached tensor; false skips
-    ``on_site`` and its graph nodes.
+    only: whether a site is wanted, asked once per name. glance: called first with the detached tensor; if it returns
+    False, ``on_site`` and its graph nodes are skipped.
 
     Left out are copies (``to``, ``clone``, ``cat``), constants, operations without gradients, the statistics of
-    ``layer_norm``, dropout's noise, and the inside of fused functions but SDPA's context. A linear with its bias is one
-    site. A cube's input (``:cubed``) is handed over in every dtype. Raises UserError for a compiled model, and in the
-    forward for reentrant gradient checkpointing.
-    """
+    ``layer_norm``, dropout's noise, and the inside of fused functions except SDPA's context. A linear with its bias is
+    one site. A cube's input (``:cubed``) is handed over in every dtype. Raises UserError for a compiled model, and in
+    the forward for reentrant gradient checkpointing."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Rows of text from JSONL, CSV, Parquet, text files and Hub datasets. ``texts`` reads once; ``open_texts`` makes a
-table of ``datasets`` for training. The readers of ``datasets`` change texts (2020-01-01 becomes a time, NA nothing) and
-do not say in which line an error is."""
+``datasets`` table for training. Files are not read by ``datasets``, whose readers change texts (2020-01-01 becomes a
+time, NA nothing) and do not name the line of an error."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target of ``rows``; the first row decides on columns that are not named. data: its name in errors.
-    Raises UserError if a column is missing or holds no strings."""
+    """Yield text and target of ``rows``; the first row decides on columns that are not named. data: the name for
+    errors. Raises UserError if a column is missing or holds no strings."""
     columns: tuple[str, str | None] | None = None
     for row in rows:
         if columns is None:
@@ -133,7 +133,7 @@ KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 
 def local_file(path: str) -> Path | None:
-    """Return the file that a path means; None for a Hub dataset. Raises UserError for no file or an unreadable kind."""
+    """Return the file at a path; None for a Hub dataset. Raises UserError for a missing file or an unreadable kind."""
     file = local_path(path)
     if not (file.exists() or file.is_absolute() or file.suffix in (*KINDS, ".gz")):
         return None

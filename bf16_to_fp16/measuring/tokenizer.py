@@ -18,9 +18,9 @@ from .texts import texts
 
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
-    """Return rows of ``data`` as ids by the tokenizer in ``source``, the shortest first. data: see ``texts``. seed: for
-    the choice of rows, and for decoder ids if there is no target. examples, length: caps. Raises UserError for unusable
-    data or tokenizer, or an id past the vocabulary."""
+    """Return batches of the text in ``data``, as ids by the tokenizer in ``source``, shortest rows first. data: see
+    ``texts``. seed: for the choice of rows, and for decoder ids without targets. examples, length: the most rows, and
+    tokens of a row. Raises UserError for unusable data or tokenizer, or an id past the vocabulary."""
     chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")
@@ -60,7 +60,7 @@ def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int,
 
 
 def _sample(items: Iterable[tuple[str, str | None]], count: int, rng: random.Random) -> list[tuple[str, str | None]]:
-    """Return a uniform sample of at most ``count`` in one pass (Vitter's algorithm R)."""
+    """Return a uniform sample of at most ``count`` items in one pass (Vitter's algorithm R)."""
     kept: list[tuple[str, str | None]] = []
     for seen, item in enumerate(items):
         if len(kept) < count:
