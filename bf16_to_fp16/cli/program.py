@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
+from ..checkpoint.files import FULL_OR_FAILING
 from ..conversion.options import FOLDER
 from ..errors import INTERRUPTED, UserError, shortened
 from ..progress import Progress, show
@@ -164,8 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
         # A compiled module whose import is interrupted raises errors of its own.
         if interrupts:
             return interrupted(KeyboardInterrupt())
-        if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return complain(f"a disk or the standard output is full ({error.strerror}); choose another place for it")
+        if isinstance(error, OSError) and error.filename is None and error.errno in FULL_OR_FAILING:
+            return complain(
+                f"a disk or the standard output is full or fails ({error.strerror}); choose another place for it"
+            )
         if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
             return complain(f"{shortened(error.filename)}: {error.strerror}; give another path")
         raise

@@ -106,6 +106,7 @@ def in_a_shell(line: str, **names: object) -> subprocess.CompletedProcess[str]:
         ("$B families > /dev/full", 2, "No space left"),
         ("$B families --json - > /dev/full", 2, "No space left"),
         ("PYTHONUNBUFFERED=1 $B --help > /dev/full", 2, "No space left"),
+        ("ulimit -f 0; $B families > $OUT", 2, "File too large"),
         ("$B certify nowhere/at/all 2> /dev/full", 2, ""),
         ("$B families > $OUT 2>&- <&-", 0, ""),
     ],
