@@ -70,13 +70,13 @@ def test_the_sources_shards_change_no_byte(model: Any, source: Path, reference: 
     (tmp_path / "source" / "model.safetensors").unlink()
     tiny.save(model, tmp_path / "source", max_shard_size="6KB")
     assert len(list((tmp_path / "source").glob("*.safetensors"))) > 3
-    plan = converted(tmp_path / "source", tmp_path / "out")["plan"]
+    found = converted(tmp_path / "source", tmp_path / "out")
     folders = (tmp_path / "out", source.parent / "reference")
     weights, expected = (
         {name: data for file in folder.glob("*.safetensors") for name, data in deserialize(file.read_bytes())}
         for folder in folders
     )
-    assert plan == reference["plan"] and weights == expected
+    assert weights == expected and all(found[name] == reference[name] for name in ("plan", "config.json"))
 
 
 def test_the_order_of_the_file_system_changes_no_byte(
