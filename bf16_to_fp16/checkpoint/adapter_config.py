@@ -45,8 +45,8 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return an adapter's config. Raises UserError where the adapter already fits the converted folder ``base`` or,
-    with ``back``, already fits the source of ``base``."""
+    """Return the config of an adapter to convert for ``base``, or with ``back`` for the source of ``base``. Raises
+    UserError if the adapter is for that side already."""
     origin, config = recorded(base)["source"], adapter_config(adapter)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)

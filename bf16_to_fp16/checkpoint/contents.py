@@ -1,6 +1,6 @@
-"""The config and the weight files that stock code would read in a checkpoint's folder, and how sentence-transformers
-reads an encoder's: ``modules.json`` and the configs beside it. A module that reads more than the encoder's last states
-is refused (https://sbert.net/docs/package_reference). Imports no torch."""
+"""The config and the weight files that stock code would read in a checkpoint's folder. Also the files by which
+sentence-transformers reads an encoder's folder: ``modules.json`` and configs. A module that reads more than the
+encoder's last states is refused (https://sbert.net/docs/package_reference). Imports no torch."""
 
 from __future__ import annotations
 

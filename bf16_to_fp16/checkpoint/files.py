@@ -62,7 +62,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk. Windows cannot open a folder."""
+    """Flush a file, or a folder's entries, to the disk. Does nothing for a folder on Windows, which cannot open one."""
     if BINARY and path.is_dir():
         return
     descriptor = os.open(path, (os.O_RDWR if BINARY else os.O_RDONLY) | BINARY)
@@ -147,7 +147,7 @@ def no_constant(name: str) -> float:
 
 
 def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``; raise UserError for other JSON, duplicate keys and NaN included."""
+    """Return the JSON object in ``data``. Raises UserError for any other JSON, for duplicate keys and for NaN."""
     try:
         parsed = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
         if b"\\u" in data:  # a lone surrogate is valid JSON, but UTF-8 cannot encode it
@@ -175,7 +175,7 @@ def nested_value(data: object, *keys: str) -> Any:
 
 
 def zip_records(file: Path) -> dict[int, int]:
-    """Return the size of each record of an uncompressed zip file by the offset of its data."""
+    """Return the size of each record of an uncompressed zip file, by the offset of the record's data."""
     sizes = {}
     try:
         with reading(file) as raw, zipfile.ZipFile(file) as archive:

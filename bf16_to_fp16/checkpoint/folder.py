@@ -1,4 +1,4 @@
-"""Copy a checkpoint's files other than its weights. Weights in other formats hold the old values and are left out."""
+"""Copy a checkpoint's files other than its weights. Weights in other formats are left out: they hold old values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
     """Copy the files that are neither weights nor code; return the names copied and left out. The source's card becomes
-    ``SOURCE_README.md``; ``back`` restores it. tokenizer: its folder beside the source, in diffusers' layout."""
+    ``SOURCE_README.md``, and with ``back`` becomes the card again. tokenizer: its folder, if beside the source's."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
     renamed = {"SOURCE_README.md": "README.md"} if back else {"README.md": "SOURCE_README.md"}
@@ -80,7 +80,7 @@ def is_code(name: str) -> bool:
 
 
 def copy(file: Path, place: Path, folder: Path) -> None:
-    """Copy a file of ``folder``. A link to a file outside is refused: its content would be published."""
+    """Copy a file of ``folder``. Raises UserError for a link that leads outside, whose content would be published."""
     contained(folder, file.relative_to(folder).as_posix())
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def records(folder: Path, known: Collection[str] = ()) -> list[dict[str, object]
 
 
 def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
-    """Return the tokenizer's folder of a diffusers layout: ``text_encoder_2`` has ``tokenizer_2`` beside it."""
+    """Return a text encoder's tokenizer folder in diffusers' layout: ``tokenizer_2`` beside ``text_encoder_2``."""
     if subfolder is None or "text_encoder" not in subfolder:
         return None
     return folder.parent / folder.name.replace("text_encoder", "tokenizer")

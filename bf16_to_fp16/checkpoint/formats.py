@@ -1,5 +1,5 @@
-"""Read ranges of weight files as tensors, and find the tensors of a ``torch.save`` file. Nothing is memory-mapped: a
-mapping kills the process if the file shrinks."""
+"""Read ranges of weight files as tensors, and find the tensors of a ``torch.save`` file. Nothing is memory-mapped,
+since a mapping kills the process if the file shrinks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
     """Return the place of every tensor in a ``torch.save`` file; tensors that share storage share bytes. torch reads
-    the pickle with ``weights_only``, which runs no code, onto the meta device; the zip directory gives the offsets."""
+    the pickle onto the meta device, with ``weights_only``, which runs no code. The zip directory gives the offsets."""
     resave = "load it with torch and save it with safetensors"
     records = zip_records(file)
     try:

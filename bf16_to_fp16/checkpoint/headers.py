@@ -40,7 +40,7 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the place of every tensor in a safetensors file; refuse one made for another library than PyTorch."""
+    """Return the place of every tensor in a safetensors file. Raises UserError if its metadata name another library."""
     tensors, metadata = read_whole_header(file)
     if (made_for := metadata.get("format", "pt")) not in ("pt", "mlx"):  # every transformers reads these as PyTorch's
         raise UserError(
@@ -51,7 +51,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_whole_header(file: Path, *, any_dtype: bool = False) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return the place of every tensor, and the file's metadata. any_dtype: allow dtypes not readable here."""
+    """Return the place of every tensor, and the file's metadata. any_dtype: allow dtypes unknown to ``formats``."""
     with reading(file) as source:
         size = size_of(source)
         if size < 8:

@@ -1,5 +1,5 @@
-"""Send requests to the Hub, and repeat them while it is busy. Errors of its client become one line with a remedy and no
-token. A repository's files are fetched into the client's cache: the small ones, then the weights. Imports no torch."""
+"""Send requests to the Hub, and repeat them while the Hub is busy. Errors of its client become one line with a remedy
+and no token. Files are fetched into the client's cache, first the small ones, then the weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def fetched(
 
 
 def hub_files(source: str, folder: Path) -> dict[str, int]:
-    """Return a repository's files with their sizes; without a network those of the snapshot ``folder``."""
+    """Return a repository's files with their sizes. Without a network, only those in its snapshot ``folder``."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.hf_api import RepoFile
 

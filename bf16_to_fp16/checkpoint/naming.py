@@ -1,5 +1,5 @@
-"""Tensor names (of T5 encoders in stock code and in Wan's, of models with images in modules and in files), and the
-layouts that ``convert`` writes: a folder, or one file. Imports no torch.
+"""Tensor names that differ between programs, and the layouts that ``convert`` writes: a folder, or one file. Names
+differ for T5 encoders (stock code, Wan) and models with images (modules, files). Imports no torch.
 
 Wan's T5 is ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1; its code fixes the eps in fp32."""
 
@@ -32,7 +32,7 @@ WAN_NAMES = (
 
 @dataclass(frozen=True)
 class Naming:
-    """``pairs``: each stock name with its name in a file. ``anchors``: names that every file with these names has."""
+    """``pairs``: (stock name, name in the file). ``anchors``: names that every file of this naming has."""
 
     title: str
     anchors: tuple[str, ...]
@@ -66,8 +66,8 @@ transformers 4.57 reads a vision tower only by its names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return the names in files by names in modules, where the two differ. names: those in files. A class whose name
-    ends in ``Model`` has no head; its names in modules lack the prefix ``model.``."""
+    """Return the names in files by names in modules, where the two differ. names: those in files. classes: a class
+    whose name ends in ``Model`` has no head, and its names in modules lack the prefix ``model.``."""
     names = frozenset(names)
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
@@ -89,7 +89,7 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 
 def in_modules(name: str, known: Collection[str]) -> str:
-    """Return a tensor's name in modules from its name in modules or in files. known: all names in modules."""
+    """Return a tensor's name in modules. name: its name in modules or in files. known: all names in modules."""
     if name in known:
         return name
     others = (
@@ -120,7 +120,7 @@ FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one fil
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed by the reading program; None for stock code."""
+    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed by the program that reads it, else unset."""
 
     name: str
     readers: str

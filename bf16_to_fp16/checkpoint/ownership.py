@@ -1,4 +1,4 @@
-"""Find out which folders and reports this program wrote, and so may replace. A folder's record lists all its files."""
+"""Find out which folders and reports this program wrote, and so may replace. A folder's record lists its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
-    """Return the entries of this program's record in a folder by file name; the record's own entry is None."""
+    """Return by file name the entries of the record that this program wrote in a folder; the record itself has None."""
     for name in RECORDS:
         try:
             entries = loads((folder / name).read_bytes())["output"]["files"]
@@ -45,7 +45,7 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def is_made_from(folder: Path, other: Path) -> bool:
-    """Whether the report in ``folder`` names a source whose weights are the ones listed by the record in ``other``."""
+    """Whether ``folder`` was converted from ``other``: its report names weights that the record in ``other`` lists."""
     try:
         hashes = set(loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -54,7 +54,7 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Whether this program wrote a file as a report; False in a checkpoint's folder, since ``undo`` needs that one."""
+    """Whether this program wrote a file as a report. False in a checkpoint's folder, whose report ``undo`` needs."""
     if any((file.parent / name).exists() for name in BELONGING) or file.stat().st_size > LARGEST_REPORT:
         return False
     data = file.read_bytes()

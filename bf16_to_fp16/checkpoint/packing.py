@@ -70,7 +70,7 @@ def pack(
 
 
 def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
-    """Return the tokenizer that the source file held; ``folder`` has it, extracted when the file was opened."""
+    """Return the tokenizer from inside the source file. Opening the file has extracted it to ``folder``."""
     inside = folder / SPIECE_FILE
     return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 

@@ -1,5 +1,5 @@
-"""Files of a pipeline in diffusers' layout. Components that are not converted become hard links: they take no space and
-survive moves. Small files, which people edit, are copied."""
+"""Files of a pipeline in diffusers' layout. Components that are not converted become hard links, which take no space
+and survive moves. Small files, which people edit, are copied."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_pipeline(folder: Path) -> bool:
 
 def open_pipeline(source: str | Path, wanted: Callable[[Mapping[str, Any]], bool]) -> Pipeline | None:
     """Open a diffusion pipeline; return None for any other source. From the Hub only small files are fetched. wanted:
-    whether a component with this config.json is to be converted."""
+    whether to convert a component, given its config.json."""
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
         return None
@@ -98,7 +98,7 @@ def config_of(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def files_below(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of all files below a folder, and of the hidden folders, which are skipped."""
+    """Return the names of all files below a folder, then the names of its hidden folders, which are skipped."""
     files, hidden = [], []
     for root, folders, names in os.walk(folder, followlinks=True):
         here = Path(root)
@@ -145,7 +145,7 @@ def files_loaded(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
 def bring(
     folder: Path, names: Sequence[str], target: Path, *, advance: Advance = lambda done, total: None
 ) -> dict[str, int]:
-    """Link large files of ``folder`` into ``target`` and copy the others; return each link's size by name."""
+    """Link large files of ``folder`` into ``target`` and copy the others; return the sizes of linked files by name."""
     links: dict[str, int] = {}
     for number, name in enumerate(names, 1):
         file, place = contained(folder, name), target / name

@@ -21,7 +21,7 @@ from .sources import RESTORE, local_source, own_name, shown, subfolder_of
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint; the weights stay on disk. ``revision``: the commit of a Hub id. ``notes``: assumptions made
-    about one file of weights. ``stored_names``: a tensor's name in files by its name in modules, where they differ.
+    about one file of weights. ``stored_names``: names in files by names in modules, where the two differ.
     ``own_folder``: the source's folder, where ``folder`` is a temporary copy."""
 
     folder: Path
@@ -85,7 +85,7 @@ VIEWS: dict[Path, Checkpoint] = {}  # checkpoints opened from one file, by their
 
 def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoint: str | None = None) -> Checkpoint:
     """Open a local folder, one file of weights, or a Hub id ``org/name[@revision]``; raise UserError for anything else.
-    subfolder: the model's folder below it. endpoint: the Hub's address."""
+    subfolder: the model's folder inside the source. endpoint: the Hub's address."""
     folder, revision = local_source(source), None
     if folder in VIEWS and subfolder is None:
         return VIEWS[folder]

@@ -1,4 +1,4 @@
-"""Read the record of ``convert`` in a folder, or in the safetensors metadata of one file, as JSON without torch."""
+"""Read the record of ``convert`` from a folder's report or one file's metadata, as JSON without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return a report's JSON. needed: dotted keys that it must have, with error messages. version: the schema's."""
+    """Return a report's JSON. needed: error messages by dotted key, each of which must exist. version: the schema's."""
     data = read_json(path, "report", LONGEST_REPORT)
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
@@ -82,7 +82,7 @@ SUMMARY = "bf16_to_fp16"  # metadata key of one file: its conversion as JSON, wi
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:
-    """Return the conversion's summary in a file's metadata; None if no conversion wrote the file."""
+    """Return the summary of the conversion in a file's metadata; None if no conversion wrote the file."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     metadata = headers.read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}

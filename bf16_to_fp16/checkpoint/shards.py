@@ -58,7 +58,7 @@ class OutFile:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], *, one_file: bool) -> list[list[Write]]:
-    """Group tensors by file, as in the source or all in one."""
+    """Group the tensors by output file: as in the source, or all in one."""
     ordered = sorted(writes, key=lambda write: write.name)
     if one_file:
         return [ordered]
@@ -71,7 +71,7 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], *, one_file: bool) -
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
-    """Return the output files, and an index if there are several. Wider dtypes come first, which aligns all tensors."""
+    """Return the output files, with an index if they are several. Wider dtypes come first, which aligns all tensors."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -88,7 +88,7 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 
 def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> dict[str, Any]:
-    """Return the stock config that an encoder's tensors imply; raise UserError where names and shapes leave it open."""
+    """Return the stock config that an encoder's tensors imply. Raises UserError if names and shapes leave it open."""
 
     def sizes(name: str) -> tuple[int, int]:
         info = tensors.get(name)
@@ -134,7 +134,7 @@ def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> di
 
 
 def recorded_config(config: Mapping[str, Any], tensors: Mapping[str, headers.TensorInfo]) -> dict[str, Any]:
-    """Return the recorded config with the class that fits the tensors: the encoder's class if they have no decoder."""
+    """Return the recorded config with the class that fits the tensors: the encoder's class if no decoder is there."""
     read = dict(config)
     model_type = str(read.get("model_type"))
     if model_type in CLASSES:

@@ -33,7 +33,7 @@ def local_path(name: str | Path) -> Path:
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT) -> Path | None:
-    """Return the folder that a source names, None for a Hub id. wanted: the noun for error messages."""
+    """Return the folder that a source names, None for a Hub id. wanted: the kind of source, for error messages."""
     folder = local_path(source)
     if folder.is_dir():
         return folder
@@ -101,5 +101,5 @@ def shown(value: object) -> str:
 
 
 def shown_in_a_command(word: str | Path) -> str:
-    """Return a command-line word for a report: a local path without its folders, which may be private."""
+    """Return a command-line word as reports show it: a local path without its folders, which may be private."""
     return own_name(word) if Path(word).exists() else str(word)

@@ -1,4 +1,4 @@
-"""Build the output folder under a temporary name beside its place, then rename it: it appears whole or not at all."""
+"""Build the output folder under a temporary name beside its place, then rename it. It appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out`` and writing it harms no source. It tries by making a
-    folder: permissions alone do not tell whether the file system allows it."""
+    """Raise UserError unless a folder can be made at ``out`` without harm to a source. A folder is made as a trial,
+    since permissions alone do not tell whether the file system allows it."""
     with writing(out, ELSEWHERE):
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
@@ -58,8 +58,8 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
-    """Raise UserError if replacing ``out`` would harm the source: they overlap, the source's links lead into ``out``,
-    or the source is a conversion of ``out``."""
+    """Raise UserError if replacing ``out`` would harm the source. It would if the two overlap, if links in the source
+    lead into ``out``, or if the source is a conversion of ``out``."""
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return
@@ -71,7 +71,7 @@ def check_apart(out: Path, source: str | Path | None) -> None:
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Whether one path is inside the other. Compares files, not names: most Macs ignore case."""
+    """Whether one path is inside the other. Files are compared instead of names, since most Macs ignore case."""
 
     def same(a: Path, b: Path) -> bool:
         return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))
@@ -103,7 +103,7 @@ def check_file(path: Path, mend: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, which then replaces ``path``. Devices and links are written directly."""
+    """Yield a temporary file's path; that file then replaces ``path``. Devices and links are written directly."""
     if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.absolute().parent, os.W_OK))):
         yield path
         return
@@ -125,7 +125,7 @@ def _try_out(path: Path) -> None:
 
 @contextmanager
 def scratch(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``out``; it is removed at the end, unless it was renamed."""
+    """Yield an empty folder beside ``out``, which is removed at the end unless the block has renamed it."""
     out = out.absolute()
     work = _beside(out)
     try:

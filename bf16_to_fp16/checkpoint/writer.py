@@ -1,5 +1,5 @@
 """Stream weights into safetensors files: read, scale, round, count, hash. Each chunk goes through all steps before the
-next is read, so that it stays in the cache and little memory is used."""
+next chunk is read, so that it stays in the cache and little memory is used."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ Array = np.ndarray[Any, Any]
 @dataclass(frozen=True)
 class TensorStats:
     """Counts of written elements. ``lossless``: finite and equal to the scaled value. ``normal``: not subnormal.
-    ``flushed_to_zero``: zero, from a source that is not. ``nonzero``: not zero in the source. ``amax``: the largest
-    |x|, NaN if one element is."""
+    ``flushed_to_zero``: written as zero, but not zero in the source. ``nonzero``: not zero in the source. ``amax``: the
+    largest |x|, NaN if an element is NaN."""
 
     elements: int
     lossless: int
@@ -74,7 +74,7 @@ def write_fp16(
 ) -> Written:
     """Write tensors as safetensors into ``folder``, in the files of ``lay_out``.
 
-    Nothing is clamped: a value beyond fp16 becomes inf and is counted. advance: is called with the bytes done and the
+    Nothing is clamped: a value beyond fp16 becomes inf and is counted. advance: called with the bytes done and the
     total. If writing fails, the new files are removed."""
     files = lay_out(shards(checkpoint, writes, one_file=one_file), folder, checkpoint.stored_names)
     stats = {write.name: TensorStats(0, 0, 0, 0, 0, 0.0, 0) for write in writes}
@@ -126,7 +126,7 @@ def converted(
     sources: Mapping[Path, FileIO],
     stats: dict[str, TensorStats],
 ) -> Iterator[memoryview]:
-    """Yield a tensor's chunks, and add to ``stats``."""
+    """Yield a tensor's converted bytes in chunks, and add its counts to ``stats``."""
     if write.data is None:
         info = checkpoint.tensors[str(write.source)]
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
@@ -158,7 +158,7 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Return a chunk's values, scaled in place, and a mask of zeros: before scaling, or with an offset after it."""
+    """Return a chunk's values, scaled in place, and a mask of zeros: those before scaling or, with an offset, after."""
     zero = np.equal(values.numpy(), 0)
     if write.offset:  # adding 0 would turn -0 into 0
         values += write.offset
@@ -178,7 +178,7 @@ def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> t
 
 
 def powers_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 2^exponents exactly; torch.ldexp does not promise that."""
+    """Return 2^exponents exactly, which torch.ldexp does not promise."""
     return torch.from_numpy(np.ldexp(1.0, exponents.to(torch.int32).numpy())).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Rescale an adapter for a converted checkpoint by the plan recorded there, or back by its inverse. Nothing is run. A
+"""Rescale an adapter by the plan that a converted checkpoint records, or back by the plan's inverse. No model is run. A
 certificate covers a checkpoint's weights alone, without an adapter."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """The written folder, the checkpoint that it is for, its tensors, and whether that was finetuned or edited."""
+    """A written adapter. ``base``: the checkpoint that it fits, which may have been ``finetuned`` or ``edited``."""
 
     out: Path
     base: str

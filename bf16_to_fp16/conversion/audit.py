@@ -44,7 +44,7 @@ BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether
 @dataclass(frozen=True)
 class Subject:
     """A checkpoint and the inputs of its audit. ``layout``: None for a model of no family, which has no bounds.
-    ``known``: keys of the report that are already known."""
+    ``known``: sections of the report that need no run."""
 
     family: str
     attention: Sequence[str]
@@ -151,7 +151,7 @@ def proof(
     device: Device,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return the report's ``certificate`` and ``uncertified``; ``attack`` if one ran, and ``tiers`` if converted."""
+    """Return the report's ``certificate`` and ``uncertified``, ``attack`` if one ran, and ``tiers`` if converted."""
     proven, adversary = dict[str, Any](), None
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:

@@ -1,4 +1,4 @@
-"""Compare a report with results that are computed again, within the rounding of another machine; and compare a
+"""Compare a report with results that are computed again, within the rounding of another machine. Compare also a
 checkpoint with its original under the recorded plan (the check ``replay``)."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def other_weights(original: Checkpoint, report: Report) -> Iterator[tuple[str, s
 def replay_differences(
     original: Checkpoint, layout: Layout, plan: Plan, checkpoint: Checkpoint, report: Report
 ) -> Iterator[tuple[str, str]]:
-    """Apply the plan to the original; yield each difference from the checkpoint, in bytes, config and carried files."""
+    """Apply the plan to the original; yield each difference to the checkpoint, in bytes, config and carried files."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         written = write_fp16(original, writes(original, layout, plan), Path(scratch), hashes=False)
         write_json(Path(scratch, "config.json"), checkpoint.config)
@@ -89,7 +89,7 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield carried files that differ from the original's. A file of one side alone counts if stock code reads it."""
+    """Yield carried files that differ from the original's. A file that one side lacks counts if stock code reads it."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
@@ -100,7 +100,7 @@ def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -
 
 
 def near(key: str, recorded: float, again: float) -> bool:
-    """Return whether two numbers agree within the tolerance of their key, 1e-9 by default."""
+    """Return whether two numbers of a report agree within their key's tolerance, 1e-9 by default."""
     if math.isnan(recorded) or math.isnan(again):
         return math.isnan(recorded) and math.isnan(again)
     recorded, again = (max(-1e300, min(value, 1e300)) for value in (recorded, again))  # JSON has no infinity
@@ -119,7 +119,7 @@ def near(key: str, recorded: float, again: float) -> bool:
 
 
 def differences(entry: Any, again: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, reason) of every difference. Rows of tables are matched by name."""
+    """Yield (dotted key, reason) of every difference of two entries. Table rows are matched by name."""
     if key.endswith(".observed"):  # by a run, which a certificate computed again has not
         return
     if is_table(entry) and is_table(again):

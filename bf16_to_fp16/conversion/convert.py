@@ -1,5 +1,5 @@
 """The command ``convert``: from a bf16 checkpoint to a rescaled, certified and audited fp16 checkpoint. Its steps:
-open, observe, bound, plan, write, bound and measure the written files. ``out`` appears only after the last."""
+open, observe, bound, plan, write, bound and measure the written files. ``out`` appears only after the last step."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from .planning import Opened, decide, open_source, replayed
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of ``convert``. docs/report.md describes the report's keys. nbytes: the size of the weights, also
+    """The result of ``convert``. docs/report.md describes the report's keys. ``nbytes``: the size of the weights, also
     after a dry run. ``next``: the report's next command, with full paths so that it runs."""
 
     report: Mapping[str, Any]
@@ -233,8 +233,8 @@ def convert_to_file(
     *,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert to one file in the layout of ``options``. A temporary folder is made beside it first, so weights take
-    twice the space. That folder's config has the eps of the tool that will read the file, so that stock code measures
+    """Convert to one file in the layout of ``options``. A temporary folder is made beside the file first, so weights
+    take twice the space. The folder's config has the eps of the tool that will read the file. So stock code measures
     what that tool computes."""
     progress = progress_of(progress)
     options.check()
@@ -279,7 +279,7 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
 
 
 def write_report(work: Path, report: Report) -> Report:
-    """Write page, card and report; return the report with page and card in its list of files."""
+    """Write page, card and report to ``work``; return the report with page and card among its listed files."""
     # Read back as from the file, so that anyone can make page and card again from it.
     stored = read(Report, json.loads(as_json(dump(report))))
     write_page(work / PAGE, stored)

@@ -1,4 +1,4 @@
-"""Choose edits where no exact plan is enough: the smallest exponents that suffice and change the function little."""
+"""Choose edits where no exact plan is enough: the smallest exponents that suffice and hardly change the function."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents by which a signal must fall. ``proven``: so that every input fits. ``observed``: so that observed
-    values do, None if they do already."""
+    """The exponents by which a signal must fall. ``proven``: for every input to fit. ``observed``: for observed values
+    to fit, None if they fit already."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -75,8 +75,8 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, NeededExponents]:
-    """Return, by signal, the exponents that bring it under its limit. margin_bits: headroom for observed values. If the
-    bound is out of reach, only observed values count."""
+    """Return the needed exponents of each signal over its limit. margin_bits: headroom for observed values. If the
+    bound needs more than any exponent gives, only observed values count."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     needed = {}
@@ -92,7 +92,7 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return attentions whose keys to centre: with scores over the limit, or position biases around a large number."""
+    """Return the attentions whose keys to centre: those of scores over the limit, or of position biases far from 0."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:
@@ -106,7 +106,7 @@ def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[
 @dataclass(frozen=True)
 class ReferenceOutputs:
     """The source's fp32 outputs on some inputs, and the divergence of its bf16 outputs from them. ``most``: the
-    divergence allowed for edits, in units of that of bf16."""
+    divergence allowed for edits, in units of bf16's."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
@@ -125,8 +125,8 @@ class ReferenceOutputs:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of edits: their divergence on the conversion's inputs, and (``share``) the largest ratio of divergence
-    to allowed divergence on any inputs."""
+    """The cost of edits: the divergence that they cause on the conversion's inputs and, as ``share``, the largest ratio
+    of divergence to allowed divergence on any inputs."""
 
     divergence: float
     share: float
@@ -134,8 +134,8 @@ class Cost:
 
 @dataclass(frozen=True)
 class Trial:
-    """fp32 runs of a source under candidate edits, compared with its outputs without them. ``known``: these outputs, on
-    the conversion's inputs first. ``centring``: edits that every run has."""
+    """fp32 runs of a source under candidate edits, compared with the unedited source's outputs. ``known``: those
+    outputs, on the conversion's inputs first. ``centring``: edits that every run has."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -162,7 +162,7 @@ class Trial:
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
         """Return the cost of each trial, all from one walk. what: the name of the trials in progress lines. number: how
-        many edits are compared in all; many run on fewer inputs."""
+        many edits are compared in all; if many, each runs on fewer inputs."""
         plans = [dict(trial) for trial in trials]
         # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
@@ -199,9 +199,9 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
     """Return the edits that bring all needed signals under their limits; None if they cost too much.
 
-    Runs of the source measure the cost. It has no limit if observed values need every edit in full. If they need only
-    part of them, it may be 7/4 of bf16's divergence from fp32, or ``max_kl`` if that is larger; if only a proof needs
-    edits, 1/128 of that divergence."""
+    Runs of the source measure the cost. If observed values need every edit in full, the cost has no limit. If they need
+    a part of the edits, the limit is 7/4 of bf16's divergence from fp32, or ``max_kl`` if larger. If only a proof needs
+    edits, it is 1/128 of that divergence."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
@@ -221,8 +221,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits, with columns cut instead of rows wherever that costs less, and each edit's cost by signal: what
-    it costs alone, or the joint cost of cuts in step. The costs are None if they exceed ``allowed``."""
+    """Return the edits, with a column cut instead of a row where that costs less, and each edit's cost by signal. The
+    cost is that of the edit alone, or the joint cost of cuts in step. Costs are None if they exceed ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -256,8 +256,8 @@ def rows_or_columns(
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
     """Return ``needed`` with exponents of logits that the head can carry, and whether the head must be separated.
 
-    One exponent for all choices keeps their order. One exponent for each choice is used where it costs less, as where
-    large logits are never chosen. A tied head keeps the common one if that costs less than a proof may cost."""
+    One exponent for all logits keeps their order. One for each logit is used where it costs less, for example if large
+    logits are never chosen. A tied head keeps the common exponent if that costs less than a proof may cost."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False

@@ -53,8 +53,8 @@ def check_hashes(
 
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield listed files and tensors that no conversion writes: code, files outside a sentence encoder's folders and
-    chat templates, names that differ only in case from a known one, and tensors that the class does not read."""
+    """Yield listed files and tensors that no conversion writes: code, files in unknown folders, names that differ only
+    in case from a known one, and tensors that the class does not read."""
     folders, own = {*side_modules(checkpoint.folder), TEMPLATES}, {name.casefold(): name for name in OWN_NAMES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
@@ -76,7 +76,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
 
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield unlisted weights that stock code reads, and listed ones that it does not."""
+    """Yield weight files that stock code reads but the report does not list, and the reverse."""
     listed = {entry.name for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
     yield from ((name, UNLISTED) for name in read if name not in listed)

@@ -20,8 +20,8 @@ from ..report.stored import LISTS_OTHER
 def locate(
     source: str | Path, subfolder: str | None, endpoint: str | None, progress: Progress
 ) -> tuple[Path, str | None, list[str]]:
-    """Return a converted checkpoint's folder, its Hub commit (else None), and the repository's unlisted files. Of a
-    repository the files that its report lists are fetched; raises UserError where there is no report or no room."""
+    """Return a converted checkpoint's folder, its Hub commit or None, and the repository's unlisted files. From the
+    Hub, the files that the report lists are fetched. Raises UserError where there is no report or no room."""
     folder = local_folder(source, CONVERTED)
     if folder is not None:
         return folder if subfolder is None else subfolder_of(folder, subfolder), None, []

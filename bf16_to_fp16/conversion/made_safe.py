@@ -1,5 +1,5 @@
 """A model rescaled by ``make_fp16_safe``: training it, undoing the rescaling, saving it, and its adapters. The model's
-config changes with the weights, so that ``save_pretrained`` writes a matching pair."""
+config changes with the weights, so that ``save_pretrained`` writes a matching pair of both."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class MadeSafe:
 
     def undo(self, model: Any) -> Any:
         """Bring ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
-        Its config gets its eps back.
+        The config gets the source's eps back.
 
         model: the model made safe, a copy of it, or one loaded by ``from_pretrained`` from a folder that was saved
         before ``undo`` (recognised by the eps in its config). Raises UserError for any other model, and for one with an
@@ -155,12 +155,12 @@ class MadeSafe:
         return model
 
     def save(self, model: Any, out: str | Path, **options: Any) -> None:
-        """Save a copy of ``model`` at the source's scale by its ``save_pretrained``, which gets ``options``. Raises
+        """Save a copy of ``model`` at the source's scale by the copy's ``save_pretrained(out, **options)``. Raises
         UserError as ``undo`` does."""
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
-        """Write the adapter of a PEFT model around the model made safe to ``out``, rescaled for the original; return
+        """Write to ``out`` the adapter of a PEFT model around the model made safe, rescaled for the original; return
         ``out``. PEFT's own ``save_pretrained`` would write it at the plan's scale. Raises UserError as
         ``convert_adapter`` does, and unless the model has exactly one adapter and is at this plan's scale."""
         if self.layout is None:
@@ -221,7 +221,7 @@ class MadeSafe:
 
 
 def takers_of_embeddings(model: Any) -> list[nn.Module]:
-    """Return the modules that may receive ``inputs_embeds``: the model, and the encoder, which ``generate`` calls."""
+    """Return the modules that may receive ``inputs_embeds``: the model and its encoder, as ``generate`` calls it."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
 
@@ -271,7 +271,7 @@ def check_plain(model: Any, remedy: str) -> None:
 
 @contextmanager
 def on_the_cpu(model: Any) -> Iterator[None]:
-    """Keep a model on the CPU for the block; raise UserError if it is spread over devices or lacks values."""
+    """Move a model to the CPU for the block. Raises UserError if it is spread over devices or lacks values."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UserError(

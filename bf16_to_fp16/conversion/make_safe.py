@@ -113,8 +113,8 @@ def plan_of(
     target: str,
     margin_bits: float,
 ) -> tuple[Plan, str]:
-    """Return the plan (without exponents if the weights already have a certificate), and an observed signal that it
-    leaves over 65504, or ""."""
+    """Return the plan, without exponents if the weights already have a certificate. Return also the name of an observed
+    signal that the plan leaves over 65504, or ""."""
     if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
         return Plan(family=layout.family.name, eps=layout.eps), ""
     unscaled, weights = replace(arithmetic, planned={}), source_weights(source, layout)
@@ -126,8 +126,8 @@ def plan_of(
 
 
 def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) -> dict[str, Any]:
-    """Return the fields of ``MadeSafe`` that lead back to the original; if the model was loaded from a converted
-    folder, to the source of that."""
+    """Return the fields of ``MadeSafe`` that lead back to the original. For a model loaded from a converted folder,
+    that is the folder's source."""
     originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
     mark, name = getattr(model.config, CONVERTED_KEY, None), str(model.name_or_path)
     if mark is None:
@@ -155,7 +155,7 @@ def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) ->
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:
-    """Return a reader of tensors under a plan, rounded to fp16 as autocast and ``half`` round them."""
+    """Return a reader of tensors rescaled by a plan and rounded to fp16, as autocast and ``half`` round them."""
 
     def own(name: str) -> torch.Tensor:
         return stored(source, layout.tensors[name])
@@ -200,8 +200,8 @@ def check_known(model: Any) -> None:
 
 
 def model_around(model: Any) -> Any:
-    """Return a larger model with this one as its body, None if there is none. The larger one's config is or contains
-    this one's. A model without such a config reads only this one's last states and does not count."""
+    """Return a larger model whose body this model is, None if there is none. The larger model's config is or contains
+    this model's. Others read only this model's last states and do not count."""
     from transformers import PreTrainedModel
 
     config = model.config
@@ -284,7 +284,7 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for observed ranges and, given ``bounds``, any input. All eps scale, so nothing drifts."""
+    """Return the best plan for observed ranges and, given ``bounds``, for any input. All eps scale; nothing drifts."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

@@ -27,8 +27,8 @@ def opened_with_notes(
     as_class: str | None = None,
     proof: bool = True,
 ) -> Checkpoint:
-    """Open a source, after its config is checked: a Hub id's weights may be large. as_class: the class that the config
-    is to name. proof: only for classes that have bounds."""
+    """Open a source. The config is checked first, before large weights are fetched from the Hub. as_class: the class to
+    take instead of the config's. proof: accept only classes that have bounds."""
     folder = local_source(source) or fetched(str(source), SMALL_FILES)[0]
     if folder.is_dir():
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)

@@ -72,7 +72,7 @@ def check_data(data: str | None, *, run_model: bool = True) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a conversion. The ``help`` of a field's flag explains it; fields without are for Python.
+    """The options of a conversion. The ``help`` of a field's flag explains it; fields without a flag are for Python.
     ``run_model``: False is ``--no-audit``. ``prove``: bound every signal for every input wherever an exponent can, at
     any cost of precision."""
 
@@ -202,7 +202,7 @@ class Options:
             chosen.naming.from_stock(name)  # raises for a tensor without a name there
 
     def held_eps(self, layout: Layout) -> float | None:
-        """Return the fixed eps of the program that will read the output; None if that follows the config."""
+        """Return the fixed eps of the program that will read the output; None if that program follows the config."""
         if layout.family.eps_key is None:
             return None
         own = LAYOUTS[self.layout].eps if self.layout in LAYOUTS else None
@@ -238,8 +238,8 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a trained checkpoint comes from: the training command, its lineage, and the original, to which the result
-    is also compared. ``search``: looks for inputs that break the named sites, which the certificate does not prove."""
+    """The origin of a trained checkpoint: the training command, its lineage, and the original, with which the result is
+    compared too. ``search``: looks for inputs that break the named sites, which the certificate does not prove."""
 
     command: str
     lineage: Lineage

@@ -1,5 +1,5 @@
 """Convert whole diffusion pipelines: convert every supported text encoder, link or copy the other files. Each converted
-sub-folder is a checkpoint by itself; ``fp16_pipeline.json`` lists them."""
+sub-folder is a checkpoint by itself, and ``fp16_pipeline.json`` lists all of them."""
 
 from __future__ import annotations
 

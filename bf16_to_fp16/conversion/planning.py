@@ -1,4 +1,4 @@
-"""The first steps of ``convert``: open the source, observe it, bound it, and choose the plan."""
+"""The first steps of ``convert``: open the source, observe and bound its sites, and choose the plan."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
 
 @dataclass(frozen=True)
 class Opened:
-    """A source to convert. ``inputs``: empty if only the certificate decides. ``edits``: changes of its weights.
-    ``before``: the source without them."""
+    """A source to convert. ``inputs``: empty if only the certificate decides. ``edits``: changes of the source's
+    weights. ``before``: the source without edits."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -132,7 +132,7 @@ def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decid
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
-    """Choose the plan for the target; if that is not enough, edits and a plan for the edited source."""
+    """Choose the plan for the target. If no exact plan is enough, choose edits, and a plan for the edited source."""
     tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
     observed = None
     if options.run_model:
@@ -143,7 +143,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
 
 def with_needed_edits(source: Search, decided: Decided) -> Decided:
-    """Return the plan with edits where no exact plan is enough. Keys are centred first, since that has no cost."""
+    """Return the plan, with edits where no exact plan is enough. Keys are centred first, which costs nothing."""
     search, opened, exponents = source, source.opened, bounds_of(decided).exponents
     shared = attentions_to_centre(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
     centring = Plan(family=opened.layout.family.name, centred_keys=shared)
@@ -176,9 +176,9 @@ def bounds_of(decided: Decided) -> SourceBounds:
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, edited or not. ``observed``: None if nothing runs. ``before``: observations of the
-    unedited source, None if this is it. ``start``: the stream exponents for which the unedited source's bounds hold.
-    ``tables``: loss tables that later plans reuse."""
+    """Chooses plans for one source, edited or not. ``observed``: None if nothing runs. ``before``: for an edited
+    source, the observations of the unedited one. ``start``: the stream exponents for which the unedited source's bounds
+    hold. ``tables``: loss tables that later plans reuse."""
 
     opened: Opened
     options: Options
@@ -198,7 +198,7 @@ class Search:
         return Decided(layout, plan, target, planned, self.before, ranges_edited=edited, bounds=bounds)
 
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        """Bound the source with only its streams' ``exponents`` applied, in arithmetic without subnormals."""
+        """Bound the source with no exponents but its streams' applied, in arithmetic without subnormals."""
         opened, target = self.opened, self.options.target
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
         name = "source" if opened.edits is None else "edited source"
@@ -210,7 +210,7 @@ class Search:
         return SourceBounds(certificate.ranges, exponents, frozenset(unmoved))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
-        """Return the best plan with its layout and bounds. A tied head is separated if fewer limits break then."""
+        """Return the best plan with its layout and bounds. A tied head is separated if that breaks fewer limits."""
 
         def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
             fallbacks = len(planned.fallbacks) if self.options.prove else 0
@@ -228,8 +228,8 @@ class Search:
     def plan_for(self, layout: Layout) -> tuple[Planned, SourceBounds]:
         """Return a layout's plan and its bounds.
 
-        LayerNorm's eps does not scale with the stream, so bounds hold only up to the stream exponents they assume.
-        It bounds and plans again, for larger exponents, until no stream's new exponent exceeds them."""
+        LayerNorm's eps does not scale with the stream, so bounds hold only up to the stream exponents that they assume.
+        Bounding and planning repeat with larger exponents, until no stream's new exponent exceeds the assumed one."""
         start = self.start if layout.family.centred_norm else {}
         exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
         planned, bounds = self.planned_within(layout, exponents, "")
@@ -246,7 +246,7 @@ class Search:
 
     def planned_within(self, layout: Layout, exponents: Mapping[str, int], again: str) -> tuple[Planned, SourceBounds]:
         """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it if
-        a run shows that the drift is acceptable. again: the end of the progress line."""
+        a run shows acceptable drift. again: the end of the progress line."""
         options, bounds = self.options, self.bounds(layout, exponents)
         head = ", with a head apart from the embedding" if layout.tied is False and self.opened.layout.tied else ""
         place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
@@ -292,8 +292,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return the plan. For training, plan again without the extra margin if rounded gains are then worse than
-        bf16."""
+        """Return the plan. For training, if rounded gains are worse than bf16, plan again without the margin that
+        training adds."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         drift = self.drift(decided.layout, decided.plan)
@@ -343,5 +343,5 @@ def uncorrected(planned: Planned) -> Planned:
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
-    """Return whether the divergence that a drift causes is at most ``share`` of bf16's."""
+    """Return whether a drift's divergence is at most ``share`` of bf16's divergence."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share

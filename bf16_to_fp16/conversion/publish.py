@@ -56,8 +56,8 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 
 def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
     """Check a converted folder as ``verify`` does and return it ready for upload. A card that the user edited is kept,
-    and its hash put into the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``; report, page
-    and card then say that it is unsafe."""
+    and its hash put into the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``. Report, page
+    and card then say that the checkpoint is unsafe."""
     progress, folder = progress_of(progress), written_folder(folder)
     report, verified = read_recorded(folder), Verified()
     with progress.step("Hashing the files") as advance:
@@ -125,9 +125,9 @@ def publish(
 ) -> dict[str, Any]:
     """Upload a converted folder to a Hub repository; its many parameters are the command's options.
 
-    public: allow a public repository. Without it a new one is private, and an existing public one is refused. force:
-    replace files with other content. dry_run: only check. confirm: asked before anything is sent; False stops. Raises
-    UserError; no message holds the token."""
+    public: allow a public repository. Without it a new repository is private, and an existing public one is refused.
+    force: replace files with other content. dry_run: only check. confirm: asked before anything is sent; False stops.
+    Raises UserError; no message holds the token."""
     from huggingface_hub import HfApi, constants, get_token
 
     progress = progress_of(progress)
@@ -239,7 +239,7 @@ def is_held(item: FileEntry, entry: Any, file: Path | bytes) -> bool:
 
 @contextmanager
 def transfers(api: Any) -> Iterator[None]:
-    """Upload by LFS to any server but the Hub; the client would assume that every server has Xet."""
+    """Upload by LFS to servers other than the Hub, within the block. The client would assume that they have Xet."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_DISABLE_XET

@@ -111,7 +111,7 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return the plan from the original to trained weights. start: the plan of the original before training."""
+    """Return the plan from the original to the trained weights. start: the plan applied before training, if any."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)
@@ -119,7 +119,7 @@ def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progres
 
 
 def class_before(origin: Source) -> str | None:
-    """Return the source's class if the conversion was to another one and dropped no tensor."""
+    """Return the source's class if the conversion changed the class without dropping tensors, else None."""
     return None if origin.dropped else origin.class_in("before")
 
 
@@ -132,7 +132,7 @@ def write_weights(
     start: Plan | None = None,
 ) -> Written:
     """Write the weights, rescaled by the inverse of ``plan``, to ``work``. start: the plan that had rescaled the source
-    before training and conversion."""
+    before training; its inverse is applied too."""
     assert origin.dtype is not None  # ``read_written`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16
     layout = resolve(checkpoint)

@@ -1,5 +1,5 @@
 """The command ``verify``: check a converted checkpoint against its own report. ``convert``'s functions compute the
-report again from the files, and ``differences`` compares the two section by section; card and page by hash."""
+report again from the files, and ``differences`` compares each section. Card and page are compared by hash."""
 
 from __future__ import annotations
 
@@ -262,8 +262,8 @@ def run_again(
 
 
 def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
-    """Yield the sites that break. If none does and the inputs are the report's, yield the differences from its results;
-    with other versions of torch or transformers only at sites that both name."""
+    """Yield the sites that break. If none does and the inputs are the report's, yield the differences from its results.
+    Other versions of torch or transformers are compared only at sites that both runs have."""
     entries = again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
@@ -314,7 +314,7 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, report: schema.Report, progress: Progress
 ) -> Iterator[tuple[str, str]]:
-    """Yield ids that edits harm over twice as much as any listed, separately for single ids and for mixtures."""
+    """Yield ids, once of single ids and once of mixtures, that edits harm over twice as much as any in the report."""
     rare = searched(original, checkpoint, before, report.of_plan, progress)
     if rare is None:
         return
