@@ -1,7 +1,6 @@
 """Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16: exactly rescaled, audited, for stock libraries.
 
-The names below are the public interface. They are imported when first used, so that the command line starts fast.
-"""
+The names below are the public interface. Each is imported at its first use, so that the command line starts fast."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 class _Talk:
-    """Standard error. A write that fails, as on a full disk, is ignored: the work goes on without it."""
+    """Standard error, as a stream that ignores failed writes, as on a full disk: work goes on without messages."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -89,7 +89,7 @@ def heard() -> Iterator[None]:
 
 
 def open_closed_streams() -> bool:
-    """Open closed standard streams on os.devnull, lest a file take their place; return whether stdout was closed."""
+    """Open closed standard streams on os.devnull, lest a file get their numbers; return whether stdout was closed."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:

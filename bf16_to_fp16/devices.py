@@ -1,6 +1,6 @@
 """Devices by name, and NVIDIA's cards as their driver reports them: a torch without CUDA sees no card, and its
-``is_bf16_supported`` counts emulation. Work that runs out of device memory continues on the CPU. torch is slow to
-import, so it is imported late."""
+``is_bf16_supported`` counts emulation. Work that exhausts device memory continues on the CPU. torch is slow to import,
+so functions import it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def cards() -> list[Card]:
 
 
 def computes_in_bf16(device: Any) -> bool:
-    """Return whether a device has bf16 arithmetic; a CPU and an MPS device have."""
+    """Return whether a device has bf16 arithmetic. CPUs and MPS devices count as having it."""
     import torch
 
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_WITH_BF16
@@ -135,7 +135,7 @@ def without_kernels(device: torch.device) -> str:
 
 
 def check_auto_uses_the_card(name: str) -> None:
-    """Raise UserError if ``auto`` would choose the CPU although there is a card: a CPU takes hours."""
+    """Raise UserError if ``auto`` would choose the CPU, which takes hours, beside a card that torch cannot use."""
     import torch
 
     if name != "auto":
@@ -146,7 +146,7 @@ def check_auto_uses_the_card(name: str) -> None:
 
 
 def shown(device: torch.device) -> str:
-    """Return "cpu", or "cuda:0 (NVIDIA H200, compute capability 9.0)"."""
+    """Return a device's name for users: "cpu", or "cuda:0 (NVIDIA H200, compute capability 9.0)"."""
     import torch
 
     if device.type != "cuda":
@@ -156,7 +156,7 @@ def shown(device: torch.device) -> str:
 
 
 class Device:
-    """A device for parts of the work. ``used``: by part, the devices that it ran on, in order."""
+    """A device for parts of the work. ``used``: by part, the names of the devices that computed it, in order."""
 
     def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
         self.progress = progress or Progress(quiet=True)
@@ -165,8 +165,8 @@ class Device:
         self.used: dict[str, list[str]] = {}
 
     def run(self, part: str, work: Callable[[torch.device], T], *, wide: bool = False) -> T:
-        """Return ``work(device)``; if the device's memory is full, print that and return ``work(cpu)``. wide: the work
-        needs fp64, which MPS lacks."""
+        """Return ``work(device)``. If the device's memory is full, say so and return ``work(cpu)``. wide: whether the
+        work needs fp64, which MPS lacks."""
         import torch
 
         on_cpu, place = torch.device("cpu"), self.asked
@@ -221,7 +221,7 @@ def products_on(device: Device) -> Iterator[None]:
 
 
 def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run a function of CPU tensors on the device of ``products_on``, again on the CPU where memory runs out."""
+    """Run a function of CPU tensors on the device of ``products_on``, or on the CPU if device memory runs out."""
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 
 def loads(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises json.JSONDecodeError also for too deep nesting, integers of thousands of digits,
-    invalid Unicode, and lone surrogates, which UTF-8 cannot encode."""
+    """Parse a JSON text. Raises json.JSONDecodeError also for nesting that is too deep, integers of thousands of
+    digits, invalid Unicode, and lone surrogates, which UTF-8 cannot encode."""
     try:
         value = json.loads(text)
         if ("\\u" in text) if isinstance(text, str) else (b"\\u" in text):
@@ -38,7 +38,7 @@ def as_json(data: Mapping[str, object]) -> str:
 
 
 def finite(data: object) -> object:
-    """Return ``data`` with ±inf as ±the largest double and NaN as None: JSON has neither."""
+    """Return ``data`` with ±inf as ±the largest double and NaN as None, since JSON has neither."""
     if isinstance(data, float):
         if math.isnan(data):
             return None

@@ -43,7 +43,7 @@ class VisibleConsole(Console):
 
 
 class Progress:
-    """Shows progress on standard error or in a notebook. ``quiet``, the default for library calls, shows nothing."""
+    """Shows progress on standard error or in a notebook; nothing if ``quiet``, the default for library calls."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)

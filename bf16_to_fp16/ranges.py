@@ -20,16 +20,16 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The range of a norm's input: the largest ‖x‖₂ of a token, and the tokens' variances, fp64 [k, 2]: a variance,
-    rounded to an eighth of a binade, and the share of tokens that have it. It is the mean square, about
-    the mean for ``nn.LayerNorm``."""
+    """The range of a norm's input: the largest ‖x‖₂ of a token, and the tokens' variances, fp64 [k, 2]. A row is a
+    variance, rounded to an eighth of a binade, and the share of tokens with it; only ``nn.LayerNorm`` subtracts the
+    mean."""
 
     norm_max: float
     variances: Tensor
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return, for each variance, a factor and the share of tokens. The factor is the change of the norm's output if
-        its input is scaled by 2^exponent but eps is not. fixed: the eps of a tool that ignores the model's."""
+        """Return, for each variance, the factor by which the norm's output changes, and the share of tokens. The norm's
+        input is scaled by 2^exponent, but eps is not. fixed: the eps of a tool that ignores the model's."""
         variance, shares = self.variances.unbind(1)
         scaled = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + scaled)).sqrt(), shares
@@ -58,8 +58,8 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """The ranges of a module. ``norm``: for norms only. ``scores``: for eager attentions only. An embedding's input has
-    the shape [0]."""
+    """The ranges of a module's input and output. ``norm``: only of a norm. ``scores``: only of an eager attention. The
+    input of an embedding has the shape [0]."""
 
     input: ChannelRange
     output: ChannelRange
@@ -72,7 +72,7 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 
 @dataclass(frozen=True)
 class Squares:
-    """A norm's largest sum of squares, as fp16 may sum it, and the least mean square of a token."""
+    """A norm's largest sum of squares as fp16 may sum it, and the least mean square of any token."""
 
     largest: float
     least: float

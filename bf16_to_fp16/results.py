@@ -25,13 +25,13 @@ Infinite = Annotated[
 
 
 class ReportObject(BaseModel):
-    """A JSON object of a report; it keeps unknown keys of other releases."""
+    """A JSON object of a report. Keys that only other releases know are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
 
 def dump(part: BaseModel) -> dict[str, Any]:
-    """Return a part as JSON data: the keys that were set, in order."""
+    """Return a part of the report as JSON data: the keys that were set, in order."""
     return part.model_dump(by_alias=True, exclude_unset=True)
 
 
@@ -40,7 +40,7 @@ class Fidelity(ReportObject):
 
     ``measure`` "kl": KL(fp32 ‖ x) per token, in nats; "relative squared error": Σ(x − fp32)² / Σ fp32² of an encoder's
     last states, with ``top1_*`` None. ``kl_fp32`` and ``squared_error_fp32``: of the output's weights in fp32. The bf16
-    fields are None if no bf16 model ran. A model that gives inf or NaN is infinitely far; JSON has null for that."""
+    fields are None if no bf16 model ran. A model that gives inf or NaN is infinitely far, which is null in JSON."""
 
     measure: str = "kl"
     kl_bf16: Infinite | None = None
@@ -56,7 +56,7 @@ class Fidelity(ReportObject):
 
     @property
     def exact(self) -> bool:
-        """Whether the outputs in fp32 are equal bit for bit; a KL of 0 alone may be rounded."""
+        """Whether the outputs in fp32 are equal bit for bit; a KL of 0 alone may come from rounding."""
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
 
     @property
@@ -71,9 +71,10 @@ class Fidelity(ReportObject):
 class ExceptionEntry(ReportObject):
     """Token ids with which an edit's divergence from the source is over 0.01 and over 10 times bf16's.
 
-    ``ids``: one id, tried in ordinary text, or several, drawn to fill a row. ``tokens``: the tokenizer's names for
-    them. ``kl``: the divergence in fp32, mean of 8 rows; their upper quartile if only that shows the harm. ``kl_bf16``:
-    of the source with activations rounded stochastically to bf16, mean of 8 runs. ``kl_run``: of its bf16 run."""
+    ``ids``: one id, tried in ordinary text, or several, drawn to fill a row. ``tokens``: their names by the tokenizer.
+    ``kl``: the divergence in fp32, mean of 8 rows, or their upper quartile if only that shows the harm. ``kl_bf16``: of
+    the source with activations rounded stochastically to bf16, mean of 8 runs. ``kl_run``: of the source run in
+    bf16."""
 
     ids: list[int]
     tokens: list[str] = []
@@ -83,7 +84,7 @@ class ExceptionEntry(ReportObject):
 
 
 class CountedEntry(ReportObject):
-    """Counts of elements that are non-finite or saturated, without those that are so by design."""
+    """Counts of elements that are non-finite or saturated; those that stock code makes by design are left out."""
 
     nonfinite: Count
     saturated: Count
@@ -104,10 +105,10 @@ class PlacedEntry(ReportObject):
 
 
 class SiteEntry(PlacedEntry, CountedEntry):
-    """One site of a regime; its name tells its place. ``amax``: the largest |x|, 65536 for an overflow. ``limit``,
-    ``headroom_bits``: None if the site is not in fp16. ``nonfinite``, ``saturated``: counts of elements, without
-    intended ones. ``benign``: why non-finite or saturated values are harmless. ``fp32``: if the site broke in fp16 and
-    fp32 was run, the largest |x| there."""
+    """One site of a regime. ``amax``: the largest |x|, 65536 for an overflow. ``limit``, ``headroom_bits``: None if the
+    site is not in fp16. ``nonfinite``, ``saturated``: counts of elements, without intended ones. ``benign``: why
+    non-finite or saturated values are harmless. ``fp32``: the largest |x| in fp32, if the site broke in fp16 and fp32
+    was run."""
 
     name: str
     amax: NumberOrNaN
@@ -131,7 +132,7 @@ class RunEntry(ReportObject):
 
 
 class GradientSiteEntry(ReportObject):
-    """Gradients of one operation: the largest, at the loss scale, and the share that becomes 0 in fp16."""
+    """Gradients of one operation: the largest, at the loss scale, and the share of elements that become 0 in fp16."""
 
     name: str
     amax: Real
@@ -141,7 +142,7 @@ class GradientSiteEntry(ReportObject):
 class GradientsEntry(ReportObject):
     """The backward pass under fp16 AMP. ``loss_scale``: the largest without overflow (None: every one overflows).
     ``flushed``: the share of gradient elements that become 0. ``largest``: the site that limits the scale, or overflows
-    at every scale (None: the loss is not finite). ``sites``: those that lose most."""
+    at every scale (None: the loss is not finite). ``sites``: the sites that lose the largest shares."""
 
     loss_scale: Real | None
     flushed: Real
@@ -152,7 +153,7 @@ class GradientsEntry(ReportObject):
 class RegimeEntry(CountedEntry):
     """The result of one regime, with its sites, tightest first. ``amax``, ``headroom_bits``: of the tightest site.
     ``nonfinite_logits``: the number of non-finite outputs that a user would see. ``runs``: by attention. ``same_as``:
-    the regime with the same arithmetic that was run instead; else None. ``gradients``: of ``amp`` in training."""
+    the regime that was run instead, with the same arithmetic; else None. ``gradients``: of ``amp`` in training."""
 
     amax: Real
     headroom_bits: Real
@@ -164,7 +165,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x| that fp16 must hold; if the regime broke, the one in fp32, if known."""
+        """The largest |x| that fp16 must hold; for a broken regime the largest in fp32, if known."""
         broken = self.broken_sites
         limited = [site for site in broken if site.limit is not None] or broken
         return max((site.reached for site in limited), default=self.amax)
@@ -218,8 +219,8 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """The largest values found at a site, by kind of input (``embeddings``: mixtures of these) and, ``half``, in
-    fp16. ``worst``: the largest of all. ``ids``: the encoder's and decoder's tokens that give it."""
+    """The largest values found at a site, by kind of input (``embeddings``: mixtures of tokens) and, ``half``, in fp16.
+    ``worst``: the largest of all. ``ids``: the encoder's and decoder's tokens that give it."""
 
     name: str
     worst: NumberOrNaN
@@ -247,10 +248,10 @@ class AttackEntry(ReportObject):
 
 
 class InexactEntry(ReportObject):
-    """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: its power of two, the
-    least over its channels. ``columns``: the number of input channels that it scales (0: it multiplies the signal
-    itself). ``predicted``, ``measured``: the divergence in fp32 from this edit alone, of the source and of the written
-    files; None if not run."""
+    """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: of the edit's power
+    of two, the least over its channels. ``columns``: the number of input channels that the edit scales; 0 if it scales
+    the signal itself. ``predicted``, ``measured``: the divergence in fp32 from this edit alone, of the source and of
+    the written files; None if not run."""
 
     site: str
     exponent: int
@@ -275,8 +276,8 @@ BF16_NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to 
 class OutputEntry(ReportObject):
     """One output of the stock class, compared with the source's. ``factor_log2``: log2 of the factor that rescaling put
     on it, for all channels or for each. ``error``: relative squared error in fp32, without the factor. ``error_bf16``:
-    the same for the source in bf16. Of an output with several layers, the worst counts; None if not run or not
-    returned."""
+    the same error of the source in bf16. Of an output with several layers, the worst layer counts. Errors are None if
+    not run or not returned."""
 
     factor_log2: int | list[int]
     error: Real | None = None
@@ -287,6 +288,5 @@ class OutputEntry(ReportObject):
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether the error is at most 4 times bf16's and, without ``drifts`` (from edits or eps), at most
-        1/8."""
+        """Return whether the error is at most 4 × bf16's and, without ``drifts`` (from edits or eps), at most 1/8."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

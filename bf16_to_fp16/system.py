@@ -28,8 +28,8 @@ def available_memory() -> float:
 
 @contextmanager
 def one_arena() -> Iterator[None]:
-    """Let new threads share one malloc arena, since each arena keeps the memory freed in it; return free memory to the
-    system at the end. It does nothing without glibc."""
+    """Let new threads share one malloc arena, since each arena keeps the memory freed in it. At the end free memory
+    goes back to the system. Nothing happens without glibc."""
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "mallopt"):
         yield

@@ -1,4 +1,4 @@
-"""Targets of a checkpoint and their tiers of arithmetic. Imports no torch, so that the command line lists them fast."""
+"""The targets of a checkpoint, and tiers: classes of runtimes by arithmetic. Imports no torch, to list them fast."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def register() -> None:
 
 @cache
 def objection(folder: Path) -> str | None:
-    """Return why a folder does not count as safe, by its report and hashes, or None. Each file is hashed once."""
+    """Return why a folder is not safe by its report and hashes; None if it is. Each file is hashed once."""
     try:
         report = read_recorded(folder)
         checkpoint = open_checkpoint(folder)

@@ -1,5 +1,5 @@
-"""Rounding of figures for people. A claim of safety is never rounded up: headroom and exact shares go down, bounds and
-excesses up, measurements to the nearest."""
+"""Rounding of figures for people. A claim of safety is never rounded up: headroom and exact shares are rounded down,
+bounds and excesses up, measurements to the nearest."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def rounded_down(value: float, decimals: int) -> float:
 
 
 def rounded_up(value: float, digits: int) -> float:
-    """Return the least number of ``digits`` significant digits that is not below ``value`` ≥ 0. Whole numbers keep all
-    digits up to ten million: 65504 has five."""
+    """Return ``value`` ≥ 0 rounded up to ``digits`` significant digits. Whole numbers up to ten million keep all
+    digits: 65504 has five."""
     if value <= 0 or not math.isfinite(value):
         return value
     exact = Decimal(repr(float(value)))
@@ -34,8 +34,8 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return bits as "3.2 × (1.7 bits)", rounded down; "none" over the limit, "all" beyond fp16, "no limit" for
-    None."""
+    """Return headroom bits as "3.2 × (1.7 bits)", rounded down; "none" for a value over its limit, "all" beyond fp16's
+    range, "no limit" for None."""
     if value is None or math.isnan(value):
         return "no limit"
     if value < 0:
@@ -51,7 +51,7 @@ def bits(value: float) -> str:
 
 
 def below_limit(value: float | None) -> str:
-    """Return "3.2 × below the limit (1.7 bits)" or "past the limit"."""
+    """Return headroom bits as "3.2 × below the limit (1.7 bits)" or "past the limit"."""
     text = headroom(value)
     if text[0].isdigit():
         return text.replace("×", "× below the limit")
@@ -59,15 +59,15 @@ def below_limit(value: float | None) -> str:
 
 
 def reached(value: float | None) -> str:
-    """Return an fp16 site's largest |x|; after an overflow the value in fp32, or "overflow"."""
+    """Return the text of an fp16 site's largest |x|; after an overflow of its value in fp32, or "overflow"."""
     if value is None or not value <= FP16_MAX:
         return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
     return magnitude(value)
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return headroom, or "5.5 × over" for a value known in fp32; "passed on" if it fits and an earlier overflow broke
-    the site."""
+    """Return the text of headroom, or "5.5 × over" if the value is known in fp32. A site that an earlier overflow broke
+    and whose own value fits is "passed on"."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:
@@ -81,12 +81,12 @@ def over_limit(value: float, limit: float = FP16_MAX) -> str:
 
 
 def headroom_by_bound(bits: float) -> str:
-    """Return headroom, or a bound's excess rounded up: "5.6 × over"; "none" if it is over eight million times."""
+    """Return the text of headroom, or of a bound's excess rounded up, "5.6 × over"; "none" over eight million times."""
     return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{rounded_up(2.0**-bits, 2):,g} × over"
 
 
 def factor(bits: float) -> str:
-    """Return 2^bits rounded down: with two decimals under 2, one under a hundred, else none."""
+    """Return the text of 2^bits, rounded down: with two decimals under 2, one under a hundred, else none."""
     ratio = 2.0 ** rounded_down(bits, 4)  # the same digits as the page's script
     decimals = 2 if ratio < 2 else 1 if ratio < 100 else 0
     return f"{rounded_down(ratio, decimals):,.{decimals}f}"
@@ -111,7 +111,7 @@ def about(ratio: float) -> str:
 
 
 def known(value: float | None) -> float | None:
-    """Return a number; None for a missing one, NaN and infinity."""
+    """Return the number, or None if it is missing, NaN or infinite."""
     return None if value is None or math.isnan(value) or infinite(value) else value
 
 
@@ -126,7 +126,7 @@ def magnitude(value: float | None) -> str:
 
 
 def bound_magnitude(value: float | None) -> str:
-    """Return a bound as ``magnitude`` writes it, rounded up; "–" for None, "∞" for NaN and infinity."""
+    """Return the text of a bound, rounded up, in ``magnitude``'s form; "–" for None, "∞" for NaN and infinity."""
     if value is None:
         return "–"
     if math.isnan(value) or infinite(value):

@@ -1,7 +1,7 @@
 """Find spikes, divergences and plateaus in a training loss.
 
-Each loss is compared with the median of a window of calm losses (on a steep fall, with a line through them), in units
-of their median absolute deviation. Slow rises and plateaus are found in the medians of chunks of the curve."""
+Each loss is compared with the median of a window of calm losses, or on a steep fall with a line through them. The unit
+is their median absolute deviation. Slow rises and plateaus are found in the medians of chunks of the curve."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _Chunk(NamedTuple):
 
 
 class Detector:
-    """Finds events in losses as they come."""
+    """Takes losses one by one with ``update`` and collects ``events``."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []  # in the order of their discovery
@@ -96,8 +96,8 @@ class Detector:
     def _yardstick(self) -> tuple[float, float]:
         """Return level and robust standard deviation of the calm losses.
 
-        On a steep fall, the scatter about the median is mostly the fall, so a line through them replaces the median.
-        The level is never below all of the last losses, since a fall flattens out."""
+        On a steep fall the scatter about the median is mostly the fall, so a line through the losses replaces the
+        median. The level is never below all of the last losses, since a fall flattens out."""
         losses = self._calm
         level, spread = _median_and_spread(losses)
         half = len(losses) // 2
@@ -156,7 +156,7 @@ class Detector:
     # -- slow events
 
     def _slow_rise(self) -> None:
-        """Find a gradual divergence: two consecutive chunks far above the lowest one."""
+        """Record a gradual divergence: two consecutive chunks far above the lowest chunk."""
         chunk = self._chunks[-1]
         if self._lowest is None or chunk.median < self._lowest.median:
             self._lowest, self._rising = chunk, 0
@@ -175,7 +175,7 @@ class Detector:
             self._drift = self._found("Divergence", self._lowest.end, rise)
 
     def _standstill(self) -> None:
-        """Find a plateau: chunk medians whose trend, with its error, is within ``_FLAT`` of the level."""
+        """Record a plateau: chunk medians whose trend, with its error, is within ``_FLAT`` of the level."""
         level, flat = self._chunks[-1].median, self._flat
         if self._plateau is not None:
             self._plateau.size = (flat - level) / abs(flat) if flat else 0.0
@@ -212,8 +212,8 @@ def _fall(values: list[float]) -> tuple[float, float]:
 
 
 def events(losses: Iterable[tuple[int, float]]) -> list[Event]:
-    """Return the events of a curve of (step, loss), sorted by start. If the step number goes back, the run was
-    restarted from there: earlier losses from that step on are dropped."""
+    """Return the events of a curve of (step, loss), sorted by start. A step number below the last one is a restart of
+    the run there: earlier losses from that step on are dropped."""
     curve: list[tuple[int, float]] = []
     for step, loss in losses:
         if curve and step < curve[-1][0]:

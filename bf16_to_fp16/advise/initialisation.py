@@ -1,10 +1,9 @@
 """Initial standard deviations of weights, and how far a checkpoint's weights are from them.
 
 "Transformers without Tears" (Nguyen and Salazar, arXiv:1910.05895) draws with a standard deviation of √(2/(5h)) for a
-hidden size h; MT-NLG 530B (Smith et al., arXiv:2201.11990) with √(1/(3h)). A family's rule is its stock class's.
+hidden size h; MT-NLG 530B (Smith et al., arXiv:2201.11990) with √(1/(3h)). A family has the rule of its stock class.
 
-Root mean squares stand for standard deviations: weights have means near 0, and norm gains are compared with 1.
-"""
+Root mean squares stand for standard deviations, since weights have means near 0; norm gains are compared with 1."""
 
 from __future__ import annotations
 
@@ -55,8 +54,8 @@ def advise_init(
     """Return the rules for a hidden size, and how far each tensor of a checkpoint is from its family's rule.
 
     source: folder or Hub id, or a hidden size such as "14336". In ``tensors`` of the result, ``times`` is ``rms`` over
-    ``own_rule``, the family's; ``far`` is true beyond a factor of 4 either way, and for inf or NaN. Raises UserError
-    for a source that cannot be read or is of no known family."""
+    ``own_rule``, the family's rule. ``far`` is true for a factor of more than 4 either way, and for inf or NaN. Raises
+    UserError for a source that cannot be read or is of no known family."""
     text = str(source)
     if text.isdecimal() and not Path(text).exists():
         return {"mode": "init", "source": None, "tensors": [], "far": [], "rules": rules_for(int(text))}

@@ -25,10 +25,9 @@ KINDS = "give a trainer_state.json, .csv or .jsonl (wandb exports CSV)"
 
 
 def read_log(path: str | Path) -> list[tuple[int, float]]:
-    """Return (step, loss) rows of a ``trainer_state.json``, CSV or JSONL, or of a folder that has one.
+    """Return (step, loss) rows of a ``trainer_state.json``, CSV or JSONL file, or of a folder with such a file.
 
-    Raises UserError for a file that is none of these or has no losses.
-    """
+    Raises UserError for other files, and for one without losses."""
     path = Path(path)
     if path.is_dir():
         names = ("log.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
@@ -87,8 +86,8 @@ def _curve(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
 def advise_losses(log: str | Path) -> dict[str, Any]:
     """Return the spikes, divergences and plateaus of a training log, each with its usual cause.
 
-    log: as for ``read_log``. In ``events``, ``end`` is None for an event that was not over, and ``size`` for losses
-    that are NaN or infinite. Raises UserError for an unreadable log, or one with fewer losses than half a window."""
+    log: as for ``read_log``. In ``events``, ``end`` is None for an event still going on at the log's end, and ``size``
+    for losses that are NaN or infinite. Raises UserError for an unreadable log, or fewer losses than half a window."""
     curve = read_log(log)
     anomalies = events(curve)
     if len(curve) < WINDOW // 2 and not anomalies:

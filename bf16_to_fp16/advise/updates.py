@@ -1,8 +1,8 @@
 """Find the weights that do not move: an update below half the gap between 16-bit values is lost in rounding.
 
-The gap is a power of two, so one histogram of exponents gives the stalled share of a tensor for every learning rate.
-Updates of Adam and Lion are about the learning rate; Adafactor's are about the learning rate times the tensor's root
-mean square. The remedies, cheapest first: round stochastically (Gupta et al., arXiv:1502.02551; Zamirai et al.,
+The gap is a power of two, so one histogram of exponents gives the stalled share of a tensor for every learning rate. An
+update of Adam and Lion is about the learning rate; Adafactor's is about the learning rate times the tensor's root mean
+square. The remedies, cheapest first: round stochastically (Gupta et al., arXiv:1502.02551; Zamirai et al.,
 arXiv:2010.06192); keep an fp32 copy of the weights; or raise the learning rate, and with it, linearly (Goyal et al.,
 arXiv:1706.02677), the batch size."""
 
@@ -74,9 +74,9 @@ def advise_updates(
 
     rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: of the weights, "bf16" or "fp16".
     The result has ``layers``, their ``total`` and ``advice``. A layer has its name, the number of elements, the
-    ``stalled`` ones and their fraction, ``overflow`` (elements beyond the format) and ``rate_for_half``, at which half
-    of them move. Raises UserError for a rate that is not positive and finite, an unknown optimizer or dtype, or an
-    unreadable source."""
+    ``stalled`` elements and their fraction, ``overflow`` (elements beyond the format) and ``rate_for_half``, the rate
+    at which half the elements move. Raises UserError for a rate that is not positive and finite, an unknown optimizer
+    or dtype, or an unreadable source."""
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
     for name, given, known in (("optimizer", optimizer, OPTIMIZERS), ("dtype", dtype, FORMATS)):
@@ -103,7 +103,7 @@ def advise_updates(
 
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
-    """Return the count of overflowing elements, and the others' counts by the least learning rate that moves them."""
+    """Return the number of overflowing elements, and of others by the least learning rate that moves them."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):

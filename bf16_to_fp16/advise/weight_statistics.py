@@ -30,7 +30,7 @@ def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint
 
 
 def floating_names(checkpoint: Checkpoint, progress: Progress | bool | None) -> Iterator[str]:
-    """Yield the floating tensors' names and show the progress; raise UserError where there are none."""
+    """Yield the names of floating tensors and show progress; raise UserError if there are none."""
     names = [name for name, info in checkpoint.tensors.items() if info.dtype in FLOATING_DTYPES]
     if not names:
         raise UserError(f"{checkpoint.source}: it holds no floating tensors; give a checkpoint's weights")

@@ -221,15 +221,14 @@ class _StreamWalk(ModuleFindings):
             head_sites(self, self.layout.head, (final, square))
 
     def read_by(self, path: str) -> Normed:
-        """Return a sublayer's input with its mean squares: the output of the norm at ``path``, or the stream if
-        ``path`` is empty."""
+        """Return a sublayer's input with its mean squares: the output of the norm at ``path``, or the stream for ""."""
         if not path:
             return stream_itself(self.stream_axes, self.stream), self.stream_square
         length = min(float(self.stream.norm()), self.stream_norm)
         return self.normalised(path, self.stream, self.stream_square, length)
 
     def join(self, sublayer: Sublayer, branch: Projection, expected: Tensor) -> None:
-        """Add a projection's output to the stream, through the post-norm if there is one. expected: the output's mean
+        """Add a projection's output to the stream, through the post-norm if any. expected: the output's mean
         squares."""
         axes = None
         if sublayer.post_norm:

@@ -1,4 +1,4 @@
-"""Bounds of the sites that rescaling cannot lower, as differentiable functions of live weights, in fp32 on their
+"""Bounds of the sites that rescaling cannot lower, as differentiable functions of live weights: fp32, on their
 device."""
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class DifferentiableBounds:
             return _Walk(*live, self.fixed, self.stream, wanted).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return, by site, the tensors that training may change to lower the site's bound. Gains of pre-norms are not
-        among these tensors."""
+        """Return, by site, the tensors that training may change to lower its bound, without the gains of pre-norms."""
         layout, owners = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:

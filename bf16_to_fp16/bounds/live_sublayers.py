@@ -77,8 +77,7 @@ class LiveWeights:
         return [self.linear(path, source) for path, source in reads]
 
     def normalised(self, path: str, amax: Tensor | None = None) -> NormOutput:
-        """Return a norm's output. amax: bound of each input component, which only LayerNorms need, for their inputs'
-        means."""
+        """Return a norm's output. amax: bound of each input component; only LayerNorms need it, for the mean |x|."""
         gain, shift = self.pair(path)
         if not self.layout.family.centred_norm:
             return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)

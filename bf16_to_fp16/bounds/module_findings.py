@@ -142,8 +142,7 @@ class ModuleFindings:
         return self.checked(name, self.read(name))
 
     def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Return a tensor and record its largest entry. A tensor that overflows fp16 is recorded as a site that
-        fails."""
+        """Return a tensor and record its largest entry. If it overflows fp16, record a site that fails."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         self.note_weight(name.rsplit(".", 1)[0], max(-low, high))
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
@@ -224,8 +223,7 @@ class ModuleFindings:
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Yield, for each of ``reads``, what ``linear`` returns. fused: the row counts of linears that share one
-        matrix, else ()."""
+        """Yield what ``linear`` returns for each of ``reads``. fused: row counts of linears in one matrix, else ()."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return

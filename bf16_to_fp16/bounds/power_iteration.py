@@ -42,8 +42,7 @@ def random_vector(like: Tensor) -> Tensor:
 
 
 def top_vectors(matrices: Tensor) -> Tensor:
-    """Return an eigenvector of each matrix's largest eigenvalue, which is real and not negative: [h, s] from [h, s,
-    s]."""
+    """Return eigenvectors of the largest eigenvalues, [h, s] from [h, s, s]. These must be real and not negative."""
     for _ in range(SQUARINGS):
         matrices = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=SMALL)
         matrices = matrices @ matrices

@@ -17,8 +17,7 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return, by tier, whether its certificate holds. holds: whether that for ``target`` does. arithmetic: the weakest
-    tier's."""
+    """Return, by tier, whether its certificate holds. holds: that of ``target``. arithmetic: the weakest tier's."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # Every target covers the weakest tier.

@@ -56,7 +56,7 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[s
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
-    """Return the config's value for ``key``, or the stock class's default; None where null disables a part."""
+    """Return the config's value for ``key``, or the stock class's default; None where a null turns a part off."""
     value = looked_up(config, key)
     if value is None and (other := family.aliases.get(key)):
         value = looked_up(config, other)

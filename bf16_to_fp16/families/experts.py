@@ -1,5 +1,5 @@
 """Split the experts that transformers 5 fuses in two tensors into modules with the names in files. Every weight then
-has its name, and every operation its site. The operations are stock code's, but gate and neurons are two products."""
+has its name, and every operation its site. Only gate and neurons become two products instead of stock code's one."""
 
 from __future__ import annotations
 

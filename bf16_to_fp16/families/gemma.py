@@ -30,8 +30,7 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: whether each head's queries and keys have norms. cap: as in
-    ``Attention``."""
+    """Return the parts of layer ``i``. normed: whether heads have norms of queries and keys. cap: see ``Attention``."""
     llama.check_window(config)
     at = f"layers.{i}"
     own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
@@ -88,7 +87,7 @@ GEMMA3 = replace(
 
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return the parts from a vision tower to the stream, where its outputs replace scaled embeddings."""
+    """Return the parts of a projector: a vision tower's outputs replace scaled embeddings in the stream."""
     at = "multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
     wiring = Projector(

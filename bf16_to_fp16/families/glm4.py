@@ -1,15 +1,15 @@
 """GLM-4-0414, GLM-4 and GLM-4.5: causal language models, as Llama, with these differences.
 
-GLM-4 has one matrix for gate and neurons. GLM-4-0414 has norms before and after every sublayer, GLM-4 only before it.
+GLM-4 has one matrix for gate and neurons. GLM-4-0414 has norms before and after every sublayer, GLM-4 only before each.
 Gains behind a sublayer are stored as they are, so the stream's factor does not round them. Rotary positions rotate
 channels 2i and 2i + 1 of each head's first half; the other channels are not rotated, but count as pairs too.
 ``gate_up_proj`` has the rows of the gate first, then those of the neurons; only neurons carry a factor.
 
-GLM-4.5 has routed experts, and a shared expert for every token; its first layers are dense. The router computes in fp32
-whatever the dtype is: sigmoids of its logits and, for the choice alone, a correction that files keep in fp32. If the
-config says so, the weights of a token's experts are divided by their sum; then they are multiplied by a factor. Their
-sum is at most that factor, or without the division that factor times the number of experts per token. The first half of
-each head's channels is rotated in pairs; the others are not, but count as pairs too."""
+GLM-4.5 has routed experts, and a shared expert for every token; its first layers are dense. The router always computes
+in fp32: sigmoids of its logits and, for the choice alone, a correction that files keep in fp32. If the config says so,
+the weights of a token's experts are divided by their sum. Then a factor multiplies the weights, whose sum is at most
+that factor, or without the division that factor times the number of experts per token. The first half of each head's
+channels is rotated in pairs; the others are not, but count as pairs too."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names 
 
 
 def turned_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
-    """Return how many channels of a head rotary positions rotate, 0 for all. otherwise: their share where the config
+    """Return how many channels of a head rotary positions rotate, 0 for all. otherwise: the rotated share if the config
     has none. Raises UserError for channels that cannot form pairs."""
     inner = looked_up(config, f"rope_parameters.{PARTIAL}")
     part = positive(PARTIAL, config.get(PARTIAL, otherwise) if inner is None else inner, "a share of a head's channels")

@@ -72,7 +72,7 @@ SAME_CODE = ("T5", "MT5")  # beginnings of classes that are the same code, so th
 
 
 def same_code(name: str) -> tuple[str, ...]:
-    """Return the names of the stock classes with the same code as the named one, itself first."""
+    """Return the names of the stock classes with the same code as the class ``name``, which comes first."""
     prefix = next((each for each in SAME_CODE if name.startswith(each)), None)
     others = () if prefix is None else tuple(f"{each}{name.removeprefix(prefix)}" for each in SAME_CODE)
     return (name, *(other for other in others if other != name))
@@ -86,7 +86,7 @@ def loading_class(name: str) -> str:
 
 
 def half_call(name: str) -> str:
-    """Return ``.half()`` to show users, or "" if that would round numbers that stock code keeps in fp32."""
+    """Return the call ``.half()`` for users, or "" if it would round numbers that stock code keeps in fp32."""
     family = next((family for family in FAMILIES if name in names_of(family)), None)
     return "" if family is not None and family.made_in_fp32 else ".half()"
 
@@ -101,13 +101,13 @@ def class_of(config: Mapping[str, object]) -> StockClass:
 
 
 def placed_family(config: Mapping[str, object]) -> Family:
-    """Return a config's family, with the module paths of its stacks as in the config's class."""
+    """Return a config's family, with its stacks at their module paths in the config's class."""
     return family_inside(family_of(config), class_of(config).body)
 
 
 def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return the class under whose names ``tensors`` are stored; None if they have the names of the config's class, or
-    of no class of the family.
+    """Return the class under whose names ``tensors`` are stored; None if these are names of the config's class, or of
+    no class of the family.
 
     A class with a head has its stacks inside a module. Stock code reads the names of either kind, and initialises
     missing tensors at random."""
@@ -146,8 +146,8 @@ def spare_padding(config: Mapping[str, object]) -> float:
     """Return how much right padding a padded encoder row needs to stay finite in fp16: 0 for any amount, inf if padding
     is not allowed.
 
-    Under a mask of −inf a padded position that attends to no other is NaN, and so is every position that attends to it,
-    masked or not. Padded positions do attend to the sums of blocks that the row's tokens do not fill."""
+    Under a mask of −inf a padded position that attends to no position is NaN, and so is every position that attends to
+    it, masked or not. But padded positions attend to the sums of blocks that the row's tokens do not fill."""
     family = of_model_type(config.get("model_type"))
     if family is None:
         return 0

@@ -87,7 +87,7 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """A stack of one checkpoint, with its sublayers in order of execution. A single stack is both encoder and last."""
+    """A stack of one checkpoint, its sublayers in order of execution. A model's only stack is both encoder and last."""
 
     is_encoder: bool
     is_last: bool
@@ -117,17 +117,17 @@ class Layout:
 
     @property
     def outside(self) -> dict[str, str]:
-        """Tensors that only another class of the family uses, with the reason for leaving them out."""
+        """Tensors that only other classes of the family use, each with the reason for leaving it out."""
         return {name: why for name, why in self.dropped.items() if why.startswith(self.stock.names[0])}
 
     @property
     def only_class(self) -> str | None:
-        """The stock class's name if ``outside`` has tensors, so that the report covers this class alone; else None."""
+        """The stock class's name if ``outside`` has tensors, so that the report covers no other class; else None."""
         return self.stock.names[0] if self.outside else None
 
     @property
     def head(self) -> Head | None:
-        """The head on the last norm's output; None if the class returns that output."""
+        """The head on the last norm's output; None if the stock class returns the norm's output itself."""
         return next((part for part in self.topology if isinstance(part, Head)), None)
 
     @property
@@ -144,7 +144,7 @@ class Layout:
         return tuple(part for part in self.topology if isinstance(part, Projector))
 
     def projected(self, projector: Projector) -> int:
-        """Return the width of the other model's outputs."""
+        """Return the width of the other model's outputs, which a projector reads."""
         norm = self.tensors.get(f"{projector.norm}.weight")
         return norm.shape[0] if norm is not None else self.tensors[f"{projector.merging}.weight"].shape[1]
 
@@ -186,8 +186,7 @@ class Layout:
         return None if cap is None else positive(of.cap, cap, "a positive number")
 
     def sees(self, attention: Attention, length: int) -> int:
-        """Return the largest number of keys for one query of an attention, for sequences of up to ``length``
-        positions."""
+        """Return the largest number of keys for one query of an attention, in sequences of up to ``length``."""
         if not attention.radius:
             return length
         near = 3 * (number_of(self.family, self.config, attention.radius, "a number of positions", least=0) + 1)
@@ -198,7 +197,7 @@ class Layout:
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return the number of experts per token, the largest weight of one, and the largest sum of their weights."""
+        """Return the number of experts per token, the largest weight of an expert, and the largest sum of weights."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
@@ -210,7 +209,7 @@ class Layout:
         return number, scale, scale if convex else scale * number
 
     def noise(self, experts: Experts) -> float:
-        """Return the largest distance from 1 of a router's random factor in training; 0 without noise."""
+        """Return how far from 1 a router's random factor in training may be; 0 without noise."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
         return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", zero=True)
 
@@ -234,12 +233,12 @@ class Layout:
 
     @property
     def entrances(self) -> Mapping[str, str]:
-        """The stream's name by the module path of each norm or linear that reads it, in order."""
+        """The stream's name, by the module path of each norm or linear that reads this stream, in order."""
         return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
 
     @property
     def streams_read(self) -> Mapping[str, str]:
-        """The stream's name by the module path of each norm that reads it, in order."""
+        """The stream's name, by the module path of each norm that reads this stream, in order."""
         linears = {name for name, tensor in self.tensors.items() if len(tensor.shape) == 2}
         return {path: name for path, name in self.entrances.items() if f"{path}.weight" not in linears}
 
@@ -264,7 +263,7 @@ class Layout:
 
     @property
     def gates(self) -> frozenset[str]:
-        """Module paths of the linears whose activation multiplies another's output."""
+        """Module paths of gates: linears whose activation multiplies another linear's output."""
         return frozenset(part.gate for part in self.feed_forwards if part.gate)
 
     @property
@@ -280,7 +279,7 @@ class Layout:
 
     @property
     def fixed_eps(self) -> float | None:
-        """The norms' eps if rescaling cannot change it; None if it is scaled with the stream."""
+        """The norms' eps if rescaling cannot change it; None if eps is scaled with the stream."""
         return self.eps if self.family.eps_key is None else self.held_eps
 
     def table(self, ends: StackEnds) -> str:

@@ -31,7 +31,7 @@ INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
     """Raise UserError for a sliding window in which a position does not attend to itself. In bidirectional attention a
-    window of 0 is the position alone, which is allowed."""
+    window of 0, the position alone, is allowed."""
     window = looked_up(config, key)
     least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
     if window is not None and not (isinstance(window, int) and window >= least):
@@ -59,7 +59,7 @@ def number(config: Mapping[str, object], key: str) -> int:
 
 
 def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
-    """Return how query heads share value heads, as a spread. within: the prefix of config keys."""
+    """Return the ``Spread`` by which query heads share value heads. within: the prefix of config keys."""
     heads, kv_heads, size = (
         number(config, f"{within}{key}") for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -88,7 +88,7 @@ def rotary_factor(config: Mapping[str, object]) -> float:
 
 
 def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str, object]) -> float:
-    """Return the factor of one kind of rotary positions, as transformers' ``modeling_rope_utils`` computes it."""
+    """Return the factor on cosines and sines by transformers' ``modeling_rope_utils`` for one ``rotation``."""
     kind, given = kind_of(rotation), rotation.get("attention_factor")
     if kind in ROTATIONS:
         return 1.0
@@ -168,8 +168,8 @@ def sparse(
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the ``Part`` of a layer's router and gated experts. block: their module in the layer. count: config key of
-    the number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
+    """Return the ``Part`` of a layer's router and gated experts. block: the module of both in the layer. count: config
+    key of the number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
     inside, plain = f"{at}.{block}", wired_feed_forward(at, config["hidden_act"])
     each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count)))
     wiring = Experts(
@@ -203,8 +203,8 @@ def block(
     interleaved: bool = False,
 ) -> Sequence[Part]:
     """Return the parts of layer ``i``. normed: whether each head's queries and keys have norms. dropped: whether
-    dropout acts on sublayer outputs. turned: whether it has rotary positions; interleaved: on channels 2i and 2i +
-    1."""
+    dropout acts on sublayer outputs. turned: whether positions are rotary. interleaved: whether these rotate channels
+    2i and 2i + 1."""
     check_window(config)
     style = parts.Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
@@ -235,8 +235,8 @@ def classes(
     prefix: str, style: parts.Style = parts.PLAIN, *, bare: str = "Model", labels: Sequence[str] = LABELS
 ) -> tuple[StockClass, ...]:
     """Return a family's stock classes: without a head, with a language-modelling head, and with classification heads.
-    prefix: of all their names. bare: the rest of the name of the class without a head. labels: of the classification
-    classes."""
+    prefix: the beginning of all class names. bare: the end of the name without a head. labels: the ends of the names
+    with classification heads."""
 
     def labelled(name: str) -> StockClass:
         rows = name.endswith(OF_ROWS)

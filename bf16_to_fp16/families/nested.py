@@ -68,7 +68,7 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family) -> Family:
-    """Return a one-stack family with its config keys in ``text_config``, and one more tie key outside it."""
+    """Return a one-stack family with its config keys in ``text_config``, and the outer config's tie key as well."""
 
     def key(name: str) -> str:
         return f"{INNER}.{name}" if name else name
@@ -116,7 +116,7 @@ def keys_inside(family: Family) -> Family:
 
 def family_inside(family: Family, body: str) -> Family:
     """Return a family with its stacks inside the module at ``body``; "" changes nothing. A vision tower and its
-    projector are put into the module around ``body``, if any."""
+    projector go into the module around ``body``, if any."""
     if not body:
         return family
     brings, around = family.brings, body.rpartition(".")[0]

@@ -1,10 +1,10 @@
 """OLMo 2, OLMo 3 and EXAONE 4: causal language models with a norm behind each sublayer, and none before. As Llama, with
 these differences.
 
-Linears read the stream itself. The columns of v, gate and up are divided by its factor; q, k and both output
-projections carry it into norms that share the config's eps. The gains of the norms behind each sublayer bound
-its contribution to the stream. OLMo's norms of queries and keys are over all heads together. EXAONE's full-attention
-layers have no positions if other layers have a window."""
+Linears read the stream itself. The columns of v, gate and up are divided by the stream's factor; q, k and both output
+projections carry it into norms that share the config's eps. The gains of the norm behind a sublayer bound its
+contribution to the stream. OLMo's norms of queries and keys are over all heads together. EXAONE's full-attention layers
+have no positions if other layers have a window."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""View a checkpoint as another stock class of its family: the same weights under that class's names. Tensors that the
-class does not have are left out. The view's folder is temporary."""
+"""View a checkpoint as another stock class of its family: the same weights under that class's names, in a temporary
+folder. Tensors that the class does not have are left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .llama import STACK
 
 
 def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Return a checkpoint as this stock class reads it; unchanged where its config names that class."""
+    """Return a checkpoint as the stock class ``name`` reads it; unchanged where its config names that class."""
     with in_folder(checkpoint.source):
         config = naming_class(checkpoint.config, name)
     if name in architectures(checkpoint.config)[:1]:
@@ -54,7 +54,7 @@ def names_under(config: Mapping[str, object], tensors: Collection[str], name: st
 
 
 def headless(config: Mapping[str, object]) -> str | None:
-    """Return the class without a head that ``AutoModel`` makes of a causal model; None for other models."""
+    """Return the headless class that ``AutoModel`` loads for a causal model's config; None for other models."""
     family, own = family_of(config), architectures(config)[:1]
     stock = next((each for each in family.classes if own and own[0] in each.names), None)
     if stock is None or not stock.is_language_model or stock.decodes:

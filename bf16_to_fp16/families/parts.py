@@ -1,5 +1,5 @@
 """Build the parts of a sublayer, an end or a head from its weights (``Style``) and wiring (``Attention``,
-``FeedForward``). A weight that writes a signal is multiplied by its factor, one that reads it is divided."""
+``FeedForward``). A signal's factor multiplies the weights that write the signal, and divides those that read it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 @dataclass(frozen=True)
 class Style:
     """How weights are stored. ``biased``: last names of linears with a bias. ``shifts``: whether norms have a bias.
-    ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored ones. ``memory``: the named
+    ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored gains. ``memory``: the named
     size of the encoder's output that cross-attention reads."""
 
     biased: Collection[str] = ()
@@ -87,9 +87,9 @@ def to_norm(norm: str) -> Axis:
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return how channels of queries, and of keys, share exponents. The two channels of a rotated pair share one; where
-    neither all nor half of a head is rotated, all its channels do. share: (key heads, query heads for each, size of a
-    head); () if none share."""
+    """Return how channels of queries, and of keys, share exponents. The two channels of a rotated pair share one. If
+    neither all nor half of a head is rotated, all channels of the head share one. share: (key heads, query heads per
+    key head, size of a head); () if none share."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
@@ -103,8 +103,8 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the spread of one linear's rows in a fused matrix. fused: the row counts of all linears; number: this
-    one's index; spread: of its own rows."""
+    """Return the spread of one linear's rows in a fused matrix. fused: the row counts of all linears. number: the
+    linear's index. spread: that of its own rows."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -169,10 +169,10 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
 
 
 def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
-    """Return the output axes of queries and keys, the gains of their norms, the signal of both, and that of the scores.
+    """Return the axes of queries and keys, their norms' gains, the signal that both carry, and the scores' signal.
 
-    Normalised queries and keys carry the stream's factor, since their norms share its eps. Scores move by the queries
-    alone, or by the gains of their norm."""
+    Normalised queries and keys carry the stream's factor, since their norms share its eps. Only the queries, or the
+    gains of their norm, move the scores."""
     query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
     if wiring.query_norm:
         # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
@@ -208,7 +208,7 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the ``Part`` of a feed-forward. ReLU and the linear branch of a gate pass factors on exactly; GELU and
+    """Return the ``Part`` of a feed-forward. Factors pass ReLU and the linear branch of a gate exactly, but GELU and
     SiLU only for large inputs."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
@@ -249,7 +249,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
 
 
 def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
-    """Return the ``Part`` of a router and its experts. each: those of all feed-forwards, shared ones included."""
+    """Return the ``Part`` of a router and its experts. each: the parts of all feed-forwards, also of shared ones."""
     routing = f"{wiring.classifier}.routing"
     chosen = multiplied_by(routing)
     router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]
@@ -280,7 +280,7 @@ def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
 
 
 def states(norm: str, style: Style = PLAIN) -> Part:
-    """Return the ``Part`` of a final norm whose output must not move: users or another stack read it."""
+    """Return the ``Part`` of a final norm whose output must not move, since users or another stack read it."""
     return Part((Signal(f"{norm}.output", Kind.FIXED, style.model, (output_of(norm),)),), style.norm(norm, None))
 
 
@@ -303,8 +303,8 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
-    """Return the ``Part`` of a final norm and a separate head. sizes: named sizes of the linears' outputs. Nothing
-    cancels a factor behind the first linear: a tanh passes none, and users read the logits."""
+    """Return the ``Part`` of a final norm and a separate head. sizes: named sizes of the linears' outputs. No factor
+    may leave the first linear: a tanh passes none, and users read the logits."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

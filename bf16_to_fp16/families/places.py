@@ -1,5 +1,4 @@
-"""Find the stack, block and role of a module or site: with its family's layout, or, of any class, from its name
-alone."""
+"""Find the stack, block and role of a module or site: by its family's layout, or from the name alone for any class."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def stack_of(path: str) -> str | None:
 
 
 def stack_in(path: str, family: Family | None) -> str | None:
-    """Return ``stack_of(path)``. If the path names no stack and the family has only one, return that one's name."""
+    """Return ``stack_of(path)``, or if that is None the name of the family's stack if the family has only one."""
     only = STACKS[-1] if family is not None and family.decoder is None else None
     return stack_of(path) or only
 
@@ -60,8 +59,8 @@ _OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
 
 @dataclass(frozen=True)
 class Place:
-    """``stack``: encoder or decoder. ``block``: from 0. ``role``: of the module or operation. Each is None if
-    unknown."""
+    """A site's place, None where unknown. ``stack``: encoder or decoder. ``block``: from 0. ``role``: of the module or
+    operation."""
 
     stack: str | None = None
     block: int | None = None

@@ -1,9 +1,9 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with outputs of a vision tower in their stream.
 
 Positions on three axes only change the angles of rotary positions. A merger reads four of the tower's outputs at once
-through their norms, and makes a token of them with two linears and a GELU between them. In Qwen3-VL, further mergers
-add outputs of earlier tower layers to the stream after its first layers. All these norms have an eps of their own, so
-only each merger's last linear carries the stream's factor, and the tower stays as it is."""
+through their norms. Two linears with a GELU between them make a token of the four. In Qwen3-VL, further mergers add
+outputs of earlier tower layers to the stream after its first layers. All these norms have an eps of their own, so only
+each merger's last linear carries the stream's factor, and the tower stays as it is."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ MOST_POSITIONS = 1 << 16  # most positions made where a file lacks them; publish
 
 
 def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
-    """Classify every tensor of ``checkpoint`` and return its layout. untie: give a tied head a copy of the embedding.
-    Raises UserError for a tensor that is missing, unknown or misshapen, and for a bad config.json."""
+    """Return the layout of ``checkpoint``, with a role for every tensor. untie: give a tied head a copy of the
+    embedding. Raises UserError for a tensor that is missing, unknown or misshapen, and for a bad config.json."""
     with in_folder(checkpoint.source):
         return classified(checkpoint, untie=untie)
 
@@ -107,8 +107,8 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
-    """Return the end of an error message about a missing embedding: the remedy. If the names are those of another
-    class, stock code can read them and save them under its own names, unless a head is missing."""
+    """Return the remedy for a missing embedding, the end of an error message. If the tensors have another class's
+    names, stock code can read them and save them under its own names, unless a head is missing."""
     other = named_as(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
@@ -305,7 +305,7 @@ class ModelTensors:
 
 
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise UserError for a norm whose gains are all 0: nothing behind it would depend on its input."""
+    """Raise UserError for a norm whose gains are all 0, since nothing behind it would depend on its input."""
     for path in layout.norms:
         tensor = layout.tensors.get(f"{path}.weight")
         name = None if tensor is None else tensor.source

@@ -1,10 +1,10 @@
 """Signals, and the tensors that carry them, as pure data: nothing here computes on weights.
 
 A *signal* flows between weights: the residual stream, one attention's values, the output of one norm. It may carry a
-power of two, one for each channel. A weight that writes a signal is multiplied by its factor along the axis that
-produces it; a weight that reads the signal is divided along the axis that consumes it. The product of queries and keys
-must not change, so queries are multiplied and keys divided. An element's exponent is the sum over its axes, each of
-which is ``multiplied_by(signal)``, ``divided_by(signal)`` or None."""
+power of two, one for each channel. A weight that writes a signal is multiplied by the signal's factor along the axis
+that produces it; a weight that reads the signal is divided along the axis that consumes it. The product of queries and
+keys must not change, so queries are multiplied and keys divided. An element's exponent is the sum over its tensor's
+axes. Each axis is ``multiplied_by(signal)``, ``divided_by(signal)`` or None."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ negative number at either end stands for so many elements that carry nothing: ne
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a tensor along which a signal's factor multiplies (``sign`` 1) or divides (−1). ``spread``: how its
-    elements share the signal's channels. ``others``: further signals on the same elements, or on other elements of the
-    axis if several linears share a matrix."""
+    """An axis of a tensor along which a signal's factor multiplies (``sign`` 1) or divides (−1). ``spread``: how the
+    axis's elements share the signal's channels. ``others``: further signals on the same elements, or on other elements
+    of the axis if several linears share a matrix."""
 
     sign: Sign
     signal: str
@@ -80,29 +80,29 @@ class Axis:
     others: tuple[Axis, ...] = ()
 
     def beside(self, *others: Axis) -> Axis:
-        """Return this axis with other signals that it carries too, on the same or on other elements."""
+        """Return this axis with further signals, on the same or on other elements."""
         return replace(self, others=others)
 
 
 def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
-    """Return one axis for each signal that an axis carries; () for None."""
+    """Return an axis as one ``Axis`` for each signal that it carries; () for None."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
 
 def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that is multiplied by a signal's factor: its weight writes the signal."""
+    """Return an axis that a signal's factor multiplies, because the weight writes the signal."""
     return Axis(1, signal, spread)
 
 
 def divided_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that a signal's factor divides: its weight reads the signal, or makes keys."""
+    """Return an axis that a signal's factor divides, because the weight reads the signal or makes keys."""
     return Axis(-1, signal, spread)
 
 
 @dataclass(frozen=True)
 class ObservationPoint:
-    """A site where a signal is observed: the sign of its exponent there, the module's path and side, and how the
-    elements there share channels."""
+    """A site where a signal is observed: the module's path and side, the sign of the signal's exponent there, and how
+    the values there share channels."""
 
     sign: Sign
     module: str
@@ -111,12 +111,12 @@ class ObservationPoint:
 
 
 def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
-    """Return a module's output as an observation point of a signal, with the sign of the exponent there."""
+    """Return the observation point of a signal at a module's output. sign: of the signal's exponent there."""
     return ObservationPoint(sign, module, "output", spread)
 
 
 def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
-    """Return a module's input as an observation point of a signal."""
+    """Return the observation point of a signal at a module's input."""
     return ObservationPoint(1, module, "input", spread)
 
 
@@ -126,7 +126,7 @@ def columns_of(signal: str) -> str:
 
 
 def made_by(columns: str) -> str:
-    """Return the name of the signal that a signal of kind ``COLUMNS`` belongs to."""
+    """Return the name of the signal of queries or of a gate to which a signal of kind ``COLUMNS`` belongs."""
     return columns.removesuffix(columns_of(""))
 
 
@@ -137,9 +137,9 @@ def before(norm: str) -> str:
 
 @dataclass(frozen=True)
 class Signal:
-    """``size``: the named size of its channels; with ``spread``, the size of an axis whose elements share channels in
-    that way. ``seen``: the sites where it can be observed. ``beside``: sites where its exponent is added
-    to another signal's."""
+    """A signal. ``size``: the named size of its channels; with ``spread``, the size of an axis whose elements share
+    channels. ``seen``: the sites where it can be observed. ``beside``: sites where its exponent adds to another
+    signal's."""
 
     name: str
     kind: Kind
@@ -153,11 +153,11 @@ class Signal:
 class Tensor:
     """One parameter: its name, the named sizes of its axes, and the signal that each axis carries, or None.
 
-    ``absent``: why it may be missing from a file, "" if it must be there. ``generate``: a function from its shape to
-    its unscaled values, if stock code computes them. ``offset``: a number that stock code adds to it, in fp32, before
-    use; exponents act on the sum, and the file holds the sum minus the offset, rounded. ``ahead``: unused rows before
-    the first position in a table of positions. ``in_fp32``: whether stock code keeps it in fp32 for a choice, so that
-    it must not be rounded."""
+    ``absent``: why a file may lack it, "" if it must be there. ``generate``: a function from its shape to its unscaled
+    values, if stock code computes them. ``offset``: a number that stock code adds to it, in fp32, before use; exponents
+    act on the sum, and the file holds the sum minus the offset, rounded. ``ahead``: unused rows before the first
+    position in a table of positions. ``in_fp32``: whether stock code keeps it in fp32 for a choice, so that it must not
+    be rounded."""
 
     name: str
     shape: tuple[str, ...]

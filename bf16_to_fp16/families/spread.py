@@ -47,7 +47,7 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def shared(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return each channel's elements side by side: [channels, elements of each, ...] from [elements, ...]."""
+    """Return the elements of each channel side by side: [channels, elements of each, ...] from [elements, ...]."""
     if not spread:
         return values.unsqueeze(1)
     _, factors, _ = without_ends(spread)

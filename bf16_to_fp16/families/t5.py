@@ -5,10 +5,10 @@ head after multiplying by d^-1/2; v1.1 and its descendants have a gate and a sep
 is in the first block of each stack and shared by the others.
 
 LongT5 is T5 v1.1 with an encoder that attends locally and, with ``transient-global``, to sums of all blocks of
-positions. Local attention differs from T5's only in its mask. In transient-global attention the output of the
-sublayer's norm is summed over blocks of positions, the sums go through a norm of their own, and keys and values are
-computed from both. That norm has the eps of all others, scaled by the square of the residual stream's factor. So the
-sums, and with them the output of the first norm, must carry the stream's factor too, the same in every channel."""
+positions. Local attention differs from T5's only in its mask. In transient-global attention the norm's output is summed
+over blocks of positions, and another norm reads the sums. Keys and values are computed from the outputs of both norms.
+All norms share one eps, scaled by the square of the residual stream's factor. So the sums, and with them the output of
+the first norm, must carry the stream's factor too, the same in every channel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return the ``Part`` of an attention. memory: if it reads the encoder. shared: whose position bias it uses."""
+    """Return the ``Part`` of an attention. memory: it reads the encoder. shared: whose position bias it uses."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -48,8 +48,8 @@ def with_table(part: Part, name: str) -> Part:
 
 
 def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
-    """Return the ``Part`` of a feed-forward. projection: ``feed_forward_proj`` of the config, where "gated-gelu"
-    means gelu_new."""
+    """Return the ``Part`` of a feed-forward. projection: the config's ``feed_forward_proj``; "gated-gelu" is
+    gelu_new."""
     m, gated = f"{at}.{module}", projection.startswith("gated-")
     return feed_forward(
         FeedForward(
@@ -67,7 +67,7 @@ def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
 
 
 def blocks(*, every: bool = False) -> tuple[Stack, Stack]:
-    """Return encoder and decoder. every: whether each block has its own position bias, instead of the first block's."""
+    """Return encoder and decoder. every: whether each block has a position bias, and not only the first."""
 
     def attending(stack: str, i: int) -> Part:
         first = f"{stack}.block.0.layer.0.SelfAttention"

@@ -13,9 +13,9 @@ from .wiring import Projector, StockAttributes, Topology
 
 @dataclass(frozen=True)
 class Part:
-    """Signals and tensors that belong together: a sublayer, an embedding, a head. Parts share signals by name: such a
-    signal is seen wherever one of them sees it. ``topology``: how the modules are connected; None for outputs that only
-    users read."""
+    """Signals and tensors that belong together: a sublayer, an embedding, a head. Parts with a signal of the same name
+    share the signal, and all their observation points count. ``topology``: how the modules are connected; None for
+    outputs that only users read."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -26,12 +26,12 @@ class Part:
 class StockClass:
     """A class of transformers that loads a family's checkpoints.
 
-    ``names``: the current name first, then older ones. ``decodes``: whether it has a decoder. ``takes_decoder_ids``:
-    whether it needs the decoder's ids; else it makes them from the encoder's. ``end``: the head on the last norm's
-    output; None for a language-modelling head, since the tensors decide whether that is tied. ``gives``: the fields of
-    its output. ``body``: the module that holds the stacks, "" for the model itself. ``reads_end_token``: whether its
-    head reads only the last end token of a row; ``reads_last_token``: only the last token that is not padding.
-    ``auto``: the Auto class that loads it, "" for the usual one."""
+    ``names``: the current name first, then older ones. ``decodes``: whether the class has a decoder.
+    ``takes_decoder_ids``: whether it needs the decoder's ids; if not, it makes them from the encoder's. ``end``: the
+    head on the last norm's output; None for a language-modelling head, which only the tensors show to be tied or not.
+    ``gives``: the fields of the output. ``body``: the module that holds the stacks, "" for the model itself.
+    ``reads_end_token``: whether the head reads only the last end token of a row; ``reads_last_token``: only the last
+    token that is not padding. ``auto``: the Auto class that loads it, "" for the usual one."""
 
     names: tuple[str, ...]
     decodes: bool = False
@@ -45,19 +45,18 @@ class StockClass:
 
     @property
     def answers_rows(self) -> bool:
-        """Whether it has one output per row."""
+        """Whether the class has one output per row."""
         return self.reads_end_token or self.reads_last_token
 
     @property
     def is_language_model(self) -> bool:
-        """Whether it predicts the next token, and can generate."""
+        """Whether the class predicts the next token, and can generate."""
         return self.end is None
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A sequence of blocks. ``layers``: config key of their number. ``block(config, i)``: returns the parts of block
-    i."""
+    """A sequence of blocks. ``layers``: config key of their number. ``block(config, i)`` returns block i's parts."""
 
     layers: str
     block: Callable[[Mapping[str, object], int], Sequence[Part]]
@@ -73,8 +72,8 @@ class OutputScale(StrEnum):
 
 @dataclass(frozen=True)
 class Deviation:
-    """A standard deviation for initialisation: one over the root of the product of the named sizes ``over``; 1 if there
-    are none. ``scaled``: multiplied by the family's factor (see ``Initialisation``)."""
+    """A standard deviation for initialisation: one over the root of the product of the named sizes ``over``; 1 without
+    any. ``scaled``: whether the family's factor multiplies it (see ``Initialisation``)."""
 
     over: tuple[str, ...] = ()
     scaled: bool = True
@@ -101,7 +100,7 @@ DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
 
 @dataclass(frozen=True)
 class SameAs:
-    """A default that is the value of another config key."""
+    """A default that equals the value of another config key."""
 
     key: str
 
@@ -116,7 +115,7 @@ class Quotient:
 
 @dataclass(frozen=True)
 class OfLayers:
-    """A default that is the value of a key in ``per_layer_config``; ``otherwise`` if no layer has one."""
+    """A default that equals the value of ``key`` in ``per_layer_config``; ``otherwise`` if no layer has one."""
 
     key: str
     otherwise: object
@@ -127,10 +126,10 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """The names of experts in files, where each has its own linears, while stock code fuses all experts in two tensors.
-    ``inside``: the experts' parent module in files, "" if it has stock code's name. ``at``: the module of the fused
-    tensors. ``gates``: its tensor of gates and neurons together, [experts, 2 · neurons, width].
-    ``outputs``: its tensor of outputs, [experts, width, neurons]."""
+    """The names of experts in files. Files store each expert's linears apart, while stock code fuses all experts in two
+    tensors. ``inside``: the experts' parent module in files, "" if it has stock code's name. ``at``: the module of the
+    fused tensors. ``gates``: the fused tensor of gates and neurons, [experts, 2 · neurons, width]. ``outputs``: the
+    fused tensor of outputs, [experts, width, neurons]."""
 
     gate: str = "gate_proj"
     linear: str = "up_proj"
@@ -143,7 +142,7 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Sum:
-    """A factor of a size: a sum, each term of which is a product of config keys and numbers."""
+    """A factor of a size: a sum of products of config keys and numbers."""
 
     products: tuple[tuple[str | int, ...], ...]
 
@@ -225,7 +224,7 @@ class Family:
 
     @property
     def projector(self) -> Projector | None:
-        """The part that replaces embeddings by another model's outputs, or None."""
+        """The part that replaces embeddings by another model's outputs; None without one."""
         parts = self.brings({}) if self.brings is not None else ()
         return next((part.topology for part in parts if isinstance(part.topology, Projector)), None)
 
@@ -238,7 +237,7 @@ class Family:
         return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
 
     def giving_states(self, *, decodes: bool) -> str | None:
-        """Return the stock class that returns only last states. decodes: with a decoder."""
+        """Return the stock class that returns only last states, if any. decodes: whether it has a decoder."""
         fitting = (each for each in self.classes if each.gives == ("last_hidden_state",) and each.decodes == decodes)
         return next((each.names[0] for each in fitting), None)
 

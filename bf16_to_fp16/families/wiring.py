@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StockAttributes:
-    """Names of attributes of stock modules that hold numbers for the bounds; "" if the class has none. ``heads``,
+    """Attributes of stock modules whose values the bounds need, by name; "" if the class has none. ``heads``,
     ``head_size``: of an attention. ``groups``: the number of query heads per key head. ``embedding_scale``: the factor
     on the embedding, an attribute of the stack or of the embedding."""
 
@@ -22,10 +22,10 @@ class StockAttributes:
 class Rotary:
     """Rotary positions: each pair of channels of a query or key is rotated by an angle.
 
-    at: the module of cosines and sines, "" if the layer rotates nothing; the bounds of a rotation cover that. factor:
-    the largest factor on them, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i and i + half of the
-    rotated ones. turned: the number of a head's channels that are rotated, 0 for all; the others stay, but count as
-    pairs too. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
+    at: the module of cosines and sines, "" for a layer without rotation, which the bounds of a rotation cover too.
+    factor: the largest factor on cosines and sines, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i
+    and i + half of the rotated ones. turned: how many channels of a head are rotated, 0 for all; the others stay, but
+    count as pairs too. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
 
     at: str
     factor: float = 1.0
@@ -77,7 +77,7 @@ class Attention:
 
     @property
     def entrance(self) -> str:
-        """The module that reads the stream; without a norm, one of the linears."""
+        """The module that reads the stream: the norm, or without one a linear."""
         return self.norm or self.query
 
     @property
@@ -86,8 +86,8 @@ class Attention:
 
     @property
     def scaling(self) -> tuple[str, ...]:
-        """The sites where scores are multiplied by a number, or queries and keys by its root. Rotary positions take
-        four products before them, and growing queries one more."""
+        """The sites where a number multiplies the scores, or its root queries and keys. Rotary positions make four
+        products before these sites, and growing queries one more."""
         if self.divides:
             return (f"{self.at}:div",)
         first = 1 if not self.turns else 6 if self.rotary is not None and self.rotary.growth else 5
@@ -104,11 +104,11 @@ class FeedForward:
     """The connections of a feed-forward sublayer's modules.
 
     ``at``: the module that computes the product of gate and neurons. ``gate``: path of the linear whose activation
-    multiplies ``linear``'s output; "" for a plain sublayer, whose ``linear`` has the activation itself. ``activation``:
-    its name in the config; ``act``: its module. ``norm``, ``add``, ``post_norm`` as in ``Attention``. ``dropouts``: of
-    the neurons, of the output. ``fused``: row counts of gate and ``linear`` if one module computes both. ``scalar``:
-    tensor of a number that multiplies the stream after this sublayer, "" for none; ``scaled``: the site of that
-    product."""
+    multiplies ``linear``'s output; "" for a plain sublayer, where the activation acts on ``linear`` itself.
+    ``activation``: the config's name; ``act``: the module. ``norm``, ``add``, ``post_norm`` as in ``Attention``.
+    ``dropouts``: of the neurons, of the output. ``fused``: row counts of gate and ``linear`` if one module computes
+    both. ``scalar``: tensor of a number that multiplies the stream after this sublayer, "" for none; ``scaled``: the
+    site of that product."""
 
     at: str
     norm: str
@@ -134,19 +134,19 @@ class Experts:
     """The connections of a sublayer with a router and several feed-forwards (experts), some of which run for each
     token.
 
-    ``at``: the module that hands tokens out and gathers their outputs, 0 for a token that no expert takes. ``norm``,
-    ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses by its scores. ``classifier``: the
-    linear whose outputs are the logits of that choice. ``noise``: config key of the largest distance from 1 of a random
-    factor on the norm's output in training, for the router alone or for the experts too; "" for none. ``experts``:
-    plain or gated feed-forwards that read the norm's output. ``dropouts``: of the output.
+    ``at``: the module that hands tokens out and gathers outputs, 0 for a token that no expert takes. ``norm``, ``add``,
+    ``post_norm`` as in ``Attention``. ``router``: the module that chooses by its scores. ``classifier``: the linear
+    whose outputs are the logits of that choice. ``noise``: config key of the largest distance from 1 of a random factor
+    on the norm's output in training, for the router alone or for the experts too; "" for none. ``experts``: plain or
+    gated feed-forwards that read the norm's output. ``dropouts``: of the output.
 
     ``chosen``: config key of the number of experts that take a token. "" means one or none, chosen by the largest
     probability in fp32; the router then returns the choice, [rows, positions, experts], and its probability. With a key
-    it returns its logits, the weights of the outputs, and their experts' numbers, [tokens, experts of a token].
-    ``sigmoid``: whether scores are sigmoids of the logits, and not a softmax. ``normalised``: config key of whether a
-    token's weights are divided by their sum, "" for always. ``scaling``: config key of a number that multiplies them,
-    "" for none. ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a feed-forward
-    that also takes every token, with a weight of 1; ``sum``: the site where it joins the others."""
+    the router returns its logits, the outputs' weights, and the experts' numbers, [tokens, experts of a token].
+    ``sigmoid``: whether scores are sigmoids of the logits, not a softmax. ``normalised``: config key of whether a
+    token's weights are divided by their sum, "" for always. ``scaling``: config key of a number that multiplies the
+    weights, "" for none. ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a
+    feed-forward that takes every token, with a weight of 1; ``sum``: the site where its output joins the experts'."""
 
     at: str
     norm: str
@@ -167,7 +167,7 @@ class Experts:
 
     @property
     def every(self) -> tuple[FeedForward, ...]:
-        """Its feed-forwards, the shared one last."""
+        """All feed-forwards of the sublayer, the shared one last."""
         return self.experts if self.shared is None else (*self.experts, self.shared)
 
     @property
@@ -179,14 +179,14 @@ class Experts:
 class StackEnds:
     """The beginning and the end of a stack.
 
-    ``at``: the stack. ``embedding``: module path. ``table``: its tensor, "" for the family's. ``positions``: tensor
-    added to the embedding, "" for none. ``first_norm``: a norm of that sum, whose output begins the residual stream, ""
-    for none. Its input is not rescaled, so its eps stays: the family must have no ``eps_key``. ``norm``: the final one.
-    ``dropouts``: after the embedding, after the final norm.
+    ``at``: the stack. ``embedding``: module path. ``table``: the embedding's tensor, "" for the family's.
+    ``positions``: tensor added to the embedding, "" for none. ``first_norm``: a norm of that sum, whose output begins
+    the residual stream, "" for none. This norm's input is not rescaled, so its eps stays: the family must have no
+    ``eps_key``. ``norm``: the final one. ``dropouts``: after the embedding, after the final norm.
 
-    ``scaled_by``: what multiplies the embedding, its own module or the stack, "" for neither. The factor is the
-    family's embedding multiplier if ``multiplier``, else √d. ``switch``: the config key that turns √d on; without one
-    it is always on, rounded to the weight's dtype, and multiplies ``inputs_embeds`` too."""
+    ``scaled_by``: the module that multiplies the embedding, its own or the stack, "" for neither. The factor is the
+    family's embedding multiplier if ``multiplier``, else √d. ``switch``: the config key that turns √d on. Without a key
+    √d is always on, rounded to the weight's dtype, and multiplies ``inputs_embeds`` too."""
 
     at: str
     embedding: str
@@ -215,7 +215,7 @@ class StackEnds:
 
     @property
     def embedded(self) -> str:
-        """The site of the embedding with everything added to it."""
+        """The site of the embedding after everything is added to it."""
         if self.positions:
             return f"{self.at}:add"
         return self.scaling if self.scaled_by else f"{self.embedding}:embedding"
@@ -234,9 +234,9 @@ class HeadLinear:
 
 @dataclass(frozen=True)
 class Head:
-    """The linears on the last norm's output, one after another. ``at``: the module that computes them. ``dropout``: the
-    dropout module before each of the linears, "" for none. ``cap``: config key of a soft cap on the logits, as in
-    ``Attention``; the model itself applies it."""
+    """The linears on the last norm's output, one after another. ``at``: the module that computes these linears.
+    ``dropout``: the dropout module before each linear, "" for none. ``cap``: config key of a soft cap on the logits, as
+    in ``Attention``; the model itself applies the cap."""
 
     at: str
     linears: tuple[HeadLinear, ...]
@@ -255,15 +255,15 @@ class Projector:
     the norm, "" for none. ``add``: the site where the results replace embeddings, or join the stream. ``norm``: module
     path, with an eps of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm. Beside a large mean a
     LayerNorm may lose the variation, so its bounds hold for outputs whose mean is at most ``MOST_MEAN``. ``joined``:
-    how many of the norm's outputs the first linear reads at once; ``by_channel``: interleaved by channel.
-    ``shares_eps``: whether the norm has the text model's eps, which scales with the stream's exponent, so that its
-    output drifts.
+    how many of the norm's outputs the first linear reads at once; ``by_channel``: whether their channels are
+    interleaved. ``shares_eps``: whether the norm has the text model's eps, which scales with the stream's exponent, so
+    that the norm's output drifts.
 
     ``weight``: tensor of the only linear, [inputs, outputs]; "" if there are modules instead: ``merging`` ("" for
-    none), then those of ``feed_forward``, if any. ``tower``: the other model's module, of which nothing is known: its
-    tensors are carried over unchanged, and no bound covers its inside. ``behind``: the sum to which the results are
-    added, "" if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the field of the stock class's
-    output that has the results, "" for none."""
+    none), then those of ``feed_forward``, if any. ``tower``: the other model's module, which stays unknown: its tensors
+    are carried over unchanged, and no bound covers its inside. ``behind``: the sum to which the results are added, ""
+    if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the field with the results in the stock
+    class's output, "" for none."""
 
     at: str
     add: str
@@ -286,15 +286,15 @@ class Projector:
 class ImageInput:
     """How a stock class takes an image: seven config keys, then three arguments ("" for none).
 
-    ``token``: key of the id that the image's vectors replace. ``channels``: of the number of channels, "" for 3.
-    ``size``: of the image's height and width in pixels; "" where the model takes any size, and the audit's image has
-    two merged patches each way. ``tokens``: of the number of such ids for one image, "" for four. ``patch``: of a
-    patch's height and width in pixels. ``merged``: of the number of patches that make a token, in height and in width.
-    ``frames``: of the number of times that each pixel is given; "" for whole images.
+    ``token``: key of the id that the image's vectors replace. ``channels``: key of the number of channels, "" for 3.
+    ``size``: key of the image's height and width in pixels; "" where the model takes any size, and the audit's image
+    has two merged patches each way. ``tokens``: key of the number of such ids for one image, "" for four. ``patch``:
+    key of a patch's height and width in pixels. ``merged``: key of the number of patches, in height and in width, that
+    make a token. ``frames``: key of the number of times that each pixel is given; "" for whole images.
 
-    ``marks``: the argument that is 1 at these ids. ``sizes``: that with an image's size: for whole images in pixels,
-    else as the numbers of frames and of patches in height and width. ``places``: that with the column and row of each
-    patch, for images that are given as rows of patches."""
+    ``marks``: the argument that is 1 at these ids. ``sizes``: the argument with an image's size: for whole images in
+    pixels, else as the numbers of frames and of patches in height and width. ``places``: the argument with column and
+    row of each patch, for images that are given as rows of patches."""
 
     token: str
     channels: str
@@ -312,7 +312,7 @@ Sublayer = Attention | FeedForward | Experts
 
 
 def feed_forwards_of(sublayer: Sublayer) -> tuple[FeedForward, ...]:
-    """Return the feed-forwards of a sublayer: itself, each expert, or none of an attention."""
+    """Return the feed-forwards of a sublayer: itself, its experts, or none for an attention."""
     if isinstance(sublayer, Attention):
         return ()
     return sublayer.every if isinstance(sublayer, Experts) else (sublayer,)

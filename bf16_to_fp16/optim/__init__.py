@@ -1,2 +1,1 @@
-"""AdamW for parameters kept in 16 bits, and the exact rounding that it needs. Rounding is to nearest or stochastic,
-with random bits that a seed determines."""
+"""AdamW for parameters kept in 16 bits, and its exact rounding: to nearest, or stochastic with seeded random bits."""

@@ -1,16 +1,16 @@
 """AdamW for parameters kept in bf16 or fp16 with no fp32 copy.
 
-A step is computed in fp32 from the stored values, and only the final store is rounded: stochastically, so that updates
+A step is computed in fp32 from the stored values. Only the stored result is rounded: stochastically, so that updates
 far below a weight's gap still add up, or to nearest. See ``rounding`` for the arithmetic. The moments follow the same
 rule: a bf16 second moment that is rounded to nearest never decays, since 0.1% of it is less than half its gap.
 
 Random bits depend on (seed, step, parameter's position, element's index in the whole parameter). A DTensor's shard
-knows its place in the whole, so FSDP2 gives the bits of a single process; under DDP every replica draws the same.
+knows its place in the whole, so FSDP2 gives the bits of a single process; under DDP every replica draws the same bits.
 
 One function updates a piece of consecutive elements: eagerly, on pieces that stay in a processor's caches; or compiled
-by torch.compile into one kernel that reads and writes everything once. On a CPU both give the same bits, because every
-operation that is used is rounded correctly there: ``rsqrt`` is, while the eager ``sqrt`` of torch's Intel builds is
-not. On an accelerator compiled divisions are not, and the two agree to rounding."""
+by torch.compile into one kernel that reads and writes everything once. On a CPU both ways give the same bits, because
+every operation used is rounded correctly there: ``rsqrt`` is, while the eager ``sqrt`` of torch's Intel builds is not.
+On an accelerator compiled divisions are not rounded correctly, and both ways agree to rounding."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> None:
-    """Step some elements in place, eagerly or inside torch.compile. key: as for ``rounding``. Numbers that change are
-    tensors: for a new Python number torch.compile would compile again."""
+    """Do AdamW's step on some elements in place, eagerly or inside torch.compile. key: as for ``rounding``. Numbers
+    that change are tensors, since torch.compile would compile again for a new Python number."""
     parameter, grad, exp_avg, exp_avg_sq = tensors
     unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = coefficients.unbind()
     value = parameter.to(torch.float32)
@@ -85,8 +85,8 @@ def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> N
 
 @functools.cache
 def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[..., None] | str:
-    """Return ``_update`` compiled for one combination of dtypes, device and rounding; the first line of the error if
-    that fails.
+    """Return ``_update`` compiled for one combination of dtypes, device and rounding; if that fails, the error's first
+    line.
 
     torch.compile counts recompilations by code object and gives up after eight. So each combination has its own copy,
     which is compiled once for all lengths."""
@@ -124,17 +124,16 @@ class AdamW(Optimizer):
     option may be set per group.
 
     rounding: how a step is stored, ``"stochastic"`` or ``"nearest"``. moments: ``"float32"`` (8 bytes per element) or
-    ``"bfloat16"`` (4, rounded stochastically). seed: from 0 to 2⁶³ − 1, of all random bits. compile: one kernel by
-    torch.compile instead of eager chunks; by default for groups of 2²⁴ elements or more, where a compiler works. It
-    changes speed only, and is not taken from a loaded state.
+    ``"bfloat16"`` (4, rounded stochastically). seed: of all random bits, from 0 to 2⁶³ − 1. compile: whether
+    torch.compile makes one kernel, instead of eager chunks; by default for groups of 2²⁴ elements or more, where a
+    compiler works. This changes speed only, and is not taken from a loaded state.
 
-    Under ``torch.amp.GradScaler`` fp16 gradients work: the scale is divided out in fp32, and a step with inf or NaN
+    ``torch.amp.GradScaler`` works with fp16 gradients: the scale is divided out in fp32, and a step with inf or NaN
     changes nothing. ``GradScaler.unscale_`` refuses fp16 gradients, so clip before the step at max_norm · scale.
 
     state_dict() and load_state_dict() keep every bit, the step and the seed, so a resumed run equals an uninterrupted
     one; the state of torch.optim.AdamW loads too. Raises UserError for bad options and parameters, and for a step at a
-    loss scale that is 0 or not finite.
-    """
+    loss scale that is 0 or not finite."""
 
     # GradScaler then sets grad_scale and found_inf as attributes before step(), as for torch's fused optimizers.
     _step_supports_amp_scaling = True
@@ -170,9 +169,9 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the closure's result. GradScaler sets the attributes
-        ``grad_scale`` and ``found_inf``: gradients are divided by the first, and nothing changes if the second is not
-        0. Reading them waits for the device, as GradScaler itself does for other optimizers."""
+        """Update every parameter that has a gradient, and return the closure's result. With GradScaler's attributes
+        ``grad_scale`` and ``found_inf``, gradients are divided by the first, and nothing changes unless the second is
+        0. Reading both waits for the device, as GradScaler itself does for other optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -233,8 +232,8 @@ class AdamW(Optimizer):
             local.copy_(tensors[0].view(local.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of ``state_dict()``, in the dtypes in which it was saved. Options come from the saved
-        groups if they have them, except ``compile``."""
+        """Restore the result of ``state_dict()``, in its saved dtypes. Options come from the saved groups if given
+        there, except ``compile``."""
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, options, saved_group in zip(self.param_groups, before, state_dict["param_groups"], strict=True):

@@ -5,17 +5,16 @@ probability (x − down)/(up − down) it moves as far as it should on average, 
 arXiv:1502.02551; Zamirai et al., arXiv:2010.06192). Three things make that exact here.
 
 In fp32's bit pattern the 16-bit grids are equally spaced: every 2¹⁶-th pattern is a bf16 value and every 2¹³-th a
-normal fp16 value, binade crossings and bf16's subnormals included. Adding as many random bits as will be cut off and
-then cutting is the wanted probability, not an approximation of it. fp16's subnormals have the gap 2⁻²⁴ whatever their
-size, so there x·2²⁴ is split into floor and fraction, both exact, and the fraction is compared with 31 random bits.
+normal fp16 value, binade crossings and bf16's subnormals included. So adding as many random bits as will be cut off,
+and then cutting, rounds up with exactly the wanted probability. fp16's subnormals all have the gap 2⁻²⁴, so x·2²⁴ is
+split into floor and fraction, both exact, and the fraction is compared with 31 random bits.
 
-A finite value beyond the last finite one of the format becomes that one, never inf; inf, NaN and the sign of zero stay.
+A finite value beyond the format's last finite value becomes that value, never inf; inf, NaN and the sign of zero stay.
 
-Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011), the
-key being one of (seed, step, parameter). No state is carried along, so the result is the same in whatever chunks, on
-however many ranks and after whatever interruption it is computed. Only int32 and fp32 operations are used, each rounded
-correctly on a CPU, so torch.compile can fuse them and gives the same bits.
-"""
+Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011); the
+key depends on (seed, step, parameter). No state is carried along, so chunks, ranks and interruptions do not change the
+result. Only int32 and fp32 operations are used, each rounded correctly on a CPU, so torch.compile can fuse them and
+gives the same bits."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ def random_bits(counter: Tensor, key: Key) -> Tensor:
 
 def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
     """Return two more sets of 16 random bits from the result of ``random_bits``, in the low halves of two int32
-    tensors. The high halves are not random. It takes one more round; each set is uniform and unrelated to ``bits``."""
+    tensors. The high halves are not random. One more hash round makes each set uniform and unrelated to ``bits``."""
     x = (bits + key[2]).mul_(_MULTIPLIERS[2])
     high = x >> 16
     return high, x.bitwise_xor_(high)
@@ -95,13 +94,13 @@ def stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x to the nearest value of ``dtype``, ties to even, finite values never to inf; the result is fp32. x: fp32
-    with quiet NaNs only. Written with integers because a compiler may drop a cast to 16 bits and back."""
+    with quiet NaNs only. It uses integers because a compiler may drop a cast to 16 bits and back."""
     return x if dtype == torch.float32 else _round(x, dtype, None)
 
 
 def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """Add ``bits`` (half a gap if None) to fp32's bit pattern and cut it to the grid of ``dtype``. Comparisons are sign
-    bits of int32 differences: on a CPU these cost a fifth of boolean masks."""
+    """Add ``bits`` (half a gap if None) to fp32's bit pattern and cut the sum to the grid of ``dtype``. Comparisons use
+    sign bits of int32 differences, which on a CPU cost a fifth of boolean masks."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
     cut = _CUT[dtype]
@@ -122,7 +121,7 @@ def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
 
 
 def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
-    """Return |x| rounded to a multiple of fp16's smallest step, as ``_round`` does: the fraction of x·2²⁴ decides."""
+    """Return |x| rounded to a multiple of fp16's smallest step, as in ``_round``, by the fraction of x·2²⁴."""
     steps = x.abs().mul_(1 / FP16_STEP)
     if bits is None:
         return steps.round_().mul_(FP16_STEP)
@@ -135,8 +134,8 @@ def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def index_blocks(start: int, stop: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut the indices from ``start`` to ``stop`` at block borders and after every ``chunk`` elements. Yields (start,
-    stop, block, index of the first in its block)."""
+    """Cut the indices from ``start`` to ``stop`` at block borders and after every ``chunk`` elements. Yields, for each
+    piece, (start, stop, block, index of its first element in the block)."""
     while start < stop:
         block = start >> BLOCK_BITS
         end = min(stop, start + chunk, (block + 1) << BLOCK_BITS)

@@ -28,9 +28,9 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
 @dataclass(frozen=True)
 class AdapterTensor:
-    """One kind of tensor in an adapter. ``axes``: for each of its axes the corresponding axis of the checkpoint's
-    tensor, None for the rank. ``scaled``: whether a factor on the checkpoint's tensor scales it too. ``magnitude``: it
-    holds the lengths of rows, or of an embedding's columns."""
+    """One kind of tensor in an adapter. ``axes``: for each of its axes the matching axis of the checkpoint's tensor,
+    None for the rank. ``scaled``: whether a factor on the checkpoint's tensor acts on this one too. ``magnitude``:
+    whether it holds the lengths of rows, or of an embedding's columns."""
 
     suffix: str
     axes: tuple[int | None, ...]
@@ -54,8 +54,8 @@ PARTS = (
 
 
 def part_of(name: str) -> tuple[str, AdapterTensor | None]:
-    """Return the name of the checkpoint's tensor that an adapter's tensor changes, and which of ``PARTS`` it is; None
-    for a whole tensor."""
+    """Return the name of the checkpoint's tensor that an adapter's tensor changes, and the tensor's kind among
+    ``PARTS``; None for a whole tensor."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):
@@ -92,8 +92,8 @@ def scaled_adapter(
 ) -> dict[str, Scaled]:
     """Return an adapter's tensors for the checkpoint that ``plan`` makes.
 
-    layout: of the converted checkpoint; also with the inverse plan, for the way back. head_gain: the gain of a
-    separated head. Raises UserError for a tensor that cannot be rescaled."""
+    layout: the converted checkpoint's, even if ``plan`` is the inverse and leads back to the source. head_gain: the
+    factor in a head that was separated from the embedding. Raises UserError for a tensor that cannot be rescaled."""
     check_plan_fits(layout, plan)
     embedding = layout.tensors[layout.family.embedding]
     shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))
@@ -141,7 +141,7 @@ def on_tensor(
 
 
 def uniform(name: str, target: str, exponent: int | Tensor) -> int:
-    """Return the exponent of the axis over which a DoRA magnitude is taken. Raises UserError if it has several."""
+    """Return the one exponent of the axis whose length a DoRA magnitude holds; raise UserError for several."""
     if isinstance(exponent, int):
         return exponent
     first = int(exponent[0])

@@ -1,8 +1,8 @@
-"""Centred keys: remove the part of the scores that all keys of a row share, where that has no cost.
+"""Centred keys: remove the part that all scores of a softmax row share, where that has no cost.
 
-A softmax ignores a number that is added to every score of a row. With no operation between a key and its score (no
-rotation, no norm, no soft cap), q·b is the same for every key, so the key bias b may be any vector. Behind a LayerNorm
-of gain g and bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n): no shared part, so smaller keys and scores.
+A softmax ignores a number that is added to every score of a row. Without an operation between key and score (rotation,
+norm or soft cap), q·b is the same for every key, so the key bias b may be any vector. Behind a LayerNorm of gain g and
+bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n): no shared part, so smaller keys and scores.
 
 A table of position biases may lose one number for each head, the same in every layer that reads it: the mean of the
 head's largest and least bias, which leaves the smallest magnitudes."""
@@ -58,8 +58,8 @@ def shared_biases(tables: Sequence[Tensor]) -> Tensor:
 
 
 def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) -> Tensor:
-    """Return the centred key bias −Wβ in fp64. weights: before rescaling. Its bits are the same on every machine:
-    products of fp32 weights are exact in fp64, and halves are added in a fixed order."""
+    """Return the centred key bias −Wβ in fp64. weights: before rescaling. Every machine computes the same bits:
+    products of fp32 weights are exact in fp64, and halves of each sum are added in a fixed order."""
     beta = weights(f"{norm_of_keys(layout, attention)}.bias").double()
     terms = weights(f"{attention.key}.weight").double() * -beta
     while (width := terms.shape[1]) > 1:

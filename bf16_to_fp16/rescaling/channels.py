@@ -1,4 +1,4 @@
-"""The known ranges of a signal's channels, and arithmetic of exponents."""
+"""The known ranges of a signal's channels, and arithmetic on exponents."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def whole_log2(x: float) -> int:
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield, for each site before a norm, the largest exponent its range allows. limits: pairs of range and limit."""
+    """Yield, for each site of ``signal.beside``, the largest exponent in its limit. limits: (ranges, limit) pairs."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

@@ -1,5 +1,5 @@
-"""Cuts of columns: powers of two that scale down a few input channels of a gate or of queries. The outputs for inputs
-without those channels stay; scaling down whole rows would change every output."""
+"""Cuts of columns: powers of two that scale down a few input channels of a gate or of queries. Inputs without those
+channels keep their outputs; scaling down whole rows would change every output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return, by signal, column exponents to use instead of ``needed`` row exponents where a few columns suffice."""
+    """Return, by signal, column exponents to use for ``needed`` row exponents where a few cut columns suffice."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if made_by(signal := columns_read_by(layout, each.gate)) in needed:
@@ -42,9 +42,9 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return ``cuts`` of gates and queries, deepened so that tokens with these channels keep their stream's direction.
 
-    At such a token the first cut gate's output is nearly all of the stream. A cut of 2^-k scales it by 2^-k, so behind
-    later norms the channel is 2^k times as large. Later queries then need k bits more, and later gates 2^-2k, which
-    scales their outputs by 2^-k too."""
+    At such a token the first cut gate's output is nearly all of the stream. A cut of 2^-k scales this output by 2^-k,
+    so behind later norms the channel is 2^k times as large. Later queries then need k bits more. Later gates need
+    2^-2k, which also scales their outputs by 2^-k."""
     deeper: dict[str, list[int]] = {}
     for stack in layout.stacks():
         readers = [(part, signals_of(layout, part, cuts)) for part in stack.sublayers]
@@ -94,8 +94,8 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the ``Reach`` of queries. A head's largest score is proportional to the spectral norm of its qᵀk. q, k:
-    [heads, channels of a head, columns]. bits: by which each head must fall."""
+    """Return the ``Reach`` of queries: a head's largest score is proportional to the spectral norm of its qᵀk. q, k:
+    [heads, channels of a head, columns]. bits: by how much each head must fall."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L

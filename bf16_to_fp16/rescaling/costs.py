@@ -55,9 +55,9 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Solution:
-    """The exponents of one signal's channels and their costs. ``cost``: of these exponents, with a price if a proof is
-    given up (``fallback``). ``free``: the least cost if bounds need not hold. ``unmoved``: of exponent 0 everywhere.
-    ``index``: each channel's exponent, plus 24."""
+    """The exponents of one signal's channels and their costs. ``cost``: the cost of these exponents, plus a price if a
+    proof is given up (``fallback``). ``free``: the least cost if bounds need not hold. ``unmoved``: the cost of
+    exponents 0. ``index``: each channel's exponent, plus 24."""
 
     cost: float
     free: float
@@ -68,7 +68,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class Total:
-    """The cost of a stream exponent, whether the stream fits for every input, and the number of proofs given up."""
+    """The cost of a stream exponent, whether the stream fits for every input, and how many sites have no proof."""
 
     cost: float
     holds: bool
@@ -100,7 +100,7 @@ class Costs(WeightLosses):
         return sum(c.sign * self.scalar(c.signal, r) for c in others)
 
     def scalar(self, signal: str, r: int) -> int:
-        """Return the exponent of a signal with a single number, if the stream's is r; 0 for signals with channels."""
+        """Return a signal's exponent, if the stream's is r; 0 for a signal with an exponent for each channel."""
         kind = self.layout.signals[signal].kind
         if kind is Kind.BEFORE_NORM:
             return self.before_norm(signal, r)
@@ -133,7 +133,7 @@ class Costs(WeightLosses):
         return as_shares(sum((as_shares(squares[-1] * self.energy(*of)) for of in readers), 0 * ones))
 
     def channel_costs(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
-        """Yield, for each residual exponent in ``tried``, the costs of exponents −24…24 by channel: float64 [channels,
+        """Yield, for each residual exponent in ``tried``, each channel's costs of exponents −24…24: float64 [channels,
         49]."""
         restraint = RESTRAINT_OF_STATES if signal.name in self.last_norms else RESTRAINT
         own = restraint / signal.size * EXPONENTS.abs().double().expand(signal.size, -1)
@@ -159,7 +159,7 @@ class Costs(WeightLosses):
             yield sum((cost[:, at[number] : at[number] + len(EXPONENTS)] for cost, at in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return what bounds add to ``channel_costs``, also for exponents −24…24: float64 [channels, 49]."""
+        """Return the costs that bounds add to ``channel_costs``, for exponents −24…24: float64 [channels, 49]."""
         cost = torch.zeros(signal.size, len(EXPONENTS), dtype=torch.float64)
         for point, possible in known_points(self.bounds, signal):
             amax = possible.amax.double()[:, None] * 2.0 ** (point.sign * EXPONENTS)
@@ -187,8 +187,8 @@ class Costs(WeightLosses):
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's exponent, plus 24: the cheapest, with a small price on its distance from 0. Channels
-        that lose least by exponent 0 take it, as long as they lose at most ``spare`` in total."""
+        """Return each channel's cheapest exponent, plus 24, with a small price on its distance from 0. The channels to
+        which exponent 0 costs least get 0, as long as they lose at most ``spare`` in total."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)
@@ -205,7 +205,7 @@ class Costs(WeightLosses):
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return the costs of r alone: the stream's limits and noise, weights that it alone scales, and drift."""
+        """Return r's costs without those of channel exponents: the stream's limits and noise, some weights, drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r) + EXCESS * self.observed_excess(r)
         for point, observed in known_points(self.ranges, signal):
@@ -222,8 +222,8 @@ class Costs(WeightLosses):
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return the bits by which the stream's exponent puts weights over 65504. own: also weights that channel
-        exponents scale."""
+        """Return the bits by which the stream's exponent puts weights over 65504. own: include weights that channel
+        exponents scale as well."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)
@@ -241,8 +241,8 @@ class Costs(WeightLosses):
         return self.stream_excess(self.bounds, PROOF_LIMIT, PROOF_MARGIN_BITS, r)
 
     def observed_excess(self, r: int) -> float:
-        """Return the bits by which observed values and lengths exceed their limits. The default margin is for unseen
-        input, so it need not be kept where bounds hold."""
+        """Return the bits by which the stream's observed values and lengths exceed their limits. The default margin is
+        for unseen input, so it is not needed where bounds hold."""
         if self.margin_bits <= MARGIN_BITS and self.bounds and self.residual_excess(r) == 0:
             return 0.0
         return self.stream_excess(self.ranges, self.limit, self.margin_bits, r)

@@ -1,8 +1,8 @@
 """Edits: powers of two on a nonlinearity's input, which change the function little where that input is large.
 
-GELU and SiLU are ReLU there, which commutes with a factor: |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A
-softmax is one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is ±1. docs/edits.md has
-the proofs. A plan with edits is an exact plan of the edited source: see ``edits_of``."""
+For large inputs GELU and SiLU are about ReLU, and |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A softmax
+is nearly one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is nearly ±1.
+docs/edits.md has the proofs. A plan with edits is an exact plan of the edited source (``edits_of``)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def least(exponents: OfChannels) -> int:
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
-    """Return, by signal that an edit can lower, the site whose range decides whether it must fall."""
+    """Return, by signal that an edit can lower, the site whose range decides whether the signal must be lowered."""
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}
@@ -76,7 +76,7 @@ def sites_of(layout: Layout) -> dict[str, str]:
 
 
 def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 0.0) -> Tensor:
-    """Return a weight under edits; the same tensor if they do not change it. offset: what stock code adds to it."""
+    """Return a weight under edits; the same tensor if none changes it. offset: a number that stock code adds to it."""
     exponents = exponents_of(tensor, edits).full(tensor.shape)
     if not bool((exponents != 0).any()):
         return weight

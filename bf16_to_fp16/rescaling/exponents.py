@@ -1,6 +1,6 @@
 """The powers of two that a plan gives to the axes of a checkpoint's tensors and to each output of its stock class; and
-a check that the plan fits the checkpoint. Logits keep every bit, states between layers have the stream's exponent, and
-the last states have that of the last norm."""
+a check that the plan fits the checkpoint. Logits keep every bit, states between layers carry the stream's exponent, and
+the last states carry the last norm's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OfChannels = int | list[int]  # exponents of a signal: one for all its channels,
 @dataclass(frozen=True)
 class Exponents:
     """The power of two for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``; vectors have rows only.
-    It multiplies the sum of the element and ``offset``, which stock code adds."""
+    The power multiplies element + ``offset``, the sum that stock code uses."""
 
     scalar: int
     rows: torch.Tensor | None
@@ -115,8 +115,8 @@ LAST = "last_hidden_state"
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
-    """Return, by output, the log2 of its factor: one number, or one for each channel or choice. ``hidden_states``
-    covers all but the last; with two stacks, the stack's name precedes it."""
+    """Return, by output, the log2 of its factor: one number, or one for each channel or choice. The key
+    ``hidden_states`` stands for all states but the last, and begins with the stack's name if there are two stacks."""
     # At the ends of a soft cap a logit is the same after an edit.
     capped = layout.head is not None and layout.cap(layout.head) is not None
     factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))

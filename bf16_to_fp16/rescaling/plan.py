@@ -25,7 +25,7 @@ class Drift(BaseModel):
     """The change of the output caused by a norm eps that cannot be scaled, or by gains that are rounded after an offset
     was subtracted.
 
-    ``relative_error``: predicted, the root mean square over the norms of their outputs' relative change.
+    ``relative_error``: predicted, the root mean square over norms of the relative change of each norm's output.
     ``predicted_kl``, ``predicted_max_logit_error``: from a run of the source with rounded gains and an eps that acts as
     the plan's does after rescaling. The other fields are measured on the written files."""
 
@@ -44,8 +44,8 @@ class Plan(BaseModel):
     ``residual_exponent``: of the residual stream; of the encoder's, if each stack has its own. ``exponents``: for every
     other signal that moves, one integer for all channels or a list with one per channel. ``gain_correction``: factors
     on norms' weights, not powers of two, that remove the mean of the eps drift. ``eps``: the config's eps, None where
-    it cannot be scaled. ``eps_held``: the program that reads the output uses this eps whatever the config says.
-    ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred
+    it cannot be scaled. ``eps_held``: whether the program that reads the output uses this eps, whatever the config
+    says. ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred
     (``rescaling.centred``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -72,7 +72,7 @@ class Plan(BaseModel):
 
     @property
     def exact(self) -> bool:
-        """Whether nothing but an edit changes the function."""
+        """Whether the plan has no drift, gain correction or centred keys; edits may still change the function."""
         return not (self.drift or self.gain_correction or self.centred_keys)
 
     @property
@@ -102,8 +102,8 @@ class Violation:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A signal that has no proof for every input. ``impossible``: no exponent gives one. ``exponent``: the stream
-    exponent that would."""
+    """A signal without a proof for every input. ``impossible``: no exponent gives a proof. ``exponent``: the stream
+    exponent that would give one, if known."""
 
     signal: str
     impossible: bool
@@ -111,7 +111,7 @@ class Fallback:
 
 
 def inverse(plan: Plan) -> Plan:
-    """Return the plan that undoes ``plan``, except for centred keys: no weight holds their old biases."""
+    """Return the plan that undoes ``plan``, except for centred keys: no weight holds their former biases."""
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,
@@ -121,7 +121,7 @@ def inverse(plan: Plan) -> Plan:
 
 
 def composed(first: Plan, second: Plan) -> Plan:
-    """Return the plan that applies ``first`` and then ``second``; eps is the second's."""
+    """Return the plan that has the effect of ``first`` and then ``second``; eps is the second's."""
 
     def total(signal: str) -> int | list[int]:
         one, other = (plan.exponents.get(signal, 0) for plan in (first, second))

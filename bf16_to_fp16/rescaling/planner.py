@@ -42,9 +42,9 @@ INDIFFERENCE = ROUNDING / 4
 @dataclass(frozen=True)
 class Planned:
     """A plan, the limits that it cannot hold, and its predicted relative squared error. ``fallbacks``: the signals
-    planned by their observed ranges alone. ``for_proof``: the streams that a proof moves further, each with the
-    exponent that observed ranges alone would need. ``corrected``: the mean squared relative drift that gain corrections
-    remove."""
+    planned by observed ranges alone. ``for_proof``: the streams that move further for the sake of a proof, each with
+    the exponent that observed ranges alone would need. ``corrected``: the mean squared relative drift that gain
+    corrections remove."""
 
     plan: Plan
     violations: tuple[Violation, ...]
@@ -72,10 +72,10 @@ def make_plan(
 
     weights: before rescaling. ranges: of each module's input and output on the source, from observation or, if nothing
     is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate`` (also ‖h‖₂²
-    of the residual stream, as fp16 sums it; they differ in their bounds) or ``train`` (2 more bits, and gate
+    of the residual stream, as fp16 sums it; the two differ in their bounds) or ``train`` (2 more bits, and gate
     pre-activations under 147.8). margin_bits: between a range and its limit. bounds: ranges for any input; a signal is
-    planned by them too if that costs at most ``proof_worth`` for each site. held: residual streams with a given
-    exponent. drift_free: move nothing in addition to a stream if an eps would not move with it. known: tables of these
+    planned by them too if that costs at most ``proof_worth`` for each site. held: given exponents of streams.
+    drift_free: norms' inputs get no exponents beyond the stream's, which eps would not follow. known: tables of these
     weights from earlier plans; new ones are added. advance: called with the number of tensor axes whose losses are
     computed, and their total. A plan depends on the result of every earlier step, hence the many parameters."""
     return PlanSearch(
@@ -100,7 +100,7 @@ class PlanSearch(Costs):
         self.for_proof: dict[str, int] = {}
 
     def run(self, held: Mapping[str, int]) -> Planned:
-        """Choose the exponents of streams, channels and, if needed, gains. held: streams with a given exponent."""
+        """Choose the exponents of streams, channels and, if needed, gains. held: given exponents of streams."""
         streams, drift, without = self.layout.streams, 0.0, 0.0
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf
@@ -159,8 +159,8 @@ class PlanSearch(Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether exponents of 0 keep all limits and proofs, and cost little more than the best: at most one
-        rounding's error for each norm."""
+        """Return whether exponents of 0 keep all limits and proofs at little more than the least cost: at most the
+        error of one rounding for each norm."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream
@@ -177,8 +177,8 @@ class PlanSearch(Costs):
         return True
 
     def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
-        """Choose the exponents of the stream and of its signals; return each candidate's cost. Of the candidates that
-        cost little more than the cheapest and give up no more proofs, it takes the one nearest 0."""
+        """Choose the exponents of the stream and of its signals; return each candidate's cost. The choice is the
+        candidate nearest 0 among those that cost little more than the cheapest and give up no more proofs."""
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
         finite = {r: total for r, total in totals.items() if math.isfinite(total.cost)}
@@ -236,7 +236,7 @@ class PlanSearch(Costs):
                 self.forget(tensor, 1 - axis)
 
     def gain_is_needed(self, signal: ResolvedSignal, r: int) -> bool:
-        """Return whether a norm's gains need exponents, because 0 breaks a limit or loses noticeable precision."""
+        """Return whether exponents of 0 for a norm's gains would break a limit or lose noticeable precision."""
         if self.moves_least:
             return bool((self.best(signal, r).index != CHANNEL_RANGE).any())
         return self.best(signal, r).unmoved > self.lossy_price / 2
@@ -280,7 +280,7 @@ def with_smaller_gradients(
     ranges: Mapping[str, ModuleRange],
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return a plan that undoes the stream's exponent for linears whose output a norm alone reads, within limits.
+    """Return a plan that undoes the stream's exponent, within limits, for linears whose output only a norm reads.
 
     A signal times 2^r has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. No eps may change a
     norm's output by more than one fp16 rounding. weights: before rescaling. ranges: observed on the source, which show

@@ -1,6 +1,6 @@
 """The rounding cost of a power of two: for weights below fp16's normal range, and for signals near its smallest step.
-Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so weights round there, and vanish under 2⁻²⁵. Rounding that no exponent
-avoids, as of fp32 weights, is left out."""
+Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so weights are rounded there, and vanish under 2⁻²⁵. Rounding that no exponent
+avoids, as that of fp32 weights, is left out."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Tables:
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:
     """Return the losses of a 1-D or 2-D ``weight`` at each exponent of each channel along ``axis``. other: int32
-    exponents of the other axis, applied first, also to ``energy`` and ``amax``."""
+    exponents of the other axis, which scale the weight first; ``energy`` and ``amax`` include them."""
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else matrix
     matrix = matrix if matrix.dtype in _BITS else matrix.float()
@@ -113,7 +113,7 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
     """Return the losses of 1-D values that are stored minus ``offset``; each value is a channel. Every exponent rounds
-    them anew, with an absolute error that depends on the offset."""
+    the stored values anew, with an absolute error that depends on the offset."""
     wide = values.detach().double()
     exponents = torch.arange(-GRID, GRID + 1)
     scales = 2.0 ** exponents.double()
@@ -249,7 +249,7 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each element's position in a histogram by binade and reach (see ``_parts``), and what it adds there: 1 and
+    """Return each element's position in a histogram by binade and reach (see ``_parts``), and its addends there: 1 and
     its squared significand, in one number if ``packed``. 0, inf and NaN add nothing, at the position ``zero``."""
     if not packed:
         binade, reach, number, squared = _parts(part)

@@ -1,5 +1,5 @@
-"""The precision that a layout's weights lose to powers of two, axis by axis, given the exponents of their other axes;
-and the change of norms' outputs if their eps, or a gain's offset, cannot be scaled with their input."""
+"""The precision that a layout's weights lose to powers of two, axis by axis, given the exponents of the other axes; and
+the change of norms' outputs if an eps, or a gain's offset, cannot be scaled with the norm's input."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 @dataclass(eq=False)
 class WeightLosses:
-    """The precision weights lose, and the drift of norms that read ``stream``. ``make_plan`` describes the fields."""
+    """The precision that weights lose, and the drift of norms that read ``stream``. Fields: as in ``make_plan``."""
 
     layout: Layout
     weights: TensorReader
@@ -100,8 +100,8 @@ class WeightLosses:
             self.tables.pop((tensor.name, axis, carried), None)
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent of a norm's input in addition to the stream's r. It is at most 0, as low as limits need,
-        but no lower than keeps the eps's effect under fp16's rounding."""
+        """Return the exponent that a norm's input has in addition to the stream's r. It is at most 0 and as low as
+        limits need, but the effect of eps stays under fp16's rounding."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -124,8 +124,8 @@ class WeightLosses:
         """Return the mean squared relative change of norms' outputs by a fixed eps, summed over the stream's norms; 0
         if the config has the scaled eps.
 
-        A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction removes the mean, at the
-        cost of one more rounding."""
+        A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction removes the mean change,
+        at the cost of one more rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
@@ -143,8 +143,7 @@ class WeightLosses:
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
-        """Return the squared relative rounding error of the gains that this signal moves and that are stored minus an
-        offset."""
+        """Return the squared relative rounding error of ``signal``'s gains, if stored minus an offset."""
         total = 0.0
         for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:
