@@ -38,7 +38,7 @@ def updates_command(source: str, json_file: str | None, **options: Any) -> int:
 @subfolder
 @json_file
 def init_command(source: str, subfolder: str | None, json_file: str | None) -> int:
-    """Say how large weights should begin; SOURCE is a checkpoint or a hidden size."""
+    """Say how large initial weights should be; SOURCE is a checkpoint or a hidden size."""
     from ..advise.initialisation import advise_init, print_init
 
     return answer(json_file, advise_init(source, subfolder=subfolder, progress=True), print_init)

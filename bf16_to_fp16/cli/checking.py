@@ -56,7 +56,7 @@ def audit_command(
     json_file: str | None,
     **options: Any,
 ) -> int:
-    """Run SOURCE in fp16 in the ways people run it, and measure every operation's output."""
+    """Run SOURCE in fp16 in the ways people run models, and measure every operation's output."""
     shared.checked_target(html, "--html")
     from ..conversion.audit import audit
     from ..report import terminal
@@ -102,7 +102,7 @@ def certify_command(source: str, subfolder: str | None, json_file: str | None, *
 
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
-    """Return a report's next command with the path as given; in the report it has only its last part."""
+    """Return a report's next command with the whole path as given, of which the report has only the last part."""
     from ..families.known import named
     from ..report.remedies import next_command
 

@@ -27,11 +27,11 @@ from .training import finetune_command, launch_command, recipe_command
 
 
 class _UnreadError(Exception):
-    """The reader of our output has gone."""
+    """Nobody reads the output any more."""
 
 
 class _Commands(Ordered):
-    """The commands. Where the reader of our output has gone, click would exit with 1, which here means "unsafe"."""
+    """The group of all commands. If nobody reads the output any more, click would exit with 1, which means "unsafe"."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -64,7 +64,7 @@ def app(context: click.Context) -> None:
 @click.command("families")
 @json_file
 def families_command(json_file: str | None) -> int:
-    """List what is supported."""
+    """List the supported families."""
     from ..families.known import FAMILIES, names_of
     from ..report.screen import print_families
 
@@ -189,8 +189,8 @@ def interrupted(stop: BaseException) -> int:
 
 
 def unread() -> int:
-    """Return the status that a shell gives a process ended by SIGPIPE, as in ``| head``. Unwritten output goes to
-    os.devnull, or the interpreter would fail on it at exit."""
+    """Return the status of a process that SIGPIPE ended, as in ``| head``. Unwritten output goes to os.devnull, since
+    the interpreter would fail on it at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         try:

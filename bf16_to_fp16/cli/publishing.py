@@ -38,8 +38,7 @@ def publish_command(
 ) -> int:
     """Check the converted checkpoint in DIR once more and upload it to the Hub, private unless --public.
 
-    The token is that of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped.
-    """
+    The token is the one of `hf auth login` or HF_TOKEN. A run that was interrupted goes on where it stopped."""
     from ..conversion.publish import publish
 
     def confirm(upload: Upload) -> bool:
@@ -72,7 +71,7 @@ def publish_command(
 
 
 def print_upload(upload: Upload, repo: str, *, public: bool, aside: bool) -> None:
-    """Print the planned upload. aside: to standard error, because standard output is for data."""
+    """Print the files to upload. aside: print to standard error, because standard output is for data."""
     screen = console(stderr=aside)
     screen.say(
         "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"

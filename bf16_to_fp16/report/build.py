@@ -1,4 +1,4 @@
-"""Build the report of a conversion once; terminal, page and card show this object, so they cannot disagree."""
+"""Build the report of a conversion once. Terminal, page and card show this object, so they cannot disagree."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def build(
 ) -> schema.Report:
     """Return the report of a conversion.
 
-    command: the command line that repeats it. inputs: from ``describe_batches``. others: records of the output's files
-    other than weights. max_kl: the divergence from the source that the user accepts, if over bf16's."""
+    command: the command line that repeats the conversion. inputs: from ``describe_batches``. others: records of the
+    output's files other than weights. max_kl: the divergence from the source that the user accepts, if over bf16's."""
     layout, planned, written = decided.layout, decided.planned, rewritten.written
     plan, certificate, regimes, attack = measured.plan, measured.certificate, measured.regimes, measured.attack
     broken = remedies.overflowing(attack) if attack is not None else []

@@ -1,4 +1,4 @@
-"""The model card of a converted checkpoint. It has the source's licence, languages, tags and task, or none."""
+"""The model card of a converted checkpoint. Licence, languages, tags and task are the source's, or left out."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def warned(card: str, report: Report) -> str:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return licence, languages, tags and task from a source's card; in a pipeline, from the card one folder up."""
+    """Return licence, languages, tags and task from a source's card. In a pipeline, the card is one folder up."""
     own, above = folder / "README.md", folder.parent
     cards = [own, folder / "SOURCE_README.md", *[above / "README.md"] * (above / "model_index.json").is_file()]
     try:

@@ -20,8 +20,8 @@ def where(target: str | None) -> str:
 
 
 def headroom_by_proof(report: schema.Report) -> str:
-    """Return in words the proven headroom in PyTorch and with norms that square in fp16, or "" without a proof. Bounds
-    for the latter hold in PyTorch too, but are looser than its own, hence "at least"."""
+    """Return in words the proven headroom in PyTorch and with norms that square in fp16, or "" without a proof. Where
+    only bounds for such norms exist, the words say "at least": these bounds hold in PyTorch too, but are looser."""
     certificate, target = report.certificate, report.target
     if certificate is None or not certificate.holds:
         return ""
@@ -37,7 +37,7 @@ def headroom_by_proof(report: schema.Report) -> str:
 
 
 def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return the exceptions to a claim (padding, vision tower, class) as words that follow "every input"."""
+    """Return the exceptions to a claim (padding, vision tower, class), in words to follow "every input"."""
     aside = tower_aside(family)
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
@@ -48,7 +48,7 @@ def claim_end(padding: int | None, family: str | None, model_class: str | None =
 
 
 def every_input(report: schema.Report, *, length: bool = False) -> str:
-    """Return "every input" with its exceptions. length: name the largest length even if it is the usual one."""
+    """Return "every input" with its exceptions. length: name the maximum length even if it is the default."""
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
     of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""

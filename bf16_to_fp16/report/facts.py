@@ -75,7 +75,7 @@ def by_design(site: SiteEntry) -> str:
 
 class Distance(NamedTuple):
     """A finetune's distance from the original on one kind of input (None: infinite), the share of positions with the
-    same most likely token, and both values for the original in bf16."""
+    same most likely token, and both numbers for the original in bf16."""
 
     value: float | None
     where: str
@@ -127,7 +127,7 @@ def standing(report: schema.Report) -> str:
 
 
 def verdict_of(report: schema.Report) -> tuple[str, str]:
-    """Return the verdict as terminal, card and page show it: a label, such as "safe", and a sentence why."""
+    """Return the verdict as terminal, card and page show it: a label, such as "safe", and a sentence of reasons."""
     if not report.safe and not report.short:
         parts = [broken_when_run(report) or broken_by_search(report) or passed(report)]
         if tower_in_fp32(report.family, report.regimes):
@@ -220,7 +220,7 @@ def inexactness(report: schema.Report) -> str:
 
 
 def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
-    """Return rows on changes of outputs, class and function that the model's users must know. most: edits to name."""
+    """Return rows on changes of outputs, class and function that users must know. most: how many edits to name."""
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
     centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
     before, after = report.source.class_in("before"), report.source.class_in("after")
@@ -280,7 +280,7 @@ def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
 
 
 def unmet_target(report: schema.Report | other_reports.Verification) -> str:
-    """Return why a checkpoint that is safe in PyTorch is not known to be safe in its target's arithmetic, or ""."""
+    """Return why a checkpoint is not known to be safe in its target's arithmetic, or "" if it is."""
     name = next((tier.name for tier in TIERS if tier.target == report.target), "")
     entry = report.tiers.get(name)
     if entry is None or entry.holds:

@@ -1,5 +1,5 @@
-"""The two figures of a report for each stack, log2 |x| by block: before and after, bound and observed. The page sets
-colours."""
+"""A report's two figures for each stack, with log2 |x| by block: before and after the plan; bound and observed. The
+page sets colours."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s
 
 @dataclass(frozen=True)
 class Point:
-    """The largest |x| of one kind of signal. x: the block in its stack. upper: the value before the plan,
-    or the bound. lower: the value after the plan, or the largest found: infinite for an overflow, None if nothing was
-    run."""
+    """The largest |x| of one kind of signal. ``x``: the block in its stack. ``upper``: the value before the plan, or
+    the bound. ``lower``: the value after the plan, or the largest value found: infinite for an overflow, None if
+    nothing ran."""
 
     series: Series
     x: int
@@ -68,7 +68,7 @@ def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack, logits last. Of a block the largest counts. Zeros and infinities are left out."""
+    """Return the points of one stack, logits last. A block has its largest value; zeros and infinities are dropped."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     norms = {s.module for s in mine if signal_series(s) is STREAM}
     end = 1 + max((s.block for s in mine if s.block is not None), default=-1)
@@ -126,8 +126,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 
 def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
-    """Return each stack's figure with a caption. upper: a function that writes the largest upper value in words. lower:
-    what to call lower values."""
+    """Return each stack's figure with a caption. upper: returns the caption's words for the largest upper value. lower:
+    the caption's word for lower values."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []

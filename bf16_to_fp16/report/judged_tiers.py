@@ -1,4 +1,4 @@
-"""The report's tiers: whether each holds, by its bounds or in a run, or why not."""
+"""The report's tiers: whether the checkpoint is safe in each tier, by bounds or in a run, or why not."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from . import remedies, schema
 def judged_tiers(
     certified: Mapping[str, bool], *, clean: bool = False, squares: Squares | None = None, pooled: bool = False
 ) -> dict[str, schema.TierEntry]:
-    """Return, by tier, whether it holds, and by which proof.
+    """Return, by tier, whether the checkpoint is safe there, and by which proof.
 
-    certified: whether each tier's bounds hold. clean: regime ``half`` ran and nothing broke. squares: the stream's, in
-    a run; without them no tier with norms in fp16 holds. pooled: the model returns sentence vectors, whose squares no
-    run measures."""
+    certified: whether each tier's bounds hold. clean: regime ``half`` ran and nothing broke. squares: the stream's
+    squares in a run; None makes tiers with norms in fp16 unsafe. pooled: the model returns sentence vectors, whose
+    squares no run measures."""
     unfit = remedies.SQUARES_UNSEEN if squares is None else ""
     if squares is not None and squares.least < NORM_FLOOR:
         unfit = remedies.sinks(squares.least)

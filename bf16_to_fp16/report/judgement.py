@@ -25,8 +25,8 @@ FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted 
 
 
 def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
-    """Return the reasons why a conversion is unsafe, except values that broke. report: has no verdict yet. planned: the
-    result of planning, with the limits that the plan could not hold; None for a replayed plan."""
+    """Return the reasons why a conversion is unsafe, except values that broke. report: still without a verdict.
+    planned: the planner's result, with the limits that the plan could not hold; None for a replayed plan."""
     plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
     over = list[schema.UnsafeEntry]()
     if plan is not None:
@@ -59,8 +59,8 @@ def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.Uns
 
 
 def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return an entry for each output that is not the source's times its factor. If the plan drifts or edits, inner
-    states, which the class returns on request, do not count."""
+    """Return an entry for each output that differs from the source's times its factor. If the plan drifts or edits,
+    inner states do not count, since the class returns them on request only."""
     remedy = remedies.A_BUG if not drifts else remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
     return [
         schema.UnsafeEntry(signal=name, kind="inexact", reason=remedies.OTHER_OUTPUT, remedy=remedy)
@@ -135,7 +135,7 @@ def too_inexact(
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``, or if an ``exact`` plan's
-    output differs in fp32. If it is ``proven``, its ``edits`` may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
+    output differs in fp32. Edits of a ``proven`` checkpoint may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:

@@ -18,7 +18,7 @@ MOST_UNCERTIFIED = 6  # sites without a proof that are listed; the report has al
 
 
 def results_text(report: Report, *, on_page: bool = False) -> str:
-    """Return the results as Markdown. on_page: without the verdict, which is in the page's header."""
+    """Return the results as Markdown. on_page: leave out the verdict, which the page has in its header."""
     unproven = report.uncertified
     hub_id, revision = origin(report)
     close, run = report.fidelity, report.finetune
@@ -82,7 +82,7 @@ def notice(report: Report) -> str:
 
 
 def origin(report: Report) -> tuple[str | None, str | None]:
-    """Return the Hub id and commit of the source, or of its original; None for a local folder."""
+    """Return the Hub id and commit of the source or, after a finetune, of the original; None for a local folder."""
     path, revision = report.source.path, report.source.revision
     return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
 
@@ -96,7 +96,7 @@ def prose(value: object) -> str:
 
 
 def span(value: object) -> str:
-    """Return text as a Markdown code span that no character in it can end, even inside a table."""
+    """Return text as a Markdown code span that no character in the text can end, even inside a table."""
     line = oneline(str(value)).replace("|", r"\|")
     longest = max((len(run) for run in re.findall("`+", line)), default=0)
     fence, pad = "`" * (longest + 1), " " if longest else ""

@@ -1,4 +1,4 @@
-"""The largest values that an audit's regimes reached, and the tiers that follow."""
+"""The largest values that an audit's regimes reached, and the tiers in which a checkpoint is therefore safe."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ class Claim(ReportObject):
 
 
 class Verification(Versioned):
-    """The result of ``verify``. ``files``: number of files in the report. ``certificate``: without its sites; None
-    if files differ, with ``tiers`` empty. ``notes``: limits of the claim. ``edits``: number of sites that the plan
-    edits."""
+    """The result of ``verify``. ``files``: number of files in the report. ``certificate``: without its sites. If files
+    differ, ``certificate`` is None and ``tiers`` empty. ``notes``: limits of the claim. ``edits``: number of sites that
+    the plan edits."""
 
     verdict: Literal["safe", "unsafe"]
     verified: Flag
@@ -51,9 +51,9 @@ class PipelineEntry(ReportObject):
 
 class PipelineReport(Versioned):
     """The conversion of a whole pipeline. ``pipeline``: the class in ``model_index.json``. ``linked``, ``copied``,
-    ``nbytes``: number and size of the files other than encoders. ``dtype``: of the largest of these, in torch's
-    spelling. ``left_out``: files of the source that are not in the output. ``output``: all files but this report; links
-    have no SHA-256."""
+    ``nbytes``: numbers and total size of the files other than encoders. ``dtype``: that of the largest such file, in
+    torch's spelling. ``left_out``: files of the source that are not in the output. ``output``: all files but this
+    report; links have no SHA-256."""
 
     verdict: Literal["safe", "unsafe"]
     source: Source

@@ -26,7 +26,7 @@ MOST_ROWS = 3_000  # rows of the table, by least headroom, so that the page stay
 
 @dataclass(frozen=True)
 class SiteRow:
-    """A site in its tightest ``regime``, if anything was run."""
+    """A site of the page's table, in the ``regime`` with the least headroom; "" if nothing ran."""
 
     site: SiteEntry
     regime: str
@@ -46,7 +46,7 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class SiteColumn:
-    """``key``: the number to sort the column by; None for text."""
+    """A column of the page's table. ``key``: the number to sort by; None for text."""
 
     title: str
     write: Callable[[SiteRow], str]

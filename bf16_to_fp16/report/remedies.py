@@ -78,8 +78,8 @@ IN_PYTORCH = "use it in PyTorch, where it is safe, or keep norms in fp32 in the 
 def inexact(
     excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True, edited: bool = False
 ) -> UnsafeEntry:
-    """Return the entry for an output less accurate than bf16's; with an ``exact`` plan, for one that differs by more
-    than fp32's noise. ran: the plan is from observations. edited: edits are the reason."""
+    """Return the entry for an output less accurate than bf16's or, of an ``exact`` plan, one that differs by more than
+    fp32's noise. ran: the plan is from observations. edited: edits are the reason."""
     if exact:
         why, remedy = ANOTHER_FUNCTION, A_BUG
     elif not finite:
@@ -107,8 +107,8 @@ def prices(rare: ExceptionEntry) -> str:
 
 
 def tower_in_fp32(family: str | None, regimes: Mapping[str, RegimeEntry]) -> list[str]:
-    """Return lines of code that put a vision tower and its readers in fp32, if only the tower overflows; [] for an
-    audit of autocast alone, whose fp32 stream has no limit."""
+    """Return lines of code that put a vision tower and its readers in fp32, if only the tower overflows. Return [] for
+    an audit of autocast alone, whose fp32 stream has no limit."""
     known = named(family)
     projector = None if known is None else known.projector
     broken = [site for regime in regimes.values() for site in regime.broken_sites]
@@ -130,7 +130,7 @@ def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
 def unsafe_sites(
     regimes: Mapping[str, RegimeEntry], family: str | None = None, *, converted: bool = False, convertible: bool = True
 ) -> list[UnsafeEntry]:
-    """Return the sites that broke, in order, with reason and remedy. converted: these weights are rescaled already.
+    """Return the sites that broke, in order, with reason and remedy. converted: the weights are rescaled already.
     convertible: the model is of a known family."""
     broken = {name: {site.name: site for site in regime.broken_sites} for name, regime in regimes.items()}
     clean = " or ".join(name for name, sites in broken.items() if not sites)
@@ -168,8 +168,8 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that an attack drove over their limits, worst first. If some also pass them in fp32, return only
-    those: the others follow from them."""
+    """Return the sites that an attack drove over their limits, worst first. If some exceed them in fp32 too, only these
+    are returned: the others follow from them."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")
@@ -243,7 +243,7 @@ def next_command(
 def finetuning_of(
     source: str, out: str, regimes: Mapping[str, RegimeEntry], target: str | None, subfolder: str | None
 ) -> str:
-    """Return the command of a finetune with the shortest recipe. regimes: of the audit; empty if nothing was run."""
+    """Return the command of a finetune with the shortest recipe. regimes: the audit's; empty if nothing ran."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     if target not in (None, AUTO, TIERS[0].target):
         recipe["target"] = target

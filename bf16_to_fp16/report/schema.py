@@ -1,6 +1,6 @@
-"""The types of the report, through which it is written, read and checked. Each keeps the order of its keys and the
-unknown keys of other versions, so that a report read and written again has the same bytes. JSON has no NaN: null
-stands for it where a number may be NaN. ``python -m bf16_to_fp16.report.schema`` makes ``docs/report.schema.json``."""
+"""The types of the report, through which it is written, read and checked. Types keep the order of keys and the unknown
+keys of other versions, so that a report read and written again has the same bytes. JSON has no NaN: null stands for it
+where a number may be NaN. ``python -m bf16_to_fp16.report.schema`` makes ``docs/report.schema.json``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Original(ReportObject):
 class Source(ReportObject):
     """The source of the weights, and ``undo``'s data.
 
-    ``subfolder``: inside the source; a local path ends in it. ``sha256``, ``other_sha256``: of the weight files, and of
+    ``subfolder``: inside the source; a local path ends in it. ``sha256``: of the weight files; ``other_sha256``: of
     other files. ``dtype``: of most tensors, in safetensors' spelling; ``dtypes``: of the others. ``made``: tensors that
     the conversion added. ``dropped``: tensors left out, with the reason. ``config_changes``: keys of config.json, with
     values before and after; a dot leads into a nested config. ``carried_over``, ``left_out``: files other than weights.
@@ -82,7 +82,7 @@ class Source(ReportObject):
         return cls(**cls.place_of(checkpoint), sha256=hashes)
 
     def class_in(self, side: Literal["before", "after"]) -> str | None:
-        """Return the class before or after a conversion to another class; None without such a change."""
+        """Return the stock class before or after the conversion; None if the conversion kept the class."""
         sides = self.config_changes.get("architectures", {})
         return next(iter(architectures({"architectures": sides.get(side)})), None)
 
@@ -125,8 +125,8 @@ class InputKind(ReportObject):
 
 
 class Inputs(ReportObject):
-    """The inputs that were run, described so that they can be run again. ``chosen``: by reason, the token ids chosen
-    for the probe; empty if it ran every id. ``sha256``: of all ids and masks."""
+    """The inputs that were run, described so that they can be run again. ``chosen``: the token ids chosen for the
+    probe, by reason; empty if the probe ran every id. ``sha256``: of all ids and masks."""
 
     seed: Count | None = None
     data: Text | None = None
@@ -136,8 +136,8 @@ class Inputs(ReportObject):
 
 
 class Environment(ReportObject):
-    """The versions (None: not installed), machine and dtype of the run. ``device``: as requested. ``devices``: by part
-    of the work; the CPU is last if another device ran out of memory."""
+    """The versions (None: not installed), machine and dtype of the run. ``device``: as requested. ``devices``: those
+    used, by part of the work; the CPU comes after a device that ran out of memory."""
 
     versions: dict[str, str | None] = {}
     python: str | None = None
@@ -161,8 +161,8 @@ class UnprovenEntry(ReportObject):
 
 
 class TierEntry(ReportObject):
-    """Whether the checkpoint is safe in a tier's arithmetic, by bound ("certified") or in a run ("observed"); the
-    tier's runtimes; and, if it is not safe there, why."""
+    """Whether the checkpoint is safe in a tier's arithmetic, by bound ("certified") or in a run ("observed").
+    ``runtimes``: the tier's runtimes. ``reason``: why it is not safe there."""
 
     holds: Flag
     proof: Literal["certified", "observed"] | None
@@ -193,8 +193,8 @@ class SignalEntry(PlacedEntry):
 
 class UnsafeEntry(ReportObject):
     """A signal that is unsafe or misses a goal, with reason and remedy. ``kind``: "broke" in a run, with ``regimes``,
-    ``nonfinite`` and ``saturated``; "found" over its limit by an attack; "limit": no exponent holds it with the margin;
-    "inexact": an output further from fp32 than bf16's; "goal": one of a recipe or target."""
+    ``nonfinite`` and ``saturated``; "found" over its limit by an attack; "limit": no exponent keeps the margin;
+    "inexact": an output further from fp32 than bf16's; "goal": a recipe's or target's goal was missed."""
 
     signal: str
     kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = None
@@ -209,11 +209,11 @@ class UnsafeEntry(ReportObject):
 class FinetuneEntry(ReportObject):
     """The record of a finetune.
 
-    ``kept``: the step whose weights it returned. ``devices``: in order. ``skipped``: steps with a non-finite gradient.
-    ``evaluations``: by step, held-out losses, distances from the original and headroom. ``fidelity``: of the output to
-    the original. ``next``: the next command if it missed the recipe's goals. ``recipe``: as written, with defaults.
-    ``settled``: values chosen for keys left open. ``start``: the plan applied before the training. ``start_outputs``:
-    log2 of each output at the start over the same output of the original."""
+    ``kept``: the step whose weights it returned. ``devices``: that of the first process. ``skipped``: steps with a
+    non-finite gradient. ``evaluations``: by step, held-out losses, distances from the original and headroom.
+    ``fidelity``: of the output to the original. ``next``: the next command if the finetune missed the recipe's goals.
+    ``recipe``: as written, with defaults. ``settled``: values chosen for keys left open. ``start``: the plan applied
+    before the training. ``start_outputs``: log2 of the factor that the start put on each output."""
 
     start: Plan | None = None
     start_outputs: dict[str, int | list[int]] = {}
@@ -258,7 +258,7 @@ class Versioned(ReportObject):
 
 
 class Report(Versioned):
-    """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify`` and its evidence; sections that do not apply
+    """The verdict of ``convert``, ``finetune``, ``audit`` or ``certify``, with its evidence. Sections that do not apply
     are absent."""
 
     verdict: Literal["safe", "unsafe"] | None = None
@@ -324,7 +324,7 @@ class Report(Versioned):
 
     @property
     def short(self) -> bool:
-        """Whether it is unsafe only because it misses goals of a recipe or target."""
+        """Whether the checkpoint is unsafe only because it misses goals of a recipe or target."""
         return not self.safe and bool(self.unsafe) and all(entry.kind == "goal" for entry in self.unsafe)
 
     @property
@@ -357,8 +357,8 @@ def read(model: type[Model], data: Mapping[str, Any]) -> Model:
 
 
 def typed(data: Mapping[str, Any], path: Path, needed: Mapping[str, str], otherwise: str) -> Report:
-    """Return a file's data as a report. needed: error messages by dotted key, or "key.*" for all below it. otherwise:
-    the message for any other error. Raises UserError in one line with the path."""
+    """Return a file's data as a report. needed: error messages by dotted key, or by "key.*" for all keys below it.
+    otherwise: the message for any other error. Raises UserError in one line with the path."""
     try:
         return read(Report, data)
     except ValidationError as error:

@@ -1,5 +1,5 @@
-"""Tables as data for terminal, page and card; and standard output as a screen: rich's tables on a terminal, plain lines
-elsewhere. It imports nothing slow."""
+"""Tables as data for terminal, page and card. Standard output as a screen: rich's tables on a terminal, plain lines
+elsewhere. The module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PLAIN_WIDTH = 1000  # more than any row needs, so that none is folded
 
 @dataclass(frozen=True)
 class Column:
-    """``of``: attribute, index or function that gives the value. ``write``: formats it. ``css``: "site", or "n" for
-    numbers."""
+    """A table's column. ``of``: the attribute, index or function that gives a row's value. ``write``: formats the
+    value. ``css``: "site", or "n" for numbers."""
 
     title: str
     of: str | int | Callable[[Any], Any]
@@ -53,7 +53,7 @@ class Table:
 
 
 class Screen(VisibleConsole):
-    """A terminal's console, whose tables fold what does not fit; for files and pipes, one plain line per row."""
+    """Prints to a terminal, with tables whose cells wrap; to files and pipes, with one plain line per row."""
 
     def say(self, text: str) -> None:
         self.print(Text(text), soft_wrap=True)

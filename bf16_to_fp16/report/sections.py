@@ -78,7 +78,7 @@ def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[st
 
 
 def closeness_table(close: Fidelity | None, reference: str, bf16: str, fp16: str) -> Table | None:
-    """Return how far both 16-bit models are from ``reference``. bf16, fp16: their names."""
+    """Return the table of both 16-bit models' distances from ``reference``. bf16, fp16: the models' names."""
     if close is None:
         return None
     kl = close.measure == "kl"

@@ -30,9 +30,9 @@ from . import schema
 
 @dataclass(frozen=True)
 class Decided:
-    """The plan for one layout (head tied or separated) and target, and the facts behind it. planned, bounds: None for a
-    replayed plan. observed: of the source without edits; None if nothing ran. ranges_edited: of the edited source, if
-    there are edits. predicted: the divergence of each edit, by signal."""
+    """The plan for one layout (head tied or separated) and target, and the facts behind it. ``planned``, ``bounds``:
+    None for a replayed plan. ``observed``: of the unedited source; None if nothing ran. ``ranges_edited``: of the
+    edited source, if there are edits. ``predicted``: the divergence that each edit causes, by signal."""
 
     layout: Layout
     plan: Plan
@@ -59,9 +59,9 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Measured:
-    """The bounds and runs of the written files. plan: with the drift's predicted and measured values. tiers: whether
-    each tier's certificate holds. half: outputs of the written model in fp16. soft: inputs that edits harm. outputs:
-    each output's error against the source."""
+    """The bounds and runs of the written files. ``plan``: with the drift's predicted and measured values. ``tiers``:
+    whether each tier's bounds hold. ``half``: the written model's outputs in fp16. ``soft``: inputs that edits harm.
+    ``outputs``: each output's error against the source."""
 
     certificate: Certificate
     plan: Plan
@@ -80,7 +80,7 @@ def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
     """Return the largest value of every observed signal, scores included, in the source and after the plan. edited:
-    ranges of the edited source, for centred keys and their scores, which no exponent gives."""
+    ranges of the edited source, for centred keys and their scores, which no exponent predicts."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {

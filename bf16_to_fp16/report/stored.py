@@ -24,7 +24,7 @@ NO_SOURCE = "does not say what the source was; take the one that convert wrote"
 
 
 def read_plan(path: Path, target: str | None = None) -> Report:
-    """Read what a converted folder, or its report alone, says of its plan and source."""
+    """Read plan, target, source and finetune from the report of a converted folder, or from a report file alone."""
     file, data = recorded_plan(path, target)
     return typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file, {}, NO_PLAN)
 
@@ -39,7 +39,7 @@ def read_written(folder: Path) -> Report:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors that a plan replaced, by name; raise UserError if ``source`` has other ones."""
+    """Return the source's tensors that a plan replaced, by name. Raises UserError if ``source`` has others."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):

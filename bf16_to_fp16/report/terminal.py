@@ -1,4 +1,4 @@
-"""Print the report, with colours and tables on a terminal; it respects ``NO_COLOR``."""
+"""Print the report, with colours and tables on a terminal. ``NO_COLOR`` turns colours off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MOST_EDITS = 3  # edits that are named, the dearest
 
 
 def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = (), *, then: str = "") -> None:
-    """Print the outcome of a conversion to a folder or one file. notes: further lines."""
+    """Print the outcome of a conversion to a folder or one file. notes: further lines to print."""
     screen = console()
     if report.signals:
         screen.print(source_line(report))
@@ -186,7 +186,7 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
 
 
 def brought_back(report: schema.Report) -> str:
-    """Return in words how many weights ``undo`` restores bit for bit: at least those that fp16 held exactly."""
+    """Return in words how many weights ``undo`` restores bit for bit: at least all that fp16 held exactly."""
     weights = report.weights
     whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
     if weights is None:

@@ -1,5 +1,5 @@
-"""The effects of a plan on later uses of a converted checkpoint. For AdamW a weight times 2^r has 2^-r times the
-learning rate; adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each."""
+"""The effects of a plan on later uses of a converted checkpoint. Under AdamW, a weight times 2^r has 2^-r times the
+learning rate. Adapters, quantisers and readers of states meet the same factor. benchmarks/rates.py measures each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TITLE = "What you can do with it"  # of the card's section
 
 
 def whole_plan(plan: Plan, run: schema.FinetuneEntry | None) -> Plan:
-    """Return the plan from the original's weights: the finetune's start, if any, composed with the conversion."""
+    """Return the plan from the original's weights: a finetune's start, if any, followed by the conversion."""
     return plan if run is None or run.start is None else composed(run.start, plan)
 
 
@@ -26,7 +26,7 @@ def training(plan: Plan) -> str:
 
 
 def gains_round(plan: Plan) -> bool:
-    """Return whether gains stored minus 1 have moved close to −1, where bf16 is coarse."""
+    """Return whether gains that are stored minus 1 come close to −1 by the plan, where bf16 rounds coarsely."""
     family = named(plan.family)
     less_1 = family is not None and any(tensor.offset for tensor in family.encoder_output.tensors)
     return less_1 and plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)
