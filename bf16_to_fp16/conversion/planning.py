@@ -246,7 +246,8 @@ class Search:
 
     def planned_within(self, layout: Layout, exponents: Mapping[str, int], again: str) -> tuple[Planned, SourceBounds]:
         """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it if
-        a run shows acceptable drift. again: the end of the progress line."""
+        a run shows that a fixed eps drifts little. It keeps no margin beside a proof if rounded gains would cost more
+        than bf16 with it. again: the end of the progress line."""
         options, bounds = self.options, self.bounds(layout, exponents)
         head = ", with a head apart from the embedding" if layout.tied is False and self.opened.layout.tied else ""
         place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
@@ -258,6 +259,10 @@ class Search:
             trial = self.planned(layout, bounds.ranges, held)
             choices = (uncorrected(trial), trial)
             planned = next((each for each in choices if is_acceptable(self.drift(layout, each.plan))), planned)
+        tried = self.observed is not None and options.target != "train"
+        rounds_gains = layout.fixed_eps is None and planned.plan.drift is not None
+        if tried and rounds_gains and not is_acceptable(self.drift(layout, planned.plan), 1.0):
+            planned = self.planned(layout, bounds.ranges, proof_is_enough=True)
         return planned, bounds
 
     def planned(
@@ -266,9 +271,10 @@ class Search:
         possible: Mapping[str, ModuleRange],
         held: Mapping[str, int] | None = None,
         advance: Advance | None = None,
+        **how: Any,
     ) -> Planned:
         weights, options, observed = self.opened.weights(layout), self.options, self.observed
-        how: dict[str, Any] = {"target": options.target, "known": self.tables, "advance": advance}
+        how |= {"target": options.target, "known": self.tables, "advance": advance}
         # Bounds do not show how small a norm's input is, and so how much a fixed eps would change.
         how |= {"drift_free": options.exact or observed is None, "held": held}
         if held is None and options.stream is not None:

@@ -17,7 +17,7 @@ from ..families.layout import ResolvedSignal, ResolvedTensor
 from ..families.signals import RESIDUAL, Kind, Sign, carried_by
 from ..numerics import FP16_MAX, PROOF_LIMIT, PROOF_MARGIN_BITS
 from ..ranges import ModuleRange
-from ..targets import MARGIN_BITS, SQUARING
+from ..targets import SQUARING
 from .channels import ROUNDING, as_shares, excess_bits, known_points
 from .plan import Fallback
 from .rounding_loss import LossTable, signal_noise
@@ -78,6 +78,7 @@ class Total:
 @dataclass(eq=False)
 class Costs(WeightLosses):
     proof_worth: float = field(default=PROOF_WORTH, kw_only=True)
+    proof_is_enough: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -241,9 +242,7 @@ class Costs(WeightLosses):
         return self.stream_excess(self.bounds, PROOF_LIMIT, PROOF_MARGIN_BITS, r)
 
     def observed_excess(self, r: int) -> float:
-        """Return the bits by which the stream's observed values and lengths exceed their limits. The default margin is
-        for unseen input, so it is not needed where bounds hold."""
-        if self.margin_bits <= MARGIN_BITS and self.bounds and self.residual_excess(r) == 0:
+        if self.proof_is_enough and self.bounds and self.residual_excess(r) == 0:
             return 0.0
         return self.stream_excess(self.ranges, self.limit, self.margin_bits, r)
 

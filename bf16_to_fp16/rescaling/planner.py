@@ -4,9 +4,8 @@ For a given exponent of the stream, every channel is a separate integer problem.
 the stream, takes each channel's best from tables, and moves gains only if a loss remains. Signals that only norms read
 come last (``with_smaller_gradients``).
 
-Observed ranges must fit with a margin, which a stream that fits by its bounds need not keep. A certificate's bounds
-must fit if that costs at most ``PROOF_WORTH`` per signal. If limits cannot all hold, the excess is minimised and
-reported."""
+Observed ranges must fit with a margin, always but for ``proof_is_enough``. A certificate's bounds must fit if that
+costs at most ``PROOF_WORTH`` per signal. If limits cannot all hold, the excess is minimised and reported."""
 
 from __future__ import annotations
 
@@ -64,6 +63,7 @@ def make_plan(
     bounds: Mapping[str, ModuleRange] | None = None,
     held: Mapping[str, int] | None = None,
     proof_worth: float = PROOF_WORTH,
+    proof_is_enough: bool = False,
     drift_free: bool = False,
     known: Tables | None = None,
     advance: Advance | None = None,
@@ -74,10 +74,11 @@ def make_plan(
     is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate`` (also ‖h‖₂²
     of the residual stream, as fp16 sums it; the two differ in their bounds) or ``train`` (2 more bits, and gate
     pre-activations under 147.8). margin_bits: between a range and its limit. bounds: ranges for any input; a signal is
-    planned by them too if that costs at most ``proof_worth`` for each site. held: given exponents of streams.
-    drift_free: norms' inputs get no exponents beyond the stream's, which eps would not follow. known: tables of these
-    weights from earlier plans; new ones are added. advance: called with the number of tensor axes whose losses are
-    computed, and their total. A plan depends on the result of every earlier step, hence the many parameters."""
+    planned by them too if that costs at most ``proof_worth`` for each site. proof_is_enough: a stream that fits by its
+    bounds need not keep the margin. held: given exponents of streams. drift_free: norms' inputs get no exponents beyond
+    the stream's, which eps would not follow. known: tables of these weights from earlier plans; new ones are added.
+    advance: called with the number of tensor axes whose losses are computed, and their total. A plan depends on the
+    result of every earlier step, hence the many parameters."""
     return PlanSearch(
         layout,
         weights,
@@ -89,6 +90,7 @@ def make_plan(
         margin_bits=margin_bits + (TRAIN_MARGIN_BITS if target == "train" else 0.0),
         drift_free=drift_free,
         proof_worth=proof_worth,
+        proof_is_enough=proof_is_enough,
     ).run(held or {})
 
 

@@ -186,6 +186,19 @@ def test_gains_that_would_round_further_than_bf16_keep_no_margin_for_training(de
     assert kept >= MARGIN_BITS and (kept >= MARGIN_BITS + 2) == affordable
 
 
+def test_a_proof_stands_for_the_margin_where_gains_would_round_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(DEMOS / "gemma3-bytes")
+    layout = resolve(checkpoint)
+    opened = Opened(checkpoint, layout, judged(checkpoint_batches(checkpoint, layout, None, 0))[:1])
+    exponents = []
+    for acceptable in (True, False):
+        monkeypatch.setattr(planning, "is_acceptable", lambda drift, share=1.0, acceptable=acceptable: acceptable)
+        decided = decide(opened, Options(target="half"), Progress(quiet=True))
+        assert decided.planned is not None and not decided.planned.violations and not decided.planned.fallbacks
+        exponents.append(decided.plan.residual_exponent)
+    assert exponents == [-4, -3]
+
+
 WIDE = tools.SHAPE | {"d_model": 128, "d_ff": 192, "d_kv": 16, "num_heads": 4, "num_layers": 3}
 IDS = torch.arange(2, 90).view(4, 22)
 

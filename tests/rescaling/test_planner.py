@@ -54,11 +54,9 @@ def test_every_signal_and_weight_is_under_its_limit_with_the_margin(kind: str) -
 
 
 @pytest.mark.parametrize(
-    ("bound", "margin_bits", "exponent"), [(1.1, 1.25, -3), (None, 1.25, -4), (2, 1.25, -4), (1.1, 2, -5)]
+    ("bound", "enough", "exponent"), [(1.1, True, -3), (None, True, -4), (2, True, -4), (1.1, False, -4)]
 )
-def test_a_stream_that_fits_by_its_bounds_needs_no_default_margin(
-    bound: float | None, margin_bits: float, exponent: int
-) -> None:
+def test_a_proof_can_stand_for_a_streams_margin(bound: float | None, enough: bool, exponent: int) -> None:
     """At 2^-3 the stream reaches 60% of the limit. bound: in units of what was observed."""
     layout, weights, ranges = observed(tiny.build("t5", factor=1.0))
     stream = [each for each in known_points(ranges, layout.signals[RESIDUAL]) if each[0].sign > 0]
@@ -77,7 +75,7 @@ def test_a_stream_that_fits_by_its_bounds_needs_no_default_margin(
         weights,
         scaled(at_limit),
         bounds=None if bound is None else scaled(at_limit * bound),
-        margin_bits=margin_bits,
+        proof_is_enough=enough,
     )
     assert planned.plan.residual_exponent == exponent and not planned.violations
 
