@@ -203,8 +203,9 @@ class BoundEntry(PlacedEntry):
 
 
 class CertificateEntry(ReportObject):
-    """The bounds of every site, and their assumptions. ``max_length``: positions. ``splits``: partial sums of a matrix
-    product that are added in fp16. ``train_mode``: with dropout. ``verify`` leaves ``sites`` out."""
+    """The bounds of every site, and their assumptions. ``max_length``: most positions of a sequence. ``splits``:
+    partial sums of a matrix product that are added in fp16. ``train_mode``: with dropout. ``verify`` leaves ``sites``
+    out."""
 
     holds: Flag
     headroom_bits: Real

@@ -61,8 +61,8 @@ def full_precision() -> Iterator[None]:
 def growth(terms: int) -> float:
     """Return the largest ratio of a sum made in fp16, or of any part of it, to the sum of its terms' magnitudes.
 
-    It holds for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. The
-    terms may be rounded products (one more factor 1 + u), and one more is added to them.
+    It holds for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. It
+    allows for one further term, a bias, and for terms that are rounded products (one more factor 1 + u).
 
     Proof. Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most (1 +
     u)·(a + b), and at most a + 2b and 2a + b: a is an fp16 number, and the result is no further from a + b than a is.
@@ -95,10 +95,10 @@ class Arithmetic:
     attention sees at least one.
 
     ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
-    ``planned``: the weights are not scaled yet: subnormals are left out, and each residual stream is multiplied by 2 to
-    its exponent in this mapping (0 if absent). ``exact``: real arithmetic without any rounding. ``norms16``: norms
-    square, sum and divide in fp16 instead, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every
-    sum is made in fp16 instead, term by term in any order, or in blocks."""
+    ``planned``: the weights are not scaled yet. Errors of subnormals are left out, and this mapping has the exponent
+    that each residual stream will have (0 if absent). ``exact``: real arithmetic without any rounding. ``norms16``:
+    norms square, sum and divide in fp16, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every sum
+    is made in fp16, term by term in any order, or in blocks."""
 
     max_length: int = MAX_LENGTH
     splits: int = SPLITS
@@ -135,8 +135,8 @@ class Arithmetic:
     def gamma(self, terms: int) -> float:
         """Return the error of a sum of ``terms`` products, relative to the sum of their absolute values. Tensor cores
         add k ≥ 4 products and the sum so far at once. They cut each of these and the result off at 2⁻²³ of the largest
-        (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). That costs (k + 2)·2⁻²³
-        for k products, at most 3 units of 2⁻²⁴ each; rounding every addition would cost one unit each."""
+        (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). So k products cost (k +
+        2)·2⁻²³, at most 3 units of 2⁻²⁴ each. Kernels that round every addition need one unit each."""
         if self.sums16:
             return growth(terms) - 1
         return 0.0 if self.exact else (3 * terms + 12) * UNIT32 + self.splits * UNIT
@@ -179,18 +179,18 @@ class Arithmetic:
 def norm_units(width: int) -> float:
     """Return how far a LayerNorm's mean and standard deviation may be off in fp32, in units of 2⁻²⁴·mean|x|.
 
-    Kernels that sum the squares of the same deviations that they divide need no allowance: an error of the mean is in
-    both. Torch's merge groups' means m and sums of squares by Welford's and Chan's updates (``moments_utils.h``,
-    ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides errors relative to a deviation
-    (``NORM_ERROR``):
+    A kernel needs no allowance if it sums the squares of the same deviations that it divides: both contain the mean's
+    error. Torch's kernels merge means m and sums of squares of groups by Welford's and Chan's updates
+    (``moments_utils.h``, ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides errors
+    relative to a deviation (``NORM_ERROR``):
 
     - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units;
     - a merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
 
-    In exact arithmetic the root of the sum of squares is the length of a vector: a sum for the true means and for their
-    errors, of which those within runs are orthogonal to those between runs. The errors of a run's means have an rms of
-    at most √((n² − 1)/12). The k-th term of a run is D²·(k − 1)/k − D·r, r the rounding, which takes off at most √2
-    units more. An error of a group's mean counts once, as its merges compare it with others.
+    In exact arithmetic the root of the sum of squares is the length of a vector: a vector for the true means plus one
+    for their errors, in which errors within runs are orthogonal to those between runs. The errors of a run's means have
+    an rms of at most √((n² − 1)/12). The k-th term of a run is D²·(k − 1)/k − D·r, r the rounding, which takes off at
+    most √2 units more. An error of a group's mean counts once, since merges compare that mean with others.
 
     On the CPU runs are 16 vectors of 4, 8 or 16 lanes, merged in a tree (twice its depth, once more for fp16's two
     halves and for lanes that fill no vector), then lane by lane. On CUDA each of 128 threads runs over its vectors of

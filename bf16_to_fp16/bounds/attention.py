@@ -306,8 +306,8 @@ def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
 
 
 def capped_span(span: Tensor, capped: Capped) -> Tensor:
-    """Return a bound of the difference between two scores of one query after a soft cap; ``span`` is the bound before
-    it. The slope of a cap is at most 1, and its result is within the cap on either side of 0."""
+    """Return a bound of the difference between two scores of one query after a soft cap. span: the bound before the
+    cap. A cap's slope is at most 1, and both capped scores are within the cap on either side of 0."""
     return torch.minimum(span + 2 * capped.off, 2 * capped.result)
 
 

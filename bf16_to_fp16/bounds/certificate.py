@@ -298,11 +298,11 @@ def bound(
 ) -> Certificate:
     """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
 
-    weights: returns the tensor of a name, with the values to bound. target: ``norm-safe`` adds the squares of the
+    weights: returns the values to bound of the tensor with a name. target: ``norm-safe`` adds the squares of the
     stream, for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations
-    under 147.8, where the derivative of gelu_new's cube overflows. refine: rows of each feed-forward output that may
-    get an eigenvalue of their own. spectra: known eigenvalues of nearly equal weights. advance: called with the
-    sublayers done and their number. until_one_fails: end at the first site over its limit. Raises UserError for an
+    under 147.8, where the derivative of gelu_new's cube overflows. refine: how many rows of each feed-forward output
+    may get an eigenvalue of their own. spectra: known eigenvalues of nearly equal weights. advance: called with the
+    number of sublayers done and of all. until_one_fails: end at the first site over its limit. Raises UserError for an
     activation without a bound."""
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
@@ -325,7 +325,7 @@ def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, 
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a reader of a checkpoint's weights, rounded to fp16. Gains with an offset: fp32, with the offset added."""
+    """Return a reader of a checkpoint's weights, rounded to fp16. Gains with an offset come in fp32, offset added."""
 
     def read(name: str) -> Tensor:
         tensor = layout.tensors[name]

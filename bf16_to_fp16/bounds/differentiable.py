@@ -210,8 +210,8 @@ class _Walk(LiveWeights):
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the bounds of output projections by path, and of the sublayer's whole output. Both are empty or 0
-        where a post-norm makes them irrelevant."""
+        """Return the bounds of output projections by path, and of the sublayer's whole output; an empty mapping and 0
+        if a post-norm makes both irrelevant."""
         if sublayer.post_norm and not self.follows and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -283,8 +283,8 @@ class _Walk(LiveWeights):
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
-        """Record a head's linear. All rows together are computed ``ROWS_AT_A_TIME`` at a time. added: a bias that stock
-        code adds to the output."""
+        """Record a head's linear. If all rows are wanted, ``ROWS_AT_A_TIME`` are computed at once. added: a bias that
+        stock code adds to the output."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)

@@ -157,7 +157,7 @@ class GatedNeurons:
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return the error of every row from the neurons' rounding, fp64 [d]. exact: from ``rows``."""
+        """Return the error of every row from the neurons' rounding, fp64 [d]. exact: the bounds from ``rows``."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)

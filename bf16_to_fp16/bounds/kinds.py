@@ -59,7 +59,7 @@ class Line(StrEnum):
 @dataclass(frozen=True)
 class Traits:
     """What a site's kind determines. ``remedy``: what lowers its bound. ``line``: its curve in figures, None if not
-    drawn. ``limit_in_training``: lower where the derivative of gelu_new is computed."""
+    drawn. ``limit_in_training``: under 65504 if gelu_new's derivative overflows earlier."""
 
     remedy: Remedy = Remedy.RESCALE
     line: Line | None = None

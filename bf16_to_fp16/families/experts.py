@@ -49,7 +49,7 @@ class ExpertsApart(nn.ModuleList):
 
 
 def experts_apart(model: Any, family: Family | None) -> Any:
-    """Split a stock model's fused experts in place if the files of its family store each one separately."""
+    """Split a stock model's fused experts in place if the files of its family store each expert separately."""
     stored = None if family is None else family.stored_experts
     if stored is None:
         return model

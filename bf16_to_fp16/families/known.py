@@ -143,8 +143,8 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return how much right padding a padded encoder row needs to stay finite in fp16: 0 for any amount, inf if padding
-    is not allowed.
+    """Return how many positions of right padding a padded encoder row needs to stay finite in fp16: 0 for any number,
+    inf if padding is not allowed.
 
     Under a mask of −inf a padded position that attends to no position is NaN, and so is every position that attends to
     it, masked or not. But padded positions attend to the sums of blocks that the row's tokens do not fill."""

@@ -2,9 +2,9 @@
 
 Ministral 3 is Mistral, except that queries grow with the logarithm of their position after the rotation. A projector
 reads the tower's outputs through a norm and merges each square of patches into one. Two linears with a GELU between
-them make a token of it. The norm has the text model's eps, which rescaling multiplies by the square of the stream's
-factor, although the tower's outputs carry no factor. So outputs for images drift, which is predicted and measured;
-outputs for text do not."""
+them make a token of each square. The norm has the text model's eps, which rescaling multiplies by the square of the
+stream's factor, although the tower's outputs carry no factor. So outputs for images drift, which is predicted and
+measured; outputs for text do not."""
 
 from __future__ import annotations
 

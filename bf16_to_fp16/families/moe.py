@@ -1,6 +1,6 @@
 """Mixtral, Qwen3-MoE and OLMoE: layers as in Llama, in which a router sends each token to several gated experts.
 
-Router and experts read one norm's output, and their weights are divided by this signal's factor. So the router's logits
+Router and experts read one norm's output, and their weights are divided by that output's factor. So the router's logits
 keep every bit in fp32, and its choice is the same. The router computes logits in the model's dtype and the softmax in
 fp32. A token gets a weighted sum of its experts' outputs, with weights that sum to at most 1, normalised or not."""
 

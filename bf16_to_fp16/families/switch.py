@@ -1,6 +1,6 @@
 """Switch Transformers: T5 v1.0 with sparse blocks, in which a router sends each token to one of several feed-forwards.
 
-Experts and router read one norm's output, so their weights are divided by this signal's factor. The router always
+Experts and router read one norm's output, so their weights are divided by that output's factor. The router always
 computes in fp32. No exponent moves its logits, so these keep every bit, and its choice is the same. Neurons have
 exponents within each expert."""
 

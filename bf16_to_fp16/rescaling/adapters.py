@@ -141,7 +141,7 @@ def on_tensor(
 
 
 def uniform(name: str, target: str, exponent: int | Tensor) -> int:
-    """Return the one exponent of the axis whose length a DoRA magnitude holds; raise UserError for several."""
+    """Return the exponent that all columns under a DoRA magnitude have; raise UserError if they differ."""
     if isinstance(exponent, int):
         return exponent
     first = int(exponent[0])

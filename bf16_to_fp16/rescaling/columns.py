@@ -21,7 +21,7 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return, by signal, column exponents to use for ``needed`` row exponents where a few cut columns suffice."""
+    """Return, by signal, column exponents that replace ``needed`` row exponents if cutting a few columns is enough."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if made_by(signal := columns_read_by(layout, each.gate)) in needed:

@@ -206,7 +206,7 @@ class Costs(WeightLosses):
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return r's costs without those of channel exponents: the stream's limits and noise, some weights, drift."""
+        """Return the costs of r alone: the stream's limits and noise, weights that only r scales, and drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r) + EXCESS * self.observed_excess(r)
         for point, observed in known_points(self.ranges, signal):

@@ -33,9 +33,9 @@ class LossTable:
     """Losses of a weight by channel and exponent.
 
     ``counts``: the number of elements that scaling by 2^e makes inexact. ``errors``: their squared error divided by
-    4^e, which makes it comparable with ``energy``. Both are float32 [channels, columns]; the first column stands for
-    the exponent ``first`` and all below, the last for its own and all above. ``energy``, ``amax``: float64 [channels],
-    of the unscaled weight. ``count``: the number of all elements."""
+    4^e, which makes it comparable with ``energy``. Both are float32 [channels, columns]. The first column stands for
+    the exponent ``first`` and all below, the last column for its exponent and all above. ``energy``, ``amax``: float64
+    [channels], of the unscaled weight. ``count``: the number of all elements."""
 
     first: int
     counts: torch.Tensor
