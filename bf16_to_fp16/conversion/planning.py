@@ -292,7 +292,7 @@ class Search:
         assert self.observed is not None
         opened, reference = self.opened, self.observed.reference
         tried = stream_powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
-        with self.progress.step(f"Trying the drift of eps with {tried}") as advance:
+        with self.progress.step(f"Trying how far the function drifts with {tried}") as advance:
             whole = plan if opened.edits is None else with_edits(plan, opened.edits)
             drifted = drifted_outputs(opened.checkpoint, layout, whole, opened.inputs, advance)
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)

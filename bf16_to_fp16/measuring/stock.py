@@ -28,7 +28,7 @@ from ..progress import Progress
 
 STOCK_LOCK = threading.RLock()
 """Held while stock code loads a model and during a walk: both change settings of the whole process, such as torch's
-default dtype and number of threads."""
+default dtype."""
 
 
 @cache
