@@ -1,6 +1,6 @@
-"""The limits of the 16-bit formats. fp16 has 11 significant bits, the largest 65504 and the last subnormal 2⁻²⁴; bf16
-has 8 bits and fp32's range. A multiplication by a power of two is exact unless it overflows or loses bits below the
-last subnormal."""
+"""The limits of the 16-bit formats. fp16 has 11 significant bits, the largest number 65504 and the smallest subnormal
+2⁻²⁴; bf16 has 8 bits and fp32's range. A product with a power of two is exact unless it overflows or loses bits below
+the smallest subnormal."""
 
 from __future__ import annotations
 

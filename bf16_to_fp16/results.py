@@ -73,8 +73,7 @@ class ExceptionEntry(ReportObject):
 
     ``ids``: one id, tried in ordinary text, or several, drawn to fill a row. ``tokens``: their names by the tokenizer.
     ``kl``: the divergence in fp32, mean of 8 rows, or their upper quartile if only that shows the harm. ``kl_bf16``: of
-    the source with activations rounded stochastically to bf16, mean of 8 runs. ``kl_run``: of the source run in
-    bf16."""
+    the source with activations rounded stochastically to bf16, mean of 8 runs. ``kl_run``: of the source's bf16 run."""
 
     ids: list[int]
     tokens: list[str] = []
@@ -203,9 +202,8 @@ class BoundEntry(PlacedEntry):
 
 
 class CertificateEntry(ReportObject):
-    """The bounds of every site, and their assumptions. ``max_length``: most positions of a sequence. ``splits``:
-    partial sums of a matrix product that are added in fp16. ``train_mode``: with dropout. ``verify`` leaves ``sites``
-    out."""
+    """The bounds of every site, and their assumptions. ``max_length``: most positions of a sequence. ``splits``: fp16
+    partial sums of a matrix product. ``train_mode``: with dropout. ``verify`` leaves ``sites`` out."""
 
     holds: Flag
     headroom_bits: Real

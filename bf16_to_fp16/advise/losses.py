@@ -25,9 +25,10 @@ KINDS = "give a trainer_state.json, .csv or .jsonl (wandb exports CSV)"
 
 
 def read_log(path: str | Path) -> list[tuple[int, float]]:
-    """Return (step, loss) rows of a ``trainer_state.json``, CSV or JSONL file, or of a folder with such a file.
+    """Return the (step, loss) rows of a CSV, JSONL or ``trainer_state.json`` file, or of a folder's log.
 
-    Raises UserError for other files, and for one without losses."""
+    path: a folder needs a ``trainer_state.json`` or ``log.jsonl``. Raises UserError for other files, or without
+    losses."""
     path = Path(path)
     if path.is_dir():
         names = ("log.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")

@@ -103,7 +103,7 @@ def advise_updates(
 
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
-    """Return the number of overflowing elements, and of others by the least learning rate that moves them."""
+    """Return how many elements overflow, and how many others start to move at each learning rate."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):

@@ -149,7 +149,7 @@ class LinearBound:
         return replace(self.matrix, rows=lengths / length)
 
     def split(self, rows: Sequence[int]) -> list[LinearBound]:
-        """Return the bounds of each linear of those that share this matrix. rows: how many rows each has."""
+        """Return the bounds of the linears that share this matrix, one by one. rows: how many rows each has."""
         vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
         parts = zip(self.matrix.weight.split(rows), *(x.split(rows) for x in vectors), strict=True)
         # Without the weight's name, by which the whole matrix would be read again.
@@ -167,8 +167,8 @@ class Projection:
 
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
-    """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: the product with
-    the gain is rounded to fp16, but not the factor before it."""
+    """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: values are rounded
+    to fp16 only after the gain, not before it too."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -312,8 +312,8 @@ def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
 
 
 def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m], summed
-    in ``dtype``.
+    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m] in
+    ``dtype``.
 
     By Lagrange duality λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0. The least bound has the λ whose
     maximising s has ‖s‖² = square. That ‖s‖² is concave and piecewise linear in λ⁻². So Newton's method, started at the

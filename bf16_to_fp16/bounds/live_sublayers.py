@@ -35,7 +35,7 @@ class Rows:
     partial: Tensor
 
     def split(self, rows: Sequence[int]) -> list[Rows]:
-        """Return each linear of those that share this matrix. rows: how many rows each has."""
+        """Return the linears that share this matrix, one by one. rows: how many rows each has."""
         parts = zip(*(x.split(rows) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
         return [Rows(matrix, self.radius, *others) for matrix, *others in parts]
 

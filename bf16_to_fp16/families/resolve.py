@@ -107,7 +107,7 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
-    """Return the remedy for a missing embedding, the end of an error message. If the tensors have another class's
+    """Return the end of an error message about a missing embedding: its remedy. If the tensors have another class's
     names, stock code can read them and save them under its own names, unless a head is missing."""
     other = named_as(checkpoint.config, checkpoint.tensors)
     if other is None:

@@ -85,7 +85,7 @@ class Axis:
 
 
 def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
-    """Return an axis as one ``Axis`` for each signal that it carries; () for None."""
+    """Return one ``Axis`` for each signal that an axis carries; () for None."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
 
@@ -137,9 +137,8 @@ def before(norm: str) -> str:
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal. ``size``: the named size of its channels; with ``spread``, the size of an axis whose elements share
-    channels. ``seen``: the sites where it can be observed. ``beside``: sites where its exponent adds to another
-    signal's."""
+    """A signal. ``size``: the named size of its channels; with ``spread``, of an axis whose elements share channels.
+    ``seen``: sites where it can be observed. ``beside``: sites where its exponent adds to another signal's."""
 
     name: str
     kind: Kind

@@ -10,7 +10,7 @@ knows its place in the whole, so FSDP2 gives the bits of a single process; under
 One function updates a piece of consecutive elements: eagerly, on pieces that stay in a processor's caches; or compiled
 by torch.compile into one kernel that reads and writes everything once. On a CPU both ways give the same bits, because
 every operation used is rounded correctly there: ``rsqrt`` is, while the eager ``sqrt`` of torch's Intel builds is not.
-On an accelerator compiled divisions are not rounded correctly, and both ways agree to rounding."""
+On an accelerator compiled divisions are not, so results of both ways differ by rounding."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> N
 
 @functools.cache
 def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[..., None] | str:
-    """Return ``_update`` compiled for one combination of dtypes, device and rounding; if that fails, the error's first
-    line.
+    """Return ``_update`` compiled for one combination of dtypes, device and rounding, or the first line of the error.
 
     torch.compile counts recompilations by code object and gives up after eight. So each combination has its own copy,
     which is compiled once for all lengths."""
@@ -170,8 +169,8 @@ class AdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, and return the closure's result. With GradScaler's attributes
-        ``grad_scale`` and ``found_inf``, gradients are divided by the first, and nothing changes unless the second is
-        0. Reading both waits for the device, as GradScaler itself does for other optimizers."""
+        ``grad_scale`` and ``found_inf``, gradients are divided by the first; unless the second is 0, nothing changes.
+        Reading both waits for the device, as GradScaler itself does for other optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -232,8 +231,8 @@ class AdamW(Optimizer):
             local.copy_(tensors[0].view(local.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of ``state_dict()``, in its saved dtypes. Options come from the saved groups if given
-        there, except ``compile``."""
+        """Restore the result of ``state_dict()`` in its saved dtypes. Saved options replace present ones, except
+        ``compile``."""
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, options, saved_group in zip(self.param_groups, before, state_dict["param_groups"], strict=True):
