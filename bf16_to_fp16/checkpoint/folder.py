@@ -36,7 +36,7 @@ def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
     """Copy the files that are neither weights nor code; return the names copied and left out. The source's card becomes
-    ``SOURCE_README.md``, and with ``back`` becomes the card again. tokenizer: its folder, if beside the source's."""
+    ``SOURCE_README.md``, and with ``back`` becomes the card again. tokenizer: the tokenizer's folder, if elsewhere."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
     renamed = {"SOURCE_README.md": "README.md"} if back else {"README.md": "SOURCE_README.md"}

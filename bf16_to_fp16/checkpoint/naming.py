@@ -1,5 +1,5 @@
-"""Tensor names that differ between programs, and the layouts that ``convert`` writes: a folder, or one file. Names
-differ for T5 encoders (stock code, Wan) and models with images (modules, files). Imports no torch.
+"""Tensor names, which differ for T5 encoders between stock code and Wan, for models with images between modules and
+files. Also the layouts that ``convert`` writes: a folder, or one file. Imports no torch.
 
 Wan's T5 is ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1; its code fixes the eps in fp32."""
 

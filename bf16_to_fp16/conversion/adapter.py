@@ -32,7 +32,7 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """A written adapter. ``base``: the checkpoint that it fits, which may have been ``finetuned`` or ``edited``."""
+    """A written adapter for ``base``. ``finetuned``, ``edited``: whether the converted checkpoint is."""
 
     out: Path
     base: str
@@ -66,7 +66,7 @@ def convert_adapter(
     base: a folder that ``convert`` wrote. back: the other direction, from ``base`` to its source. With an exact plan
     both sides compute the same function. Raises UserError for another kind of adapter, a pickle, an adapter that
     already fits that side, or a tensor that cannot be rescaled; ``out`` then does not exist. No certificate covers an
-    adapter: for one, merge it into the source and convert that."""
+    adapter. To get one, merge the adapter into the source and convert the result."""
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)

@@ -57,7 +57,7 @@ def other_weights(original: Checkpoint, report: Report) -> Iterator[tuple[str, s
 def replay_differences(
     original: Checkpoint, layout: Layout, plan: Plan, checkpoint: Checkpoint, report: Report
 ) -> Iterator[tuple[str, str]]:
-    """Apply the plan to the original; yield each difference to the checkpoint, in bytes, config and carried files."""
+    """Apply the plan to the original; yield how the result differs from the checkpoint, in bytes, config and files."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         written = write_fp16(original, writes(original, layout, plan), Path(scratch), hashes=False)
         write_json(Path(scratch, "config.json"), checkpoint.config)

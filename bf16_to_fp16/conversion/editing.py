@@ -92,7 +92,7 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions whose keys to centre: those of scores over the limit, or of position biases far from 0."""
+    """Return the attentions whose keys to centre: scores exceed the limit, or position biases share a large offset."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:
@@ -135,7 +135,7 @@ class Cost:
 @dataclass(frozen=True)
 class Trial:
     """fp32 runs of a source under candidate edits, compared with the unedited source's outputs. ``known``: those
-    outputs, on the conversion's inputs first. ``centring``: edits that every run has."""
+    outputs, on the conversion's inputs first. ``centring``: the centring of keys, which every run has."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -221,8 +221,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits, with a column cut instead of a row where that costs less, and each edit's cost by signal. The
-    cost is that of the edit alone, or the joint cost of cuts in step. Costs are None if they exceed ``allowed``."""
+    """Return the edits, with a column cut instead of a row where that costs less, and each edit's cost by signal: the
+    cost of this edit alone, or of several cuts that go together. Costs are None if they exceed ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs

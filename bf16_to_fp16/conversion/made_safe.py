@@ -110,7 +110,7 @@ class MadeSafe:
         return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
 
     def mark(self, model: Any) -> None:
-        """Attach this to the model, which then warns of its changed scale when it is saved or given embeddings."""
+        """Attach this result to the model, which then warns of its changed scale if it is saved or given embeddings."""
         model.__dict__[MARK] = self
         if self.plan.moves:
             model.__dict__[SAVES] = partial(save_as_it_is, model)
@@ -206,10 +206,10 @@ class MadeSafe:
 
         Around each step gradients and weights are brought to the source's scale, so that learning rate, epsilon, decay
         and second moments keep their meaning. max_grad_norm: clip the gradients to this L2 norm at the source's scale,
-        summed in the optimizer's order; do not clip elsewhere. Call it once, before the first step. Parameters that
+        summed in the optimizer's order; do not clip elsewhere. Call this once, before the first step. Parameters that
         were not rescaled, such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the
-        plan's scale and for a norm that is not positive. A step raises it for sharded parameters (FSDP, ZeRO-3), for
-        copies of them (ZeRO-1 and 2), and after a step that failed."""
+        plan's scale and for a norm that is not positive. A step raises UserError for sharded parameters (FSDP, ZeRO-3),
+        for copies of them (ZeRO-1 and 2), and after a step that failed."""
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
         exponents = {}
         if self.changed:

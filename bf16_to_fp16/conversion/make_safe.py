@@ -57,9 +57,9 @@ def make_fp16_safe(
 
     Nothing is copied or printed. The fp32 outputs keep every bit. ``undo`` restores every weight bit for bit, and after
     training exactly the trained function; gains that are stored minus an offset only as far as fp32 holds them. The
-    config's eps changes with the weights, so that ``save_pretrained`` writes a matching pair at any time. Undo before
-    you save a Pegasus, which has no eps in its config, or, if bits must be equal, a model with norms behind linears:
-    for ``train`` their eps changes in memory only.
+    config's eps changes with the weights, so that ``save_pretrained`` writes a matching pair at any time. Call ``undo``
+    before you save a Pegasus, whose config has no eps. If bits must be equal, call it also before you save a model with
+    norms behind linears, since for ``train`` the eps of these norms changes in memory only.
 
     target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights. margin_bits: headroom
     kept to each limit on the built-in probe. max_length: positions for which the certificate holds. A model that was

@@ -198,7 +198,7 @@ class Search:
         return Decided(layout, plan, target, planned, self.before, ranges_edited=edited, bounds=bounds)
 
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        """Bound the source with no exponents but its streams' applied, in arithmetic without subnormals."""
+        """Bound the source with only the ``exponents`` of its streams applied, in arithmetic without subnormals."""
         opened, target = self.opened, self.options.target
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
         name = "source" if opened.edits is None else "edited source"
@@ -298,8 +298,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return the plan. For training, if rounded gains are worse than bf16, plan again without the margin that
-        training adds."""
+        """Return the plan. For training, if rounded gains make outputs worse than bf16's, plan again without the margin
+        that training adds."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         drift = self.drift(decided.layout, decided.plan)

@@ -239,7 +239,7 @@ def is_held(item: FileEntry, entry: Any, file: Path | bytes) -> bool:
 
 @contextmanager
 def transfers(api: Any) -> Iterator[None]:
-    """Upload by LFS to servers other than the Hub, within the block. The client would assume that they have Xet."""
+    """Upload by LFS to servers other than the Hub, within the block. The client would assume that all have Xet."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_DISABLE_XET

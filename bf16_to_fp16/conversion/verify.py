@@ -314,7 +314,7 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, report: schema.Report, progress: Progress
 ) -> Iterator[tuple[str, str]]:
-    """Yield ids, once of single ids and once of mixtures, that edits harm over twice as much as any in the report."""
+    """Yield the worst single id, and the worst mixture, if edits harm it over twice as much as any in the report."""
     rare = searched(original, checkpoint, before, report.of_plan, progress)
     if rare is None:
         return

@@ -34,7 +34,7 @@ class Fp16Callback(TrainerCallback):
 
     The model is rescaled in memory at once (see ``make_fp16_safe``), since a penalty on an infinity has no gradient;
     its fp32 outputs stay the same. The trainer's logs get ``headroom_bits``, the least log2(limit / largest value) of
-    any site since the last log, and ``penalty``, its mean. When the training ends, the first process converts the
+    any site since the last log, and the mean ``penalty``. When the training ends, the first process converts the
     model, at the original's scale, to ``out``; ``result`` then is what ``convert`` returned.
 
     out: None to skip the conversion. headroom_bits: the distance from fp16's limit that the penalty enforces at every

@@ -258,7 +258,7 @@ class Corpus:
         return batches
 
     def unlike(self) -> list[TrainingBatch]:
-        """Return batches of the packaged text of unusual kinds: code, figures and other languages than English."""
+        """Return batches of the packaged text that is unlike most training data: code, figures and other languages."""
         lines = UNLIKE.read_text(encoding="utf-8").splitlines()
         rows = [(0, row, (line, line if self.objective == "pairs" else None)) for row, line in enumerate(lines)]
         size = self.data.batch_size

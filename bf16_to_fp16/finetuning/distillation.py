@@ -1,6 +1,6 @@
 """The losses of a training step: the task loss, and the distance of a student's outputs from those of the teacher (the
 frozen original), on the data and on the audit's inputs (the probe). Evaluations measure both losses on held-out data.
-They also measure the distance on the probe and other kinds of text, where the training data would show no change.
+They also measure the distance on the probe and other kinds of text, whose changes held-out data do not show.
 
 Logits are compared by KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), other outputs by the squared error
 relative to the teacher's squared norm. Both are summed over the positions that count in the loss."""
@@ -111,7 +111,7 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return fp64 [3]: the summed divergence, the count of positions of equal argmax, and of all that count."""
+        """Return fp64 [3]: the summed divergence, the number of positions of equal argmax, and that of counted ones."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
         same = (student.argmax(-1) == teacher.argmax(-1)).sum()
         sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))
@@ -219,7 +219,7 @@ class Evaluator:
     processes: Processes
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
-        """Return the mean held-out loss, and by kind of input divergence from the teacher and argmax agreement."""
+        """Return the mean held-out loss; for each kind of input divergence from the teacher and argmax agreement."""
         measured: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
         with torch.no_grad(), mixed_precision.whole_step():
             for kind, batches in {"held_out": held, **self._others}.items():

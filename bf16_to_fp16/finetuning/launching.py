@@ -3,9 +3,8 @@
 Configurations of ``launch/`` are tried from the fastest on: DDP, ZeRO-2 (sharded gradients and optimizer), ZeRO-3 or
 FSDP2 (everything sharded), then ZeRO-3 with offload to the machine's memory. Weights, gradients and moments are counted
 from shapes. Activations are a formula of tokens, linears and scores, fitted to traced steps of Flan-T5, mT5 and
-Pegasus. It gives 0.75 to 1.37 times the traced activations; the sums for the shipped recipes are 0.99 to 1.07 times the
-traced ones.
-"""
+Pegasus. The formula gives 0.75 to 1.37 times the traced activations; the sums for the shipped recipes are 0.99 to 1.07
+times the traced sums."""
 
 from __future__ import annotations
 
@@ -157,8 +156,8 @@ class Machine:
 
 
 def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Machine:
-    """Return the machine for the processes: this one's cards, its CPU or, to plan for another machine, assumed cards of
-    ``gib`` GiB each."""
+    """Return the machine on which the processes run: this one with its cards or CPU or, to plan for another machine,
+    assumed cards of ``gib`` GiB each."""
     seen, given = [] if on_cpu else cards(), None if gib is None else gib * 2**30
     if on_cpu or (running and not seen):
         each = given or available_memory() / processes
@@ -215,7 +214,7 @@ def can_run(kind: str, machine: Machine) -> bool:
 
 @quiet()
 def choose(recipe: Recipe, machine: Machine) -> Choice:
-    """Return the fastest configuration that fits the memory of ``machine``, or the smallest if none fits it."""
+    """Return the fastest configuration whose needs fit the memory of ``machine``, or the smallest if none fits."""
     import transformers
 
     config = config_of_source(recipe)

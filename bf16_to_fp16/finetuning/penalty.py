@@ -54,11 +54,11 @@ class ActivationPenalty:
         penalty = ActivationPenalty(model).attach()
         loss = loss + penalty()  # after the forward, before the backward
 
-    A call returns an fp32 scalar for the forwards with gradients since the last one; a zero without a graph if no site
+    A call returns an fp32 scalar for the forwards with gradients since the last call; a zero without a graph if no site
     is over its target. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: the largest
     |x| allowed, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
     dual_step: growth of a site's weight per step and bit of excess. weight: a fixed weight for every site instead; 0
-    only observes. accumulation: calls per optimizer step; the loop divides the loss by it. train_mode: also keep the
+    only observes. accumulation: calls per optimizer step, by which the loop divides the loss. train_mode: also keep the
     input of ``gelu_new`` under 147.8, beyond which its backward overflows. All ranks of torch's default group share the
     largest values.
 
@@ -142,7 +142,7 @@ class ActivationPenalty:
         self.detach()
 
     def __call__(self) -> Tensor:
-        """Return the penalty of the forwards since the last call, an fp32 scalar, and forget them."""
+        """Return the penalty of the forwards since the last call, an fp32 scalar, and forget these forwards."""
         if not self._seen:
             raise UserError(
                 "the penalty saw no forward with gradients; attach() it, and call it after the same model's forward"
@@ -322,8 +322,9 @@ class ActivationPenalty:
         self._calls = 0
 
     def _gather(self) -> dict[str, tuple[float, float]]:
-        """Return by site, since the last call, the largest value on any rank and log2 of the smooth maximum over all
-        ranks. The second is -inf where no rank has a term. With a single rank it is not needed and always -inf."""
+        """Return two numbers by site, since the last call: the largest value on any rank, and log2 of the smooth
+        maximum over all ranks. The second is -inf where no rank has a term, and always with one rank, which does not
+        need it."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:

@@ -235,8 +235,8 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
-    """Return the precisions of a run before and after the model fits fp16: bf16 (fp32 on a card without bf16), then the
-    recipe's. DeepSpeed runs both in one precision, and its configuration must set the recipe's."""
+    """Return a run's two precisions. Before the model fits fp16: bf16, or fp32 on a card without bf16. After that: the
+    recipe's. DeepSpeed has one precision for both, which its configuration must set to the recipe's."""
     wanted = recipe.precision
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return "bf16" if wanted == "fp16" and computes_in_bf16(accelerator.device) else "fp32", wanted

@@ -329,7 +329,7 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
 
 
 def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Mapping[str, Any]:
-    """Convert and audit the untrained weights, so that their errors show before the training; return the report."""
+    """Convert and audit the untrained weights, so that errors of both show before the training; return the report."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
         written_trained(folder, {}) as trained,

@@ -83,7 +83,7 @@ class RunFolder:
 
 
 def remove(place: Path) -> None:
-    """Remove a state, its ``STATE`` file first: an interrupted removal must not leave a folder that looks complete."""
+    """Remove a state, its ``STATE`` file first, since a folder of an interrupted removal must not look complete."""
     (place / STATE).unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
 

@@ -1,7 +1,7 @@
 """Check that stock code builds the model that the layout describes.
 
-Stock code builds a model on the meta device and lists missing and unexpected tensors. Of the config attributes that
-stock code reads, it accepts those that no bound depends on, and those whose value the layout's keys determine."""
+Stock code builds a model on the meta device and lists missing and unexpected tensors. A config attribute that stock
+code reads is accepted only if no bound depends on it or the layout's keys determine its value."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def check_dynamic(parameters: Any, where: str) -> None:
 
 
 class _Agreeing(TorchDispatchMode):
-    """Returns True where stock code branches on a meta tensor's value, as BigBird-Pegasus does on a mask's."""
+    """Takes each branch of stock code on a meta tensor's value, such as BigBird-Pegasus's on a mask, as true."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

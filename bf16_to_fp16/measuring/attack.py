@@ -249,7 +249,7 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] | None = None,
 ) -> AttackEntry:
-    """Return each site's findings after ``steps`` gradient steps. One step in ``TOKEN_SHARE`` changes ids.
+    """Return the largest values found for each site in ``steps`` gradient steps. One in ``TOKEN_SHARE`` changes ids.
 
     model: a stock model in eval mode with the weights that run in fp16, in any dtype; it is not changed. sites: audit
     names to attack, by default all sites and norms; a repeated name gets more rows. A site that ``points`` does not

@@ -67,7 +67,7 @@ class Batch:
         return replace(self, **kept)
 
     def labels(self) -> Tensor:
-        """Return each position's label: the next id, in the decoder if there is one; -100 before padding."""
+        """Return each position's label: the next id, in the decoder if there is one; -100 if the next is padding."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask

@@ -78,7 +78,7 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Add fp32 runs to a walk. Each returns the difference of its output, times ``scale``, from the output in
+    """Add fp32 runs to a walk. Each returns the distance of its output, times ``scale``, from the output in
     ``expected``. Outputs are not kept, since those of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
@@ -189,7 +189,7 @@ def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: 
 
 
 def all_outputs(output: Any) -> EveryOutput:
-    """Return a stock output's tensors by name, on the CPU. The last of ``hidden_states`` is named as the last state."""
+    """Return a stock output's tensors by name, on the CPU. The last of ``hidden_states`` has the last state's name."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

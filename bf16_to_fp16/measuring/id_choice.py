@@ -111,8 +111,7 @@ def scanned(weights: Weights) -> dict[str, list[int]]:
 
 
 class Weights:
-    """A layout's weights in fp32, from ``reader``, by default unscaled. ``vocabulary``, ``width``: the table's
-    sizes."""
+    """A layout's weights in fp32, by default unscaled. ``vocabulary``, ``width``: the embedding's sizes."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
@@ -180,8 +179,8 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return the router's logits, the values inside each token's first expert, and last the sublayer's output. This
-        is the weighted sum of all chosen experts' outputs, plus the shared expert's."""
+        """Return the router's logits, the values inside each token's first expert, and last the sublayer's output. That
+        output is the weighted sum over all chosen experts, plus the shared expert's output."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []

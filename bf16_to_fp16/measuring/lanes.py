@@ -34,7 +34,7 @@ _STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes
 
 
 class _Ended(BaseException):
-    """Raised in a lane to stop it after another one failed."""
+    """Raised in a lane to stop it after another lane failed."""
 
 
 class _Model:

@@ -60,8 +60,8 @@ class SiteObserver(TorchDispatchMode):
 
     A linear's site has its path as name. Other names add the operation: ``<path>:add``, ``<path>:add#2`` for the second
     in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its mask must lower masked scores).
-    The backward has ``<site>:grad``. Entering again adds to the same sites. A fully masked attention row is NaN under a
-    −inf mask, and counts unless a later operation of the module removes it. only: the paths of modules to measure."""
+    The backward has ``<site>:grad``. Entering again adds to the same sites. NaN in a fully masked attention row, under
+    a −inf mask, count unless a later operation of the module removes them. only: the paths of modules to measure."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()

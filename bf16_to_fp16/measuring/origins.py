@@ -154,8 +154,8 @@ def sees_nothing(scores: Tensor) -> bool:
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
-    """Return how far a mask must lower masked scores so that they get no weight, fp32 [..., queries]. It is 0 if
-    nothing or everything is masked, or a score is NaN. scores: [..., queries, keys], before the mask. masked: bool."""
+    """Return how far a mask must lower masked scores so that they get no weight, fp32 [..., queries]; 0 if nothing or
+    everything is masked, or a score is NaN. scores: [..., queries, keys], before the mask. masked: bool."""
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
     return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)

@@ -19,7 +19,7 @@ from .tap import Tap
 
 @dataclass(frozen=True)
 class _Point:
-    """A site of a feed-forward: the input or output of ``module``. ``width``: a linear with outputs as wide as it."""
+    """A site of a feed-forward: the input or output of ``module``. ``width``: a linear whose output is as wide."""
 
     name: str
     module: str

@@ -2,9 +2,9 @@
 
 ``stock`` is the model of ``from_pretrained(dtype=float16)``, in which T5's ``wo`` and the residual stay in fp32. In
 ``half`` every weight is in fp16, also those that no file holds and stock code makes. ``amp`` has fp32 weights, and
-autocast runs the matrix products in fp16. Each runs with eager attention, whose scores can be measured, and with SDPA,
-whose kernels hide them. Finite logits prove nothing, since stock code clamps residuals: a regime is safe iff no
-operation's output is non-finite or saturated, other than by design."""
+autocast runs the matrix products in fp16. Each regime runs with eager attention, whose scores can be measured, and with
+SDPA, whose kernels hide the scores. A regime is safe iff no operation's output is non-finite or saturated, other than
+by design. Finite logits prove nothing, since stock code clamps residuals."""
 
 from __future__ import annotations
 

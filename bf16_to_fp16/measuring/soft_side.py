@@ -155,7 +155,7 @@ class Rows:
 
 
 def in_order(kl: Tensor, run: Tensor) -> Tensor:
-    """Return the numbers of the rows, those first that diverge most in units of bf16's divergence."""
+    """Return the rows' numbers, sorted by divergence in units of bf16's divergence, largest first."""
     return (kl / run.clamp(min=NEGLIGIBLE)).argsort(descending=True)
 
 

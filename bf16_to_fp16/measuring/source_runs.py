@@ -99,7 +99,7 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the fp32 source's outputs with each norm's eps times 4^-r. A fixed eps acts so on an input times 2^r.
+    """Return the fp32 source's outputs with every eps times 4^-r, the effect of a fixed eps on inputs times 2^r.
 
     Gains that the plan corrects are rounded to fp16. If some gains are stored minus an offset, all weights are rounded,
     since rounding then changes the outputs about as much as eps does."""

@@ -17,7 +17,7 @@ def judged_tiers(
     """Return, by tier, whether the checkpoint is safe there, and by which proof.
 
     certified: whether each tier's bounds hold. clean: regime ``half`` ran and nothing broke. squares: the stream's
-    squares in a run; None makes tiers with norms in fp16 unsafe. pooled: the model returns sentence vectors, whose
+    squares in a run; without them no tier with norms in fp16 is safe. pooled: the model returns sentence vectors, whose
     squares no run measures."""
     unfit = remedies.SQUARES_UNSEEN if squares is None else ""
     if squares is not None and squares.least < NORM_FLOOR:
