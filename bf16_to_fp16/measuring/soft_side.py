@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..checkpoint.reader import Checkpoint
 from ..families.layout import Layout
 from ..families.wiring import Attention, Experts, FeedForward, feed_forwards_of
+from ..optim.rounding import stochastic
 from ..rescaling.edits import changed_by, edited_weights, edits_of
 from ..rescaling.plan import Plan
 from ..results import ExceptionEntry, SearchEntry
@@ -295,9 +296,8 @@ def run_rounded(batch: Batch, seed: int, model: Any) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
 
     def rounded(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        # bf16 is fp32's upper 16 bits: random lower ones carry into them as often as stochastic rounding goes up.
         bits = torch.randint(1 << 16, output.shape, generator=generator, dtype=torch.int32)
-        return bits.add_(output.float().view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)
+        return stochastic(output.float(), torch.bfloat16, bits)
 
     with ExitStack() as hooks, FastProducts():
         for module in model.modules():
