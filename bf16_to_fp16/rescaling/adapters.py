@@ -141,7 +141,7 @@ def on_tensor(
 
 
 def uniform(name: str, target: str, exponent: int | Tensor) -> int:
-    """Return the exponent that all columns under a DoRA magnitude have; raise UserError if they differ."""
+    """Return the exponent of the axis along which a DoRA magnitude takes lengths; raise UserError for several."""
     if isinstance(exponent, int):
         return exponent
     first = int(exponent[0])
