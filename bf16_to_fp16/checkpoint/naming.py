@@ -32,7 +32,7 @@ WAN_NAMES = (
 
 @dataclass(frozen=True)
 class Naming:
-    """``pairs``: (stock name, name in the file). ``anchors``: names that every file of this naming has."""
+    """A program's tensor names. ``pairs``: (stock name, name in the file). ``anchors``: names that every file has."""
 
     title: str
     anchors: tuple[str, ...]

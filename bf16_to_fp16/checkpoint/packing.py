@@ -70,7 +70,7 @@ def pack(
 
 
 def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
-    """Return the tokenizer from inside the source file. Opening the file has extracted it to ``folder``."""
+    """Return the tokenizer inside the source file, which opening the file extracted to ``folder``; None without one."""
     inside = folder / SPIECE_FILE
     return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 

@@ -144,7 +144,7 @@ def train(
 
 
 def check_memory(recipe: Recipe, student: Any, accelerator: Any) -> None:
-    """Raise UserError where a batch cannot fit into the CPU's memory: the system would kill the process without an
+    """Raise UserError where a batch cannot fit into the CPU's memory. The system would kill the process without an
     error."""
     if accelerator.device.type != "cpu":
         return

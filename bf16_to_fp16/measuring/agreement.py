@@ -243,7 +243,7 @@ def check_dynamic(parameters: Any, where: str) -> None:
     """Raise UserError for "dynamic" rotary positions whose frequencies may be NaN at some length. For an input of n
     positions, the config's maximum m ≤ n, factor f and head size d > 2, the frequencies are the powers −2i/d of
     θ·(f·n/m − f + 1)^(d/(d − 2)). If f ≥ 1, the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n. Every frequency then
-    lies between its values at the first and the last position. If f < 0, the bracket becomes negative, and the power is
+    lies between its values at the first and the last position. If f < 0, the bracket becomes negative, and the power
     NaN."""
     if not isinstance(parameters, Mapping):
         return

@@ -90,8 +90,8 @@ def audit_each(
     seed: int = 0,
     weights: Callable[[nn.Module], Iterable[Site]] = lambda model: (),
 ) -> dict[str, RegimeResult]:
-    """Audit a model in each regime. load: returns a regime's model. weights: returns a model's non-finite weights, as
-    sites."""
+    """Audit a model in each regime. load: returns a regime's model. weights: returns the sites of non-finite
+    weights."""
     share = sum(len(without_blind_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
     scale, fits, first = LOSS_SCALE, train_mode, "amp" if train_mode else None
