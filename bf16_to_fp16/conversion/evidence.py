@@ -147,7 +147,7 @@ def searched(
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the inputs to run in fp32 too: all if drift or edits change fp32 outputs, else the smallest batches."""
+    """Return the inputs to run in fp32 too: all for a plan that drifts or edits, else the smallest."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))

@@ -86,7 +86,7 @@ def loading_class(name: str) -> str:
 
 
 def half_call(name: str) -> str:
-    """Return the call ``.half()`` for users, or "" if it would round numbers that stock code keeps in fp32."""
+    """Return ``.half()``, or "" if it would round what stock code makes in fp32."""
     family = next((family for family in FAMILIES if name in names_of(family)), None)
     return "" if family is not None and family.made_in_fp32 else ".half()"
 

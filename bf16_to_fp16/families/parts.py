@@ -280,7 +280,7 @@ def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
 
 
 def states(norm: str, style: Style = PLAIN) -> Part:
-    """Return the ``Part`` of a final norm whose output must not move, since users or another stack read it."""
+    """Return the ``Part`` of a final norm whose output users or another stack read."""
     return Part((Signal(f"{norm}.output", Kind.FIXED, style.model, (output_of(norm),)),), style.norm(norm, None))
 
 

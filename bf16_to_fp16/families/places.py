@@ -33,7 +33,7 @@ def stack_of(path: str) -> str | None:
 
 
 def stack_in(path: str, family: Family | None) -> str | None:
-    """Return ``stack_of(path)``, or if that is None the name of the family's stack if the family has only one."""
+    """Return ``stack_of(path)``, or else the family's only stack."""
     only = STACKS[-1] if family is not None and family.decoder is None else None
     return stack_of(path) or only
 

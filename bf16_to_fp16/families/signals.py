@@ -121,12 +121,12 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of the signal of kind ``COLUMNS`` that belongs to a signal of queries or of a gate."""
+    """Return the name of the ``COLUMNS`` signal of queries or a gate."""
     return f"{signal}.columns"
 
 
 def made_by(columns: str) -> str:
-    """Return the name of the signal of queries or of a gate to which a signal of kind ``COLUMNS`` belongs."""
+    """Return the signal from whose name ``columns_of`` made this one."""
     return columns.removesuffix(columns_of(""))
 
 

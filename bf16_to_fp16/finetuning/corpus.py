@@ -287,7 +287,7 @@ class Corpus:
 
 
 def _first(length: int, most: int, rng: np.random.Generator) -> int:
-    """Return a random window's start. A start at most half a window outside the text moves to the nearest end."""
+    """Return a random window's start; up to half a window outside the text counts as its end."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))

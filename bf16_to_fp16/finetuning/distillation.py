@@ -107,7 +107,7 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
 
     def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return the sum of log(1 + divergence) over positions, so that a few very distant ones do not dominate."""
+        """Return the sum of log(1 + divergence) over positions: very distant ones do not dominate."""
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:

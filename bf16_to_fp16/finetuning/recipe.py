@@ -133,7 +133,7 @@ class Penalty(Section):
 
     @property
     def trained_bits(self) -> float:
-        """The headroom that training aims for, half a bit more than the goal, since the audit has other inputs."""
+        """The headroom that training aims for: half a bit over the goal."""
         return self.headroom_bits + 0.5
 
 

@@ -119,7 +119,7 @@ def audit_any(
 
 
 def lost_weights(model: Any) -> list[Site]:
-    """Return a site for each weight with inf or NaN. The probe runs few rows of a large embedding and may miss it."""
+    """Return a site for each weight with inf or NaN, which the probe may not look up."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
     lost = [(_site_of(name), dtype, count) for name, dtype, count in counts if count]
     return [Site(name, dtype, FP16_MAX, amax=math.inf, calls=1, nonfinite=count) for name, dtype, count in lost]

@@ -98,7 +98,7 @@ def regime_result(
 
 
 def finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
-    """Return a site's numbers for a report, all finite: 65536 for an overflow, at most 40 bits of headroom."""
+    """Return a site's numbers, made finite: 65536 for an overflow, at most 40 bits of headroom."""
     if bits is not None:
         bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)
     return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}

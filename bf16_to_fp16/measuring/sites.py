@@ -90,7 +90,7 @@ class Call:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear, or a router with a weight. The site of its output is named by its path alone."""
+    """Whether a module is a linear, or a router with a weight."""
     own = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) or (hasattr(module, "top_k") and isinstance(own, nn.Parameter))
 

@@ -22,7 +22,7 @@ _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may b
 
 
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target (or None) of every row of a file, or of a Hub dataset's first 4096."""
+    """Yield the text and target of each row of a file, or of a Hub dataset's first 4096."""
     file = local_file(data)
     yield from text_pairs(data, hub_rows(data) if file is None else file_rows(file))
 
