@@ -153,7 +153,7 @@ class GatedNeurons:
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
-        """Return a lower bound on the result of ``row``: the contribution of one neuron alone."""
+        """Return a lower bound on the result of ``row``: the largest contribution of a single neuron."""
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
@@ -206,8 +206,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the two terms of ``rows``, fp64 [term, sign of ``out``, d]: the part from w·n at a scale of 1, and the
-        part from the constants c and m."""
+        """Return the bounds of ``rows`` in two terms, fp64 [term, sign of ``out``, d]: that of w·n, divided by
+        ``scale``, and that of the constants c and m in the class's description."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)

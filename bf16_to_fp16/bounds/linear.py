@@ -95,8 +95,8 @@ def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
 
 
 def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
-    """Return the stream, read without a norm, as a norm's output: ‖x/√axes‖₂ ≤ 1, components up to ``caps``. With a
-    radius of √d the gain is about the stream's root mean square. ``axes`` include rounding."""
+    """Return the stream, read without a norm, in the form of a norm's output of radius √d. axes: squared axes, with
+    rounding, of an ellipsoid that holds every stream. caps: bounds of its components."""
     radius = math.sqrt(caps.numel())
     return NormOutput((axes.sqrt() / radius) * COMPUTED, None, radius, 0.0, torch.zeros_like(caps), caps)
 

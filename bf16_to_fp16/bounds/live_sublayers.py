@@ -64,7 +64,7 @@ class LiveWeights:
         return 4 * self.a.unit + self.a.gamma(width)
 
     def linear(self, path: str, source: NormOutput, at: Tensor | slice | None = None) -> Rows:
-        """Return the rows of a linear on a norm's output, all or those at the indices ``at``."""
+        """Return a linear on a norm's output as ``Rows``: all rows, or those at the indices ``at``."""
         weight, bias = self.pair(path)
         if at is not None:
             weight, bias = weight[at], None if bias is None else bias[at]

@@ -142,7 +142,7 @@ class ModuleFindings:
         return self.checked(name, self.read(name))
 
     def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Return a tensor and record its largest entry. If it overflows fp16, record a site that fails."""
+        """Return ``weight`` and record its largest entry. Inf and NaN are replaced and recorded as a failing site."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         self.note_weight(name.rsplit(".", 1)[0], max(-low, high))
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:

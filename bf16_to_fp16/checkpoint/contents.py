@@ -82,7 +82,7 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
         raise UserError(f"{folder / weights}: no weight_map; {RESTORE}")
     for name, shard in placed.items():
         if not isinstance(shard, str):
-            raise UserError(f"{folder / weights}: the place of tensor {shown(name)} is not a file name; {RESTORE}")
+            raise UserError(f"{folder / weights}: what weight_map has for {shown(name)} is not a file name; {RESTORE}")
     return tuple(contained(folder, shard) for shard in sorted(set(placed.values()))), index
 
 

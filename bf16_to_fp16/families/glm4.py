@@ -1,7 +1,7 @@
 """GLM-4-0414, GLM-4 and GLM-4.5: causal language models, as Llama, with these differences.
 
 GLM-4 has one matrix for gate and neurons. GLM-4-0414 has norms before and after every sublayer, GLM-4 only before each.
-Gains behind a sublayer are stored as they are, so the stream's factor does not round them. Rotary positions rotate
+Gains behind a sublayer are stored themselves, not less 1, so the stream's factor rounds none. Rotary positions rotate
 channels 2i and 2i + 1 of each head's first half; the other channels are not rotated, but count as pairs too.
 ``gate_up_proj`` has the rows of the gate first, then those of the neurons; only neurons carry a factor.
 

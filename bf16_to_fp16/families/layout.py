@@ -122,7 +122,7 @@ class Layout:
 
     @property
     def only_class(self) -> str | None:
-        """The stock class's name if ``outside`` has tensors, so that the report covers no other class; else None."""
+        """The name of the one class that the report covers, if other classes need tensors of ``outside``; else None."""
         return self.stock.names[0] if self.outside else None
 
     @property

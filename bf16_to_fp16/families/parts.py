@@ -103,8 +103,8 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the spread of one linear's rows in a fused matrix. fused: the row counts of all linears. number: the
-    linear's index. spread: that of its own rows."""
+    """Return the ``Spread`` of a fused matrix in which only one linear's rows have channels. fused: the row counts of
+    all linears. number: the linear's index. spread: of its rows alone."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])

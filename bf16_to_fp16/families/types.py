@@ -115,7 +115,7 @@ class Quotient:
 
 @dataclass(frozen=True)
 class OfLayers:
-    """A default that equals the value of ``key`` in ``per_layer_config``; ``otherwise`` if no layer has one."""
+    """A default read from the first entry of ``per_layer_config`` that has ``key``; ``otherwise`` if none has it."""
 
     key: str
     otherwise: object

@@ -100,7 +100,7 @@ class Fp16Callback(TrainerCallback):
         elif state.global_step and self.safe is not None and self.safe.changed:
             raise UserError(
                 f"the checkpoint of step {state.global_step} was saved without this callback, so its weights may be at"
-                " the original's scale; begin a new run, from a model that has them"
+                " the original's scale; load the model from that checkpoint and begin a new run"
             )
         self.penalty.attach()
 

@@ -292,7 +292,7 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tup
 
 def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
     """Run the command of ``write_launch``; return the exit status of the first process that failed. begun: the
-    command's first words as reports show them. Raises UserError where a signal ended a process."""
+    user's command up to the recipe, as reports show it. Raises UserError where a signal ended a process."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

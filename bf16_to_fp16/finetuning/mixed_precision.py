@@ -67,7 +67,7 @@ class MixedPrecision:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Return the context for forward and backward: fast products on a CPU, and powers of fp16 tensors in fp32."""
+        """Return the context for forward and backward; on a CPU ``FastProducts`` in 16 bits, ``WidePowers`` in fp16."""
         on_cpu = self.device.type == "cpu"
         fast = FastProducts() if on_cpu and self.dtype != torch.float32 else nullcontext()
         powers = WidePowers() if on_cpu and self.dtype == torch.float16 else nullcontext()

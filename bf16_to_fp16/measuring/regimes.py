@@ -201,10 +201,10 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
-    """Return the batches that a regime runs under an attention: all, or the first, the padded ones and generations.
+    """Return the batches that a regime runs with one attention implementation, fewer where other runs show the rest.
 
-    all_regimes: this run stands for all regimes, since the fp16 operations of ``stock`` and ``amp`` are in ``half``
-    too. first: this is the first attention; others run fewer batches, since they differ in one function only."""
+    all_regimes: this run counts for all regimes, since ``half`` has the fp16 operations of ``stock`` and ``amp`` too.
+    first: this is the first implementation; others run fewer batches, since they differ in one function only."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))

@@ -156,7 +156,7 @@ class Rows:
 
 
 def in_order(kl: Tensor, run: Tensor) -> Tensor:
-    """Return the rows' numbers, sorted by divergence in units of bf16's divergence, largest first."""
+    """Return the rows' indices, sorted by ``kl`` over bf16's divergence ``run``, largest first."""
     return (kl / run.clamp(min=NEGLIGIBLE)).argsort(descending=True)
 
 

@@ -19,8 +19,8 @@ from .texts import texts
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
     """Return batches of the text in ``data``, as ids by the tokenizer in ``source``, shortest rows first. data: see
-    ``texts``. seed: for the choice of rows, and for decoder ids without targets. examples, length: the most rows, and
-    tokens of a row. Raises UserError for unusable data or tokenizer, or an id past the vocabulary."""
+    ``texts``. seed: of the choice of rows, and of random decoder ids for a text without target. examples, length: the
+    most rows, and tokens of a row. Raises UserError for unusable data or tokenizer, or an id past the vocabulary."""
     chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")

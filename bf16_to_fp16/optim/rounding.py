@@ -57,7 +57,7 @@ def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 
 
 
 def counters(length: int, device: torch.device | None = None) -> Tensor:
-    """Return int32 counters of ``length`` consecutive elements for ``random_bits``, spread over all 32 bits."""
+    """Return an int32 counter for ``random_bits`` of each of ``length`` elements: index · ``_STRIDE``, modulo 2³²."""
     return torch.arange(length, dtype=torch.int32, device=device) * _STRIDE
 
 

@@ -126,8 +126,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 
 def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
-    """Return each stack's figure with a caption. upper: returns the caption's words for the largest upper value. lower:
-    the caption's word for lower values."""
+    """Return each stack's figure with a caption. upper: returns the caption's words for the largest dashed value.
+    lower: the word before the largest solid one, such as "after"."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []

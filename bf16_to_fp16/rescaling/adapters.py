@@ -163,7 +163,7 @@ def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float, offs
     if widened:
         stored = wanted.float()
     if not bool(torch.isfinite(stored).all()):
-        raise UserError(f"{name} holds inf or NaN, or would in fp32; take the adapter as it was trained")
+        raise UserError(f"{name} holds inf or NaN, or would after scaling; take the adapter as it was trained")
     return Scaled(
         values=stored,
         exact=same or bool((stored.double() == wanted).all()),

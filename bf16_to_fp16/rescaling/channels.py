@@ -49,7 +49,7 @@ def whole_log2(x: float) -> int:
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield, for each site of ``signal.beside``, the largest exponent that fits. limits: (ranges, limit) pairs."""
+    """Yield the largest exponent that fits at each site where it adds to another signal's. limits: (ranges, limit)."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

@@ -115,7 +115,7 @@ LAST = "last_hidden_state"
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
-    """Return, by output, the log2 of its factor: one number, or one for each channel or choice. The key
+    """Return, by output, the log2 of its factor: one number, or one for each channel or logit. The key
     ``hidden_states`` stands for all states but the last, and begins with the stack's name if there are two stacks."""
     # At the ends of a soft cap a logit is the same after an edit.
     capped = layout.head is not None and layout.cap(layout.head) is not None

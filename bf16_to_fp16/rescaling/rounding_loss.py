@@ -208,10 +208,9 @@ def _losses(part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Sp
 def _histograms(
     part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return two histograms of some channels, [channels, binades, reaches], and their largest weights, [channels].
-
-    The first counts elements by binade and reach (the bits from the leading to the last), the second sums their squared
-    significands."""
+    """Return two histograms of the channels along ``axis``, [channels, binades, reaches], and their largest weights,
+    [channels]. The first counts elements by binade and by reach: how many bits the last set bit lies below the leading
+    one. The second sums their squared significands. other: exponents of the other axis, added to the binades."""
     channels, length = part.shape[axis], part.shape[1 - axis]
     packed = span.narrow and length < _PACKABLE
     reaches = 8 if packed else FP16_SIGNIFICANT_BITS
