@@ -202,8 +202,8 @@ class BoundEntry(PlacedEntry):
 
 
 class CertificateEntry(ReportObject):
-    """The bounds of every site, and their assumptions. ``max_length``: most positions of a sequence. ``splits``: fp16
-    partial sums of a matrix product. ``train_mode``: with dropout. ``verify`` leaves ``sites`` out."""
+    """The bounds of every site, and their assumptions. ``max_length``: most positions of a sequence. ``splits``: most
+    fp16 partial sums of one matrix product. ``train_mode``: with dropout. ``verify`` leaves ``sites`` out."""
 
     holds: Flag
     headroom_bits: Real

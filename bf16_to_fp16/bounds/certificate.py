@@ -184,7 +184,7 @@ class _StreamWalk(ModuleFindings):
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
         """Record a projector; return bounds and mean squares of its output. Its input, a vision tower's states, may be
         anything in fp16's range; a LayerNorm's bounds also assume a mean |x| of at most ``MOST_MEAN``."""
-        width = self.layout.projected(w)
+        width = self.layout.input_width(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         if w.pool:
             self.inner[w.pool] = FP16_MAX

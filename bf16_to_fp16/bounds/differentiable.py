@@ -186,7 +186,7 @@ class _Walk(LiveWeights):
     def projected(self, w: Projector) -> Tensor:
         """Return the bounds of a projector's output by channel, with the certificate's formulas."""
         gain, shift = self.weight(f"{w.norm}.weight"), self.weight(f"{w.norm}.bias")
-        gain = torch.ones(self.layout.projected(w), device=self.axes.device) if gain is None else gain
+        gain = torch.ones(self.layout.input_width(w), device=self.axes.device) if gain is None else gain
         if w.layer_norm_eps is None:
             source = rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
         else:

@@ -143,7 +143,7 @@ class LinearBound:
     partial: Tensor
 
     def scaled_rows(self, lengths: Tensor | float) -> Factored:
-        """Return ``matrix`` with rows of these lengths; negative lengths reverse rows, zero rows stay zero."""
+        """Return ``matrix`` with rows brought to these lengths; a negative length negates its row, zero rows stay."""
         # Rows shorter than fp32's least number are 0 in any product.
         length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(torch.float32).tiny)
         return replace(self.matrix, rows=lengths / length)

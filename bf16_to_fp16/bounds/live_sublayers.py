@@ -25,8 +25,8 @@ from .linear import NormOutput, in_ball, knapsack, layer_normalised, rms_normali
 
 @dataclass(frozen=True)
 class Rows:
-    """A linear on a norm's output, by row, [m]. ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖.
-    ``centre``: the constant part, from shift and bias. ``partial``: the bound of result and partial sums."""
+    """The rows of a linear on a norm's output gain∘n + shift, ‖n‖ ≤ ``radius``. ``matrix``: weight·gain, [m, d]. Of
+    each row: ``norms``, radius·‖row‖; ``centre``, from shift and bias; ``partial``, a bound of its partial sums."""
 
     matrix: Tensor
     radius: float | Tensor

@@ -135,7 +135,7 @@ class Cost:
 @dataclass(frozen=True)
 class Trial:
     """fp32 runs of a source under candidate edits, compared with the unedited source's outputs. ``known``: those
-    outputs, on the conversion's inputs first. ``centring``: the centring of keys, which every run has."""
+    outputs, on the conversion's inputs and then on text. ``centring``: the centring of keys, which every run has."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -257,7 +257,7 @@ def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Ma
     """Return ``needed`` with exponents of logits that the head can carry, and whether the head must be separated.
 
     One exponent for all logits keeps their order. One for each logit is used where it costs less, for example if large
-    logits are never chosen. A tied head keeps the common exponent if that costs less than a proof may cost."""
+    logits are never chosen. A tied head stays tied, with one exponent, if that costs at most ``PRICE_OF_A_PROOF``."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False

@@ -28,7 +28,7 @@ class TensorMetadata(Protocol):
 
     @property
     def dtype(self) -> str:
-        """In the spelling of safetensors: BF16, F32."""
+        """The dtype as safetensors spells it: BF16, F32."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -132,7 +132,7 @@ class Layout:
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether the outputs are logits of a choice among several."""
+        """Whether a softmax over the outputs gives probabilities."""
         if self.head is None:
             return False
         choices = self.tensors[self.head.linears[-1].weight].shape[0]
@@ -143,8 +143,8 @@ class Layout:
         """The parts that bring another model's outputs into the first stack."""
         return tuple(part for part in self.topology if isinstance(part, Projector))
 
-    def projected(self, projector: Projector) -> int:
-        """Return the width of the other model's outputs, which a projector reads."""
+    def input_width(self, projector: Projector) -> int:
+        """Return the width of the outputs that a projector reads, such as a vision tower's."""
         norm = self.tensors.get(f"{projector.norm}.weight")
         return norm.shape[0] if norm is not None else self.tensors[f"{projector.merging}.weight"].shape[1]
 

@@ -68,7 +68,7 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family) -> Family:
-    """Return a one-stack family with its config keys in ``text_config``, and the outer config's tie key as well."""
+    """Return a one-stack family with config keys in ``text_config``; ``tie_word_embeddings`` counts outside, too."""
 
     def key(name: str) -> str:
         return f"{INNER}.{name}" if name else name

@@ -101,8 +101,8 @@ def divided_by(signal: str, spread: Spread = ()) -> Axis:
 
 @dataclass(frozen=True)
 class ObservationPoint:
-    """A site where a signal is observed: the module's path and side, the sign of the signal's exponent there, and how
-    the values there share channels."""
+    """A module's input or output where a signal is observed. ``sign``: of the signal's exponent there. ``spread``: how
+    the values there share the signal's channels, if several have the same one."""
 
     sign: Sign
     module: str

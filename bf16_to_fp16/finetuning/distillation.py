@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from ..measuring.batch import IGNORED_LABEL, Batch, spared, values_of
+from ..measuring.batch import IGNORED_LABEL, Batch, values_of, with_spare_padding
 from ..measuring.fidelity import compared
 from ..measuring.probe import batches as probe_batches
 from ..measuring.probe import random_rows
@@ -181,14 +181,14 @@ class StepLosses:
         """Run one share of the audit's inputs and return its loss term. Even a term of 0 depends on every forward: with
         a sharded model, every process must gather the same weights in its backward."""
         assert self.penalty is not None
-        whole, world, device = spared(self.stock.config, self.drawn(step)), self.processes.world, self.processes.device
+        whole = with_spare_padding(self.stock.config, self.drawn(step))
+        device, share = self.processes.device, BEYOND * self.recipe.distillation.weight
         count, first = len(whole.input_ids), index + self.passes * self.processes.rank
-        part = whole.rows(slice(min(first, count - 1), None, self.passes * world))
+        part = whole.rows(slice(min(first, count - 1), None, self.passes * self.processes.world))
         # A wrapped model's forwards are for all processes: one for which no row is left repeats the last, unseen.
         self.penalty.watches = first < count
         out = self.model(**arguments(self.stock, part, device))
         self.penalty.watches = True
-        share = BEYOND * self.recipe.distillation.weight
         if not share or self.teacher is None or not bool(values_of(out).isfinite().all()):
             # Under ZeRO and FSDP every forward has a backward, even if an infinity in it then skips the step.
             return values_of(out)[..., :0].sum() if self.processes.sharded else torch.zeros((), device=device)

@@ -80,7 +80,7 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """torch's AdamW (Loshchilov and Hutter 2019) or another optimizer, and the units of the learning rate."""
+    """torch's AdamW (Loshchilov and Hutter 2019) or another, and whether steps are relative to the weights."""
 
     relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
     name: str | None = _key(None, "another optimizer's class, such as torchao.optim.AdamW8bit, in the place of AdamW")

@@ -249,7 +249,7 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
     if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
         return []
     if spare < math.inf:
-        return [spared(config, batch)]
+        return [with_spare_padding(config, batch)]
     lengths = batch.attention_mask.sum(1)
     parts = [(n, batch.rows((lengths == n).nonzero()[:, 0])) for n in lengths.unique(sorted=True).tolist()]
     return [
@@ -257,8 +257,8 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
     ]
 
 
-def spared(config: Any, batch: Batch) -> Batch:
-    """Return the batch with the padding that fp16 needs. A backward needs this padding for unpadded rows too."""
+def with_spare_padding(config: Any, batch: Batch) -> Batch:
+    """Pad every row by ``spare_padding`` more positions, if finite. A backward in fp16 needs them in full rows too."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch
@@ -273,7 +273,7 @@ def bearable_as_one(config: Any, batch: Batch) -> Batch:
     if spare == 0 or bool(batch.attention_mask.all()):
         return batch
     if spare < math.inf:
-        return spared(config, batch)
+        return with_spare_padding(config, batch)
     places = torch.arange(batch.input_ids.shape[1]) % batch.attention_mask.sum(1, keepdim=True)
     ids = batch.input_ids.gather(1, places)
     return replace(batch, input_ids=ids, attention_mask=torch.ones_like(batch.attention_mask))

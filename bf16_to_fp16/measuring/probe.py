@@ -209,7 +209,7 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Drop logits of batches past ``_PROBE_LOGITS`` in all, but never of the first random and first short batch."""
+    """Skip the head where all logits would exceed ``_PROBE_LOGITS``, but not in the first random and short batch."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}

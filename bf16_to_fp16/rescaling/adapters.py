@@ -134,21 +134,21 @@ def on_tensor(
             shape = [-1 if i == position else 1 for i in range(values.dim())]
             total = total + torch.as_tensor(exponents[axis], dtype=torch.int32).view(shape)
     if part.magnitude:
-        total = total + uniform(name, tensor.name, exponents[0 if part.axes == (1,) else 1])
+        total = total + common_exponent(name, tensor.name, exponents[0 if part.axes == (1,) else 1])
     # A whole tensor includes the offset; an update of one does not.
     offset = tensor.offset if not part.suffix else 0.0
     return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.scaled else 1.0, offset)
 
 
-def uniform(name: str, target: str, exponent: int | Tensor) -> int:
-    """Return the exponent of the axis along which a DoRA magnitude takes lengths; raise UserError for several."""
+def common_exponent(name: str, target: str, exponent: int | Tensor) -> int:
+    """Return the one exponent of the columns over which a DoRA magnitude is taken; raise UserError if theirs differ."""
     if isinstance(exponent, int):
         return exponent
     first = int(exponent[0])
     if bool((exponent != first).any()):
         raise UserError(
-            f"{name}: a DoRA magnitude is the length of a row, which has no power of two where the columns of {target}"
-            " have different ones; merge the adapter into the original and convert that"
+            f"{name}: this DoRA magnitude cannot be rescaled, since the columns of {target} are multiplied by different"
+            " powers of two; merge the adapter into the original and convert that"
         )
     return first
 

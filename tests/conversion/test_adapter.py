@@ -229,7 +229,7 @@ def test_dora_follows_where_rows_have_one_exponent_and_is_refused_where_they_hav
     for a, b in zip(reference, outputs(adapted(out, tmp_path / "taken")), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-5 * float(a.abs().max()))
     with_peft(source, tmp_path / "not", {"target_modules": ["wo"], "use_dora": True})
-    with pytest.raises(UserError, match=r"wo\.lora_magnitude_vector: a DoRA magnitude is the length of a row"):
+    with pytest.raises(UserError, match=r"wo\.lora_magnitude_vector: this DoRA magnitude cannot be rescaled"):
         convert_adapter(tmp_path / "not", tmp_path / "none", out)
     assert not (tmp_path / "none").exists()
 
