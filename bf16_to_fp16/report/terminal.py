@@ -74,7 +74,7 @@ def print_advice(screen: Screen, report: schema.Report) -> None:
         ("function", facts.inexactness(report)),
         *facts.function_rows(report, MOST_EDITS),
         ("eps", held),
-        ("to train it", f"{schema.CARD}, “{uses.TITLE}”" if report.plan and report.safe else ""),
+        ("to train it", f"the folder's {schema.CARD}, “{uses.TITLE}”" if report.plan and report.safe else ""),
         ("older versions", "; ".join(report.older)),
         ("padding", coverage.padding_advice(report)),
         ("not covered", coverage.tower_advice(report)[1]),

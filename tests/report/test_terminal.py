@@ -141,7 +141,7 @@ def test_a_conversion_ends_with_source_output_and_loading(capsys: pytest.Capture
         assert "plain fp16" not in terminal.source_line(trained.model_copy(update={"signals": quiet})).plain
     assert output.startswith("output: safe: nothing overflowed on what was run; ") and " × below the limit (" in output
     assert load == f'load: AutoModelForSeq2SeqLM.from_pretrained("{tmp_path}", dtype=torch.float16).half()'
-    assert training.startswith("to train it: README.md, ")
+    assert training.startswith("to train it: the folder's README.md, ")
     assert page == f"report: {tmp_path / 'fp16_report.html'}"
     calm = [signal | {"before": signal["before"] / largest["before"]} for signal in made["signals"]]
     terminal.print_conversion(read(Report, made | {"signals": calm}), tmp_path)
