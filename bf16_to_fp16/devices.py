@@ -156,7 +156,7 @@ def shown(device: torch.device) -> str:
 
 
 class Device:
-    """A device, and the CPU for what it cannot run. ``used``: by part, the names of those that ran it, in order."""
+    """A device, with the CPU for work that the device cannot run. ``used``: the devices that ran each part."""
 
     def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
         self.progress = progress or Progress(quiet=True)

@@ -78,7 +78,7 @@ def growth(terms: int) -> float:
 
 
 def rounded(times: float) -> float:
-    """Return the largest factor by which ``times`` roundings to fp16 can change a value; inf if too large for fp64."""
+    """Return (1 + ``UNIT``)^times, a value's largest growth by ``times`` roundings to fp16; inf past fp64's range."""
     try:
         return (1 + UNIT) ** times
     except OverflowError:

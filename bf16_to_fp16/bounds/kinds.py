@@ -47,7 +47,7 @@ class Remedy(StrEnum):
 
 
 class Line(StrEnum):
-    """The curve of a figure to which a site belongs; the values are names in style sheets."""
+    """A curve in the figures. The values are class names in style sheets."""
 
     STREAM = "stream"
     ATTENTION = "attention"

@@ -58,8 +58,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents by which a signal must fall. ``proven``: for every input to fit. ``observed``: for observed values
-    to fit, None if they fit already."""
+    """The exponents that bring a signal under its limit. ``proven``: for every input. ``observed``: for observed
+    values, None if these fit already."""
 
     proven: OfChannels
     observed: OfChannels | None

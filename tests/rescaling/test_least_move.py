@@ -365,7 +365,9 @@ def test_a_bound_a_weight_and_an_eps_hold_it_back() -> None:
     def total(
         seen: Mapping[str, ModuleRange] = ranges, bounds: Mapping[str, ModuleRange] | None = None, factor: float = 1.0
     ) -> int:
-        read = lambda name: own(name) * factor if name == weight else own(name)  # noqa: E731
+        def read(name: str) -> torch.Tensor:
+            return own(name) * factor if name == weight else own(name)
+
         plan = plan_for_training(layout, read, seen, bounds)
         return plan.residual_exponent + plan.stream_exponent(before(norm))
 
