@@ -1,4 +1,4 @@
-"""The plan of exponents: the cost of each power of two, the choice of exponents, and their application to weights.
+"""Rescale a model by powers of two, so that its values fit fp16 and its fp32 outputs stay the same.
 
-The input is a layout with ranges and bounds of its sites. ``planner`` returns a ``Plan``, which is data. Only ``apply``
-scales weights by a plan, in a stream of tensors or in memory, and changes the config to match."""
+``planner`` chooses the exponents from a layout, its weights, and the ranges and bounds of its sites. The result, a
+``Plan``, is data. Only ``apply`` scales weights by a plan, on the way to disk or in memory, and changes the config."""

@@ -1,7 +1,7 @@
-"""LoRA adapters on rescaled weights: apply a checkpoint's plan to an adapter's tensors.
+"""LoRA adapters for a rescaled checkpoint: scale an adapter's tensors by the checkpoint's plan.
 
-W' = 2^E W has the exponents of its rows and columns, so the update B·A becomes B' = 2^rows B and A' = A 2^columns, and
-fp32 outputs keep every bit. Whole tensors (``modules_to_save``, biases, rows of an embedding) are scaled as the
+The plan multiplies rows and columns of a weight by powers of two. The update B·A becomes (2^rows B)·(A 2^columns), so
+fp32 outputs keep every bit. Tensors stored whole (``modules_to_save``, biases, rows of an embedding) are scaled as the
 checkpoint's are. A DoRA magnitude, the length of a row, can be scaled only if all columns have one exponent. Tensor
 names: https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md"""
 
@@ -29,7 +29,7 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 @dataclass(frozen=True)
 class AdapterTensor:
     """One kind of tensor in an adapter. ``axes``: for each of its axes the matching axis of the checkpoint's tensor,
-    None for the rank. ``scaled``: whether a factor on the checkpoint's tensor acts on this one too. ``magnitude``:
+    None for the rank. ``scaled``: whether a gain on the checkpoint's tensor must multiply this one too. ``magnitude``:
     whether it holds the lengths of rows, or of an embedding's columns."""
 
     suffix: str
@@ -54,8 +54,8 @@ PARTS = (
 
 
 def part_of(name: str) -> tuple[str, AdapterTensor | None]:
-    """Return the name of the checkpoint's tensor that an adapter's tensor changes, and the tensor's kind among
-    ``PARTS``; None for a whole tensor."""
+    """Return the name of the checkpoint's tensor that the adapter's tensor ``name`` changes, and its entry of
+    ``PARTS``; None for a tensor stored whole."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):
@@ -90,7 +90,7 @@ class Scaled:
 def scaled_adapter(
     tensors: Mapping[str, Tensor], layout: Layout, plan: Plan, head_gain: float = 1.0
 ) -> dict[str, Scaled]:
-    """Return an adapter's tensors for the checkpoint that ``plan`` makes.
+    """Return an adapter's tensors, by name, scaled for the checkpoint that ``plan`` makes.
 
     layout: the converted checkpoint's, even if ``plan`` is the inverse and leads back to the source. head_gain: the
     factor in a head that was separated from the embedding. Raises UserError for a tensor that cannot be rescaled."""
@@ -141,7 +141,7 @@ def on_tensor(
 
 
 def common_exponent(name: str, target: str, exponent: int | Tensor) -> int:
-    """Return the one exponent of the columns over which a DoRA magnitude is taken; raise UserError if theirs differ."""
+    """Return the common exponent of a weight's columns, for its DoRA magnitude; raise UserError if they differ."""
     if isinstance(exponent, int):
         return exponent
     first = int(exponent[0])

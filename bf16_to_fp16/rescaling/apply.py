@@ -48,8 +48,8 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
     """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit, except that centred keys
-    change the rounding of sums. Names and tied head must be as in ``layout``. A norm whose input has the exponent r
-    gets its eps times 4^r, even where no config key holds it."""
+    change the rounding of sums. Names and tied head must be as in ``layout``. A norm whose input is scaled by 2^r gets
+    its eps times 4^r, even if no config key holds that eps."""
     check_plan_fits(layout, plan)
     stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored |= dict(model.named_buffers(remove_duplicate=False))
@@ -88,8 +88,8 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, ga
 
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
-    """Return the values that an fp32 weight has after it was rescaled, times ``gain``, stored in fp16 and scaled back.
-    The computation is in float64, a few rows at a time. exponents, offset: as in ``scale``."""
+    """Return an fp32 weight after a round trip: rescaled, times ``gain``, rounded to fp16, and scaled back without the
+    gain. Computed in float64, a few rows at a time. exponents, offset: as in ``scale``."""
     result = torch.empty(weight.shape)
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
     for part, here, place in zip(*map(chunks, matrices), strict=True):
@@ -105,7 +105,7 @@ def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[st
     """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys.
 
     transformers cannot write this config: version 5 sets T5's ``tie_word_embeddings`` to true, and version 4 then ties
-    an untied head. moved: whether the source was itself rescaled already."""
+    an untied head. moved: whether the source had been rescaled before."""
     config = dict(layout.config)
     eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent
     for key in layout.family.eps_keys if eps != layout.eps else ():

@@ -4,8 +4,8 @@ A softmax ignores a number that is added to every score of a row. Without an ope
 norm or soft cap), q·b is the same for every key, so the key bias b may be any vector. Behind a LayerNorm of gain g and
 bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n): no shared part, so smaller keys and scores.
 
-A table of position biases may lose one number for each head, the same in every layer that reads it: the mean of the
-head's largest and least bias, which leaves the smallest magnitudes."""
+From a table of position biases one number for each head can be subtracted, the same in every layer that reads the
+table. The mean of the head's largest and least bias leaves the smallest magnitudes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..families.wiring import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions whose keys can be centred: a free key bias behind a norm with a bias, or a table of
-    position biases."""
+    """Return the attentions whose keys can be centred: with biases of key and norm and no operation between key and
+    score, or with a table of position biases."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused

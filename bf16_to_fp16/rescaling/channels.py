@@ -1,4 +1,4 @@
-"""The known ranges of a signal's channels, and arithmetic on exponents."""
+"""The ranges of a signal's channels, and arithmetic on exponents."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def as_shares(values: torch.Tensor) -> torch.Tensor:
 
 
 def whole_log2(x: float) -> int:
-    """Return ⌊log2 x⌋; the largest residual exponent for inf, the least for 0 and NaN."""
+    """Return ⌊log2 x⌋; ``RESIDUAL_RANGE`` for inf, its negative for 0 and NaN."""
     if x == math.inf:
         return RESIDUAL_RANGE
     return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield the largest exponent that fits at each site where it adds to another signal's. limits: (ranges, limit)."""
+    """Yield the largest exponent that fits at each site which another signal scales too. limits: (ranges, limit)."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

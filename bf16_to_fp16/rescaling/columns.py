@@ -1,5 +1,5 @@
-"""Cuts of columns: powers of two that scale down a few input channels of a gate or of queries. Inputs without those
-channels keep their outputs; scaling down whole rows would change every output."""
+"""Cuts of columns: powers of two that scale down a few input channels of a gate or of queries. Tokens with little in
+these channels keep their outputs; scaling down rows would change the outputs of every token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return, by signal, column exponents that replace ``needed`` row exponents if cutting a few columns is enough."""
+    """Return, by signal, exponents of a few columns that can replace the exponents of rows in ``needed``."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if made_by(signal := columns_read_by(layout, each.gate)) in needed:
@@ -40,7 +40,7 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 
 
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return ``cuts`` of gates and queries, deepened so that tokens with these channels keep their stream's direction.
+    """Return ``cuts``, deepened so that tokens with large values in the cut channels keep their stream's direction.
 
     At such a token the first cut gate's output is nearly all of the stream. A cut of 2^-k scales this output by 2^-k,
     so behind later norms the channel is 2^k times as large. Later queries then need k bits more. Later gates need
@@ -95,7 +95,7 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
     """Return the ``Reach`` of queries: a head's largest score is proportional to the spectral norm of its qᵀk. q, k:
-    [heads, channels of a head, columns]. bits: by how much each head must fall."""
+    [heads, channels of a head, columns]. bits: by how many bits each head's scores must fall."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L
@@ -117,7 +117,7 @@ def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
 
 
 def cut(reach: Reach, columns: int) -> list[int] | None:
-    """Return exponents that lower columns until every row is low enough. Each step takes one bit from the column that
+    """Return exponents of columns that lower every row to its aim. Each step takes one bit from the column that
     contributes most to the worst row. Returns None if too many channels or bits are needed."""
     exponents = torch.zeros(columns, dtype=torch.float64)
     for step in range(MOST_CHANNELS * MOST_BITS):

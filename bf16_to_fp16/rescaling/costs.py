@@ -55,9 +55,9 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Solution:
-    """The exponents of one signal's channels and their costs. ``cost``: the cost of these exponents, plus a price if a
-    proof is given up (``fallback``). ``free``: the least cost if bounds need not hold. ``unmoved``: the cost of
-    exponents 0. ``index``: each channel's exponent, plus 24."""
+    """The exponents of one signal's channels and their costs. ``cost``: of these exponents, plus ``proof_worth`` for
+    each site if the bounds do not hold (``fallback``). ``free``: the least cost if bounds need not hold. ``unmoved``:
+    the cost of exponents 0. ``index``: each channel's exponent, plus 24."""
 
     cost: float
     free: float
@@ -119,9 +119,9 @@ class Costs(WeightLosses):
         return any(c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.carries)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return each channel's share in its signal's effect, float64 [channels]: its mean square times the squared
-        norm of the weights that read it. For queries and keys it is the product of their mean squares. A channel's own
-        exponent changes neither."""
+        """Return each channel's share in the outputs of the linears that read a signal, float64 [channels]: its mean
+        square times the squared norm of its weights there. For queries and keys it is the product of their mean
+        squares. A channel's own exponent does not change its share."""
         ones = torch.ones(signal.size, dtype=torch.float64)
         squares = [observed.mean_square.double() for _, observed in known_points(self.ranges, signal)]
         if not squares:
@@ -160,7 +160,7 @@ class Costs(WeightLosses):
             yield sum((cost[:, at[number] : at[number] + len(EXPONENTS)] for cost, at in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return the costs that bounds add to ``channel_costs``, for exponents −24…24: float64 [channels, 49]."""
+        """Return the costs of bounds over their limits, for exponents −24…24: float64 [channels, 49]."""
         cost = torch.zeros(signal.size, len(EXPONENTS), dtype=torch.float64)
         for point, possible in known_points(self.bounds, signal):
             amax = possible.amax.double()[:, None] * 2.0 ** (point.sign * EXPONENTS)
@@ -188,8 +188,8 @@ class Costs(WeightLosses):
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's cheapest exponent, plus 24, with a small price on its distance from 0. The channels to
-        which exponent 0 costs least get 0, as long as they lose at most ``spare`` in total."""
+        """Return each channel's cheapest exponent, plus 24, where each step away from 0 costs a little. The channels
+        that lose least by exponent 0 get 0, as long as their losses sum to at most ``spare``."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)
@@ -206,7 +206,7 @@ class Costs(WeightLosses):
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return the costs of r alone: the stream's limits and noise, weights that only r scales, and drift."""
+        """Return the costs that only r changes: the stream's limits and noise, weights that only r scales, drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r) + EXCESS * self.observed_excess(r)
         for point, observed in known_points(self.ranges, signal):
@@ -223,8 +223,8 @@ class Costs(WeightLosses):
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return the bits by which the stream's exponent puts weights over 65504. own: include weights that channel
-        exponents scale as well."""
+        """Return by how many bits weights exceed 65504 at the stream exponent r, summed. own: include weights that
+        channel exponents scale as well."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)
@@ -247,7 +247,7 @@ class Costs(WeightLosses):
         return self.stream_excess(self.ranges, self.limit, self.margin_bits, r)
 
     def stream_excess(self, ranges: Mapping[str, ModuleRange], limit: float, margin_bits: float, r: int) -> float:
-        """Return the bits by which values and lengths exceed their limits, summed over the stream's sites."""
+        """Return by how many bits the stream, times 2^r, exceeds its limits of |h| and ‖h‖₂, summed over sites."""
         total = 0.0
         for point, reached in known_points(ranges, self.layout.signals[self.stream]):
             factor = 2.0 ** self.at_point(point, r)

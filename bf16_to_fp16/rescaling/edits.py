@@ -2,7 +2,7 @@
 
 For large inputs GELU and SiLU are about ReLU, and |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A softmax
 is nearly one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is nearly ±1.
-docs/edits.md has the proofs. A plan with edits is an exact plan of the edited source (``edits_of``)."""
+docs/edits.md has the proofs. The rest of a plan rescales the edited source exactly."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def least(exponents: OfChannels) -> int:
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
-    """Return, by signal that an edit can lower, the site whose range decides whether the signal must be lowered."""
+    """Return, for each signal that an edit can lower, the site whose range decides whether it must."""
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}
@@ -100,7 +100,7 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
 
 
 def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
-    """Return the bits over ``limit`` of each signal that an edit can lower: fp64, by channel or one for all."""
+    """Return by how many bits each signal that an edit can lower exceeds ``limit``: fp64, by channel or one number."""
     excess = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:

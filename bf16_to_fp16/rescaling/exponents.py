@@ -1,6 +1,6 @@
-"""The powers of two that a plan gives to the axes of a checkpoint's tensors and to each output of its stock class; and
-a check that the plan fits the checkpoint. Logits keep every bit, states between layers carry the stream's exponent, and
-the last states carry the last norm's."""
+"""The powers of two by which a plan multiplies the axes of a checkpoint's tensors, and each output of its stock class;
+and a check that the plan fits the checkpoint. Logits keep every bit, states between layers have the stream's exponent,
+and the last states the last norm's."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ OfChannels = int | list[int]  # exponents of a signal: one for all its channels,
 
 @dataclass(frozen=True)
 class Exponents:
-    """The power of two for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``; vectors have rows only.
-    The power multiplies element + ``offset``, the sum that stock code uses."""
+    """The exponent of 2 for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``; vectors have rows
+    only. The power multiplies element + ``offset``, the sum that stock code uses."""
 
     scalar: int
     rows: torch.Tensor | None
@@ -44,7 +44,7 @@ class Exponents:
 
 
 def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
-    """Return each axis's exponents: one number, or int32 numbers by channel."""
+    """Return, for each axis of ``tensor``, one exponent or int32 exponents by channel."""
 
     def carried(axis: Axis, size: int) -> int | torch.Tensor:
         exponent = plan.exponent(axis.signal)
@@ -116,7 +116,7 @@ LAST = "last_hidden_state"
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
     """Return, by output, the log2 of its factor: one number, or one for each channel or logit. The key
-    ``hidden_states`` stands for all states but the last, and begins with the stack's name if there are two stacks."""
+    ``hidden_states`` means all states but the last; with two stacks it begins with ``encoder_`` or ``decoder_``."""
     # At the ends of a soft cap a logit is the same after an edit.
     capped = layout.head is not None and layout.cap(layout.head) is not None
     factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))
@@ -135,7 +135,7 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
-    """Return whether an output comes only on request: inner states, attentions, last states beside logits."""
+    """Return whether stock code gives an output only on request: states, attentions, last states beside logits."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 

@@ -34,7 +34,7 @@ def follow(
 ) -> None:
     """Make ``optimizer`` step in the source's units, with gradients clipped there to the L2 norm ``max_grad_norm``.
 
-    Raises UserError for a ``max_grad_norm`` that is not positive. A step raises it with a closure (its gradients come
+    Raises UserError for a ``max_grad_norm`` that is not positive. A step raises it for a closure (its gradients come
     too late), a sharded parameter (FSDP, ZeRO-3), copied parameters (ZeRO-1 and 2), and after a failed step."""
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise UserError(f"max_grad_norm is {max_grad_norm}; give a positive number, or None for no clipping")

@@ -25,7 +25,7 @@ class Drift(BaseModel):
     """The change of the output caused by a norm eps that cannot be scaled, or by gains that are rounded after an offset
     was subtracted.
 
-    ``relative_error``: predicted, the root mean square over norms of the relative change of each norm's output.
+    ``relative_error``: the predicted relative change of a norm's output, as root mean square over norms.
     ``predicted_kl``, ``predicted_max_logit_error``: from a run of the source with rounded gains and an eps that acts as
     the plan's does after rescaling. The other fields are measured on the written files."""
 
@@ -42,10 +42,10 @@ class Plan(BaseModel):
     """Powers of two for every signal of a layout.
 
     ``residual_exponent``: of the residual stream; of the encoder's, if each stack has its own. ``exponents``: for every
-    other signal that moves, one integer for all channels or a list with one per channel. ``gain_correction``: factors
-    on norms' weights, not powers of two, that remove the mean of the eps drift. ``eps``: the config's eps, None where
-    it cannot be scaled. ``eps_held``: whether the program that reads the output uses this eps, whatever the config
-    says. ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred
+    other signal that is scaled, one integer for all channels or a list with one per channel. ``gain_correction``:
+    factors on norms' weights, not powers of two, that remove the mean of the eps drift. ``eps``: the config's eps, None
+    where it cannot be scaled. ``eps_held``: whether the program that reads the output uses this eps, whatever the
+    config says. ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred
     (``rescaling.centred``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -102,8 +102,8 @@ class Violation:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A signal without a proof for every input. ``impossible``: no exponent gives a proof. ``exponent``: the stream
-    exponent that would give one, if known."""
+    """A signal planned without a proof for every input. ``impossible``: no exponent gives a proof. ``exponent``: the
+    stream exponent that would give one, if known."""
 
     signal: str
     impossible: bool

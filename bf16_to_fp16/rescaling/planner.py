@@ -1,11 +1,11 @@
 """Choosing the exponents: hard limits first, then the least predicted error.
 
 For a given exponent of the stream, every channel is a separate integer problem. So the planner tries all exponents of
-the stream, takes each channel's best from tables, and moves gains only if a loss remains. Signals that only norms read
-come last (``with_smaller_gradients``).
+the stream, takes each channel's best from tables, and scales norms' gains only if a loss remains. Signals that only
+norms read come last (``with_smaller_gradients``).
 
-Observed ranges must fit with a margin, always but for ``proof_is_enough``. A certificate's bounds must fit if that
-costs at most ``PROOF_WORTH`` per signal. If limits cannot all hold, the excess is minimised and reported."""
+Observed ranges must fit with a margin, unless ``proof_is_enough``. A certificate's bounds must fit if that costs at
+most ``PROOF_WORTH`` per site. If limits cannot all hold, the excess is minimised and reported."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ INDIFFERENCE = ROUNDING / 4
 @dataclass(frozen=True)
 class Planned:
     """A plan, the limits that it cannot hold, and its predicted relative squared error. ``fallbacks``: the signals
-    planned by observed ranges alone. ``for_proof``: the streams that move further for the sake of a proof, each with
-    the exponent that observed ranges alone would need. ``corrected``: the mean squared relative drift that gain
-    corrections remove."""
+    planned by observed ranges alone. ``for_proof``: the streams scaled down further for a proof, each with the exponent
+    that observed ranges alone would need. ``corrected``: the mean squared relative drift that gain corrections
+    remove."""
 
     plan: Plan
     violations: tuple[Violation, ...]
@@ -161,8 +161,8 @@ class PlanSearch(Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether exponents of 0 keep all limits and proofs at little more than the least cost: at most the
-        error of one rounding for each norm."""
+        """Return whether a plan without scaling keeps all limits and proofs, and costs at most one rounding per norm
+        more than the best plan."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream

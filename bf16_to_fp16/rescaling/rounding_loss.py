@@ -33,8 +33,8 @@ class LossTable:
     """Losses of a weight by channel and exponent.
 
     ``counts``: the number of elements that scaling by 2^e makes inexact. ``errors``: their squared error divided by
-    4^e, which makes it comparable with ``energy``. Both are float32 [channels, columns]. The first column stands for
-    the exponent ``first`` and all below, the last column for its exponent and all above. ``energy``, ``amax``: float64
+    4^e, which makes it comparable with ``energy``. Both are float32 [channels, columns]. The first column is for the
+    exponent ``first`` and all below, the last column for its exponent and all above. ``energy``, ``amax``: float64
     [channels], of the unscaled weight. ``count``: the number of all elements."""
 
     first: int
@@ -133,8 +133,8 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The binades ``low`` to ``high`` of a weight's elements, given the other axis's exponents. ``zero``: the lowest
-    binade before these exponents, where histograms put zeros. ``narrow``: whether bf16 holds all elements."""
+    """The least and largest binade (⌊log2|x|⌋) of a weight's elements, given the other axis's exponents. ``zero``: the
+    least binade before these exponents, where histograms put zeros. ``narrow``: whether bf16 holds all elements."""
 
     low: int
     high: int
@@ -143,12 +143,12 @@ class _Span:
 
     @property
     def first(self) -> int:
-        """The largest exponent of the table's grid at which all elements round to 0."""
+        """The largest exponent in the table's range at which all elements round to 0."""
         return min(max(-26 - self.high, -GRID), GRID)
 
     @property
     def last(self) -> int:
-        """The smallest exponent of the table's grid at which no element loses a bit."""
+        """The smallest exponent in the table's range at which no element loses a bit."""
         return min(max(-24 - self.low + _UNIT, -GRID), GRID)
 
 
@@ -208,9 +208,9 @@ def _losses(part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Sp
 def _histograms(
     part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return two histograms of the channels along ``axis``, [channels, binades, reaches], and their largest weights,
-    [channels]. The first counts elements by binade and by reach: how many bits the last set bit lies below the leading
-    one. The second sums their squared significands. other: exponents of the other axis, added to the binades."""
+    """Return two histograms of the channels along ``axis``, [channels, binades, reaches], and each channel's largest
+    weight. The first counts elements by binade and by reach: how many bits the last set bit lies below the leading one.
+    The second sums their squared significands. other: exponents of the other axis, added to the binades."""
     channels, length = part.shape[axis], part.shape[1 - axis]
     packed = span.narrow and length < _PACKABLE
     reaches = 8 if packed else FP16_SIGNIFICANT_BITS

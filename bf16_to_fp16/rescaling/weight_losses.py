@@ -143,7 +143,7 @@ class WeightLosses:
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
-        """Return the squared relative rounding error of ``signal``'s gains, if stored minus an offset."""
+        """Return the squared relative rounding error of those gains that ``signal`` scales and that have an offset."""
         total = 0.0
         for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:
@@ -163,7 +163,7 @@ class WeightLosses:
         return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
-        """Return the gain factor with the least mean squared change in fp16; 1 if the change is under one rounding."""
+        """Return the gain factor that leaves the least mean squared drift in fp16; 1 for a drift under one rounding."""
         kept, shares = self.kept(path, r)
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
         if abs(factor - 1) <= math.sqrt(ROUNDING):
