@@ -56,9 +56,9 @@ Row = tuple[str, str | None]  # text and target of a row; a row whose text is bl
 
 
 class _Rows:
-    """A data set's non-blank row numbers, split into ``training`` and ``held_out``. whole: hold out all rows."""
+    """A data set's non-blank row numbers, split into ``training`` and ``held_out``."""
 
-    def __init__(self, data: Data, seed: int, *, whole: bool = False) -> None:
+    def __init__(self, data: Data, seed: int, *, all_held_out: bool = False) -> None:
         self.dataset, self.columns = open_texts(
             data.path,
             subset=data.subset,
@@ -75,7 +75,7 @@ class _Rows:
         # At least one where any are wanted, and never all.
         share = min(max(1, round(len(rows) * data.held_out)), len(rows) - 1) if data.held_out else 0
         mixed = np.random.default_rng([seed, _SPLIT]).permutation(rows)
-        count = len(rows) if whole else share
+        count = len(rows) if all_held_out else share
         self.held_out, self.training = mixed[:count].tolist(), np.sort(mixed[count:])
 
     def _rows(self, part: Mapping[str, list[Any]]) -> Iterator[Row]:
@@ -114,7 +114,7 @@ class Corpus:
         own = data if data.held_out_path is None else data.model_copy(update={"held_out": 0.0})
         self.rows = self.held_out_rows = _Rows(own, seed)
         if data.held_out_path is not None:
-            self.held_out_rows = _Rows(data.model_copy(update={"path": data.held_out_path}), seed, whole=True)
+            self.held_out_rows = _Rows(data.model_copy(update={"path": data.held_out_path}), seed, all_held_out=True)
         spare = spare_padding(config.to_dict())
         self.spare = int(spare) if spare < math.inf else 0
         self.predicts, self.causal = predicts_tokens(config), is_causal(config)
@@ -175,14 +175,14 @@ class Corpus:
             return self._pair(text, target)
         rng = np.random.default_rng([self.seed, _HELD_OUT if held_out else _TRAINING, epoch, row])
         if len(text) > (most := self.window * _CHARACTERS):
-            first = _first(len(text), most, rng)
+            first = _window_start(len(text), most, rng)
             text = text[first : first + most]
         if self.objective in ("gap-sentences", "denoising"):
             return self._of_sentences(text, rng)
         tokens, given = self.tokens(text), self.conventions
         if self.objective == "next-token":
             tokens = [*tokens, given.end]
-        first = _first(len(tokens), self.window, rng)
+        first = _window_start(len(tokens), self.window, rng)
         tokens = tokens[first : first + self.window]
         if self.objective == "next-token":
             tokens, known = [*given.before, *tokens], max(1, len(given.before))
@@ -208,7 +208,7 @@ class Corpus:
 
     def _of_sentences(self, text: str, rng: np.random.Generator) -> tuple[list[int], list[int]]:
         sentences = [self.tokens(sentence) for sentence in objectives.split_sentences(text)]
-        first = _first(sum(map(len, sentences)), self.window, rng)
+        first = _window_start(sum(map(len, sentences)), self.window, rng)
         pieces, place = [], 0
         for ids in sentences:
             pieces.append(ids[max(0, first - place) : max(0, first + self.window - place)])
@@ -258,7 +258,7 @@ class Corpus:
         return batches
 
     def unlike(self) -> list[TrainingBatch]:
-        """Return batches of the packaged text that is unlike most training data: code, figures and other languages."""
+        """Return batches of packaged text unlike most training data: code, figures and other languages."""
         lines = UNLIKE.read_text(encoding="utf-8").splitlines()
         rows = [(0, row, (line, line if self.objective == "pairs" else None)) for row, line in enumerate(lines)]
         size = self.data.batch_size
@@ -286,8 +286,8 @@ class Corpus:
         return described
 
 
-def _first(length: int, most: int, rng: np.random.Generator) -> int:
-    """Return a random window's start; up to half a window outside the text counts as its end."""
+def _window_start(length: int, most: int, rng: np.random.Generator) -> int:
+    """Return a random window's start. One up to half a window beyond the text becomes the first or last."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))

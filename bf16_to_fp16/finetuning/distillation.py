@@ -1,6 +1,6 @@
 """The losses of a training step: the task loss, and the distance of a student's outputs from those of the teacher (the
 frozen original), on the data and on the audit's inputs (the probe). Evaluations measure both losses on held-out data.
-They also measure the distance on the probe and other kinds of text, whose changes held-out data do not show.
+They also measure the distance on the probe and on other kinds of text, where the model can change unnoticed.
 
 Logits are compared by KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), other outputs by the squared error
 relative to the teacher's squared norm. Both are summed over the positions that count in the loss."""
@@ -92,7 +92,7 @@ class Teacher:
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)
-        self.model = deal_out(model, device) if in_parts else model.to(device)
+        self.model = shard_by_block(model, device) if in_parts else model.to(device)
         self.device = device
         self.chooses = gives_probabilities(model.config)
 
@@ -107,11 +107,11 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
 
     def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return the sum of log(1 + divergence) over positions: very distant ones do not dominate."""
+        """Return the sum of log(1 + divergence) over positions, so that no distant position dominates."""
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return fp64 [3]: the summed divergence, the number of positions of equal argmax, and that of counted ones."""
+        """Return fp64 [3]: the summed divergence, the number of equal argmaxes, and the number of positions."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
         same = (student.argmax(-1) == teacher.argmax(-1)).sum()
         sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))
@@ -121,8 +121,8 @@ class Teacher:
         return kl_divergence(student, teacher) if self.chooses else hidden_error(student, teacher)
 
 
-def deal_out(model: Any, device: torch.device) -> Any:
-    """Shard ``model`` over the default group by FSDP2, one unit for each block."""
+def shard_by_block(model: Any, device: torch.device) -> Any:
+    """Shard ``model`` over the default process group by FSDP2, one unit for each block."""
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for part in (*blocks_of(model), model):
         fully_shard(part, mesh=mesh)
@@ -155,14 +155,14 @@ class StepLosses:
     passes: int
 
     def calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
-        """Return a step's forwards: each batch and, with a penalty, the index of a share of the audit's inputs."""
+        """Return the inputs of a step's forwards: each batch and, with a penalty, the index of a part of the probe."""
         # Each has its own backward: one for both would keep both activations, and all weights that shards gather.
         if self.penalty is None:
             return list(batches)
         return [call for index, batch in enumerate(batches) for call in (batch, index)]
 
     def of_batch(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss with its graph, and the task loss and divergence, detached; all are sums over positions."""
+        """Return the loss with its graph, and [task loss, divergence], detached; all are sums over positions."""
         mix, device = self.recipe.distillation, self.processes.device
         out = self.model(**arguments(self.stock, batch, device))
         task = kl = torch.zeros((), device=device)
@@ -178,8 +178,8 @@ class StepLosses:
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def beyond_the_data(self, step: int, index: int) -> Tensor:
-        """Run one share of the audit's inputs and return its loss term. Even a term of 0 depends on every forward: with
-        a sharded model, every process must gather the same weights in its backward."""
+        """Run one part of the probe and return its loss term. With a sharded model even a term of 0 has a graph, since
+        all processes must gather the same weights in the backward."""
         assert self.penalty is not None
         whole = with_spare_padding(self.stock.config, self.drawn(step))
         device, share = self.processes.device, BEYOND * self.recipe.distillation.weight
@@ -219,7 +219,7 @@ class Evaluator:
     processes: Processes
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
-        """Return the mean held-out loss; for each kind of input divergence from the teacher and argmax agreement."""
+        """Return the mean held-out loss and, by kind of input, divergence from the teacher and argmax agreement."""
         measured: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
         with torch.no_grad(), mixed_precision.whole_step():
             for kind, batches in {"held_out": held, **self._others}.items():
@@ -243,7 +243,7 @@ class Evaluator:
         return {"audit": probe, "unlike": self.corpus.unlike()}
 
     def _sums(self, batch: TrainingBatch | Batch, mixed_precision: MixedPrecision) -> Tensor:
-        """Return fp64 [4]: task loss, divergence, positions of equal argmax and counted positions, all summed."""
+        """Return fp64 [4]: summed task loss and divergence, the number of equal argmaxes, and that of positions."""
         device = self.processes.device
         with mixed_precision.forward():
             out = self.model(**arguments(self.stock, batch, device))

@@ -44,7 +44,7 @@ class Command:
 
 
 def next_command(recipe: Recipe, steps: int, *, more: bool, command: Command) -> str:
-    """Return a sentence with the next command: this run with twice the steps (``more``), or another run."""
+    """Return a sentence with the next command: twice the steps of this run (``more``), or a new, slower run."""
     if more:
         return f"go on: {command.line(schedule__steps=2 * steps)}"
     folder = (recipe.checkpointing.folder or f"{recipe.out}.run") + "-2"

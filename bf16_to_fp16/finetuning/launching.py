@@ -100,8 +100,8 @@ class Needs:
         return of_layers + (0.0 if head is None else OF_LOGITS * rows * (target or length) * head.out_features)
 
 
-def terms(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
-    """Return a process's bytes on its card by purpose: weights, gradients, moments and so on. kind: a file name in
+def bytes_by_purpose(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
+    """Return a process's bytes on its card: of weights, gradients, moments and so on. kind: a file name in
     launch/accelerate. teacher_bytes: bytes per weight of the teacher, 0 without a teacher."""
     recipe, count, each = needs.recipe, needs.parameters, torch.float32.itemsize
     weights, teacher = float(count * each), float(count * teacher_bytes)
@@ -156,8 +156,8 @@ class Machine:
 
 
 def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Machine:
-    """Return the machine on which the processes run: this one with its cards or CPU or, to plan for another machine,
-    assumed cards of ``gib`` GiB each."""
+    """Return this machine with its cards or CPU, or to plan for another (not ``running``), assumed cards of ``gib`` GiB
+    each."""
     seen, given = [] if on_cpu else cards(), None if gib is None else gib * 2**30
     if on_cpu or (running and not seen):
         each = given or available_memory() / processes
@@ -223,7 +223,7 @@ def choose(recipe: Recipe, machine: Machine) -> Choice:
     teacher = 0 if recipe.distillation.weight == 0 else 2 if in_bf16 else 4
     tried = dict[str, Mapping[str, float]]()
     for name in (name for name in KINDS if can_run(name, machine)):
-        tried[name] = terms(name, needs, machine.processes, teacher, on_gpu=machine.on_gpu)
+        tried[name] = bytes_by_purpose(name, needs, machine.processes, teacher, on_gpu=machine.on_gpu)
         if sum(tried[name].values()) <= USABLE * machine.memory:
             break
     chosen = min(tried, key=lambda name: sum(tried[name].values()))

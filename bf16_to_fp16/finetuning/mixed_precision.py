@@ -85,8 +85,8 @@ class MixedPrecision:
         """Divide the gradients by the loss scale, clip them to ``CLIP_NORM`` and update the scale. Return the norm of
         the unscaled gradient. If that norm is inf or NaN, the gradients are left as they are.
 
-        units: one factor per parameter, applied to its gradient in the norm that is clipped. With the weights' sizes as
-        units, a rescaled model is clipped as the original would be."""
+        units: one factor per parameter, by which its gradient counts in the norm that is clipped. With the weights'
+        sizes as units, a rescaled model is clipped as the original would be."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
@@ -112,7 +112,7 @@ class MixedPrecision:
 
 
 def recomputation(device: torch.device) -> dict[str, Any]:
-    """Return arguments for ``torch.utils.checkpoint``, so that recomputed values equal those of ``whole_step``."""
+    """Return arguments for ``torch.utils.checkpoint`` with which recomputed values equal the first ones."""
     given: dict[str, Any] = {"use_reentrant": False}
     return given | ({"context_fn": lambda: (WidePowers(), WidePowers())} if device.type == "cpu" else {})
 

@@ -38,7 +38,7 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The largest value of one site in the last optimizer step, over all micro-batches and ranks. ``amax``: the largest
-    |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: that of the next step."""
+    |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: the site's in the next step."""
 
     amax: float
     target: float
@@ -368,8 +368,8 @@ def _read_amax(waiting: list[_Waiting]) -> list[float]:
 
 
 class _Peak(torch.autograd.Function):
-    """Returns ``value``, a scalar whose derivative is ``slope`` (fp32 [k]) at the elements ``index`` (int64 [k]) of x,
-    0 elsewhere. The backward keeps nothing of x."""
+    """Returns ``value``, with a derivative by x of ``slope`` (fp32 [k]) at the elements ``index`` (int64 [k]) and 0
+    elsewhere. The backward does not need x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor, slope: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Processes:
 
     @property
     def parts(self) -> int | None:
-        """The number of parts in which a state is written; None if a state is written whole."""
+        """The number of processes that write a state together; None if the first writes it alone."""
         return self.world if self.sharded else None
 
     @property

@@ -206,7 +206,7 @@ class Recipe(Section):
         )
 
     def settled(self) -> Recipe:
-        """Return a copy whose ``penalty.certify``, if open, is True for half and auto with a penalty, else False."""
+        """Return a copy whose ``penalty.certify``, if None, is True for half and auto with a penalty, else False."""
         if self.penalty.certify is not None:
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"

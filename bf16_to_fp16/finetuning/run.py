@@ -38,7 +38,7 @@ from ..results import AttackEntry
 from ..system import available_memory
 from ..targets import AUTO
 from .corpus import Corpus
-from .distillation import Teacher, arguments, deal_out
+from .distillation import Teacher, arguments, shard_by_block
 from .goals import Command, with_goals
 from .launching import MOST_OVER, Needs
 from .processes import begun_by, make_accelerator, weights_in_parts
@@ -197,7 +197,9 @@ def _train(
             return converted
         tried = student
         if weights_in_parts(accelerator):  # no card need hold it whole
-            tried = deal_out(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)
+            tried = shard_by_block(
+                load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device
+            )
         fits = check_start(tried, recipe, corpus, accelerator, progress)
         del tried
     if main:
@@ -229,14 +231,14 @@ def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
     target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
     place = Destination(Path(recipe.out))
-    result = kept_where_enough(options, recipe.source, place, progress=progress)
+    result = converted_if_enough(options, recipe.source, place, progress=progress)
     if result.out != place.out:
         return None
     progress.say(UNNEEDED)
     return result
 
 
-def kept_where_enough(options: Options, source: str | Path, place: Destination, **more: Any) -> Conversion:
+def converted_if_enough(options: Options, source: str | Path, place: Destination, **more: Any) -> Conversion:
     """Convert ``source`` in a temporary folder; move the result to ``place`` only if it is safe and has the certificate
     that ``options`` ask for."""
     with scratch(place.out) as beside:
@@ -267,7 +269,7 @@ def convert_or_finetune(
     check_out(place.out, source, force=place.force)
     check_run_folder(run_folder(read_as), read_as.settled())
     asked = replace(options, target=read_as.planned_target, prove=bool(read_as.penalty.certify))
-    result = kept_where_enough(asked, source, place, progress=progress)
+    result = converted_if_enough(asked, source, place, progress=progress)
     if result.out == place.out:
         return result
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
@@ -353,7 +355,7 @@ def attack_unproven(
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
-    """Return the report's entry of a run. recipe: as given; taken: the recipe with its open keys decided."""
+    """Return the report's entry of a run. recipe: as given. taken: the recipe from ``settled``."""
     written, certify = recipe.describe(), taken.penalty.certify
     settled = {"penalty.certify": certify} if recipe.penalty.certify != certify else {}
     # A report is published; of local paths only the last part says anything to others.
