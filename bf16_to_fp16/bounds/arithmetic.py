@@ -95,10 +95,10 @@ class Arithmetic:
     attention sees at least one.
 
     ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
-    ``planned``: the weights are not scaled yet. Errors of subnormals are left out, and this mapping has the exponent
-    that each residual stream will have (0 if absent). ``exact``: real arithmetic without any rounding. ``norms16``:
-    norms square, sum and divide in fp16, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every sum
-    is made in fp16, term by term in any order, or in blocks."""
+    ``planned``: for weights that are not scaled yet, the exponent that each residual stream will have (0 if absent);
+    errors of subnormals are left out. ``exact``: real arithmetic without any rounding. ``norms16``: norms square, sum
+    and divide in fp16, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every sum is made in fp16,
+    term by term in any order, or in blocks."""
 
     max_length: int = MAX_LENGTH
     splits: int = SPLITS
@@ -164,7 +164,7 @@ class Arithmetic:
         return (1 + UNIT) ** 2 / math.sqrt(left) if left > 0 else math.inf
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return a bound after one more rounding."""
+        """Return bounds of numbers within ``values`` after one more rounding."""
         return values * (1 + self.unit) + self.tiny
 
     def rounded_length(self, length: float, width: int) -> float:

@@ -54,7 +54,7 @@ def score_bounds(
     size = query.norms.numel() // heads
     group = query.norms.numel() // key.norms.numel()
     exact, partial = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
-    error, apart = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
+    error, span = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
         part, read = (slice(n * size, (n + 1) * size) for n in (h, h // group))
         q, k = query.matrix[part], key.matrix[read]
@@ -65,7 +65,7 @@ def score_bounds(
         crossed = query.radius * key.radius * math.sqrt(largest_eigenvalue(root.t() @ gk @ root))
         crossed += key.radius * quadratic(gk, cq)
         # Between two keys their common centre cancels.
-        apart[h] = 2 * crossed
+        span[h] = 2 * crossed
         exact[h] = crossed + query.radius * quadratic(gq, ck) + abs(float(cq @ ck))
         # ‖D·q‖·‖D⁻¹·k‖ bounds the product and its partial sums for every D; this one balances the channels.
         balance = balanced(key.partial[read], query.partial[part])
@@ -77,16 +77,16 @@ def score_bounds(
         lengths = torch.tensor((long_q + off_q) * (long_k + off_k), dtype=torch.float64)
         partial[h] = torch.minimum(lengths, query.partial[part] @ key.partial[read])
     terms = query.partial.view(heads, size) + key.partial.view(-1, size).repeat_interleave(group, 0)
-    return summed_scores(exact, error, partial, apart, terms, scale, a)
+    return summed_scores(exact, error, partial, span, terms, scale, a)
 
 
 def summed_scores(
-    exact: Tensor, error: Tensor, partial: Tensor, apart: Tensor, terms: Tensor, scale: float, arithmetic: Arithmetic
+    exact: Tensor, error: Tensor, partial: Tensor, span: Tensor, terms: Tensor, scale: float, arithmetic: Arithmetic
 ) -> ScoreBounds:
     """Return the bounds of query·key products, with the rounding of their sums.
 
     exact, partial: bounds of the exact product and of its partial sums. error: bound of the product's error from errors
-    of query and key. apart: bound of the difference between two exact products of one query. All four are fp64 [heads].
+    of query and key. span: bound of the difference between two exact products of one query. All four are fp64 [heads].
     terms: the bounds of query and key added, fp64 [heads, channels]. scale: the factor on the finished products."""
     a = arithmetic
     partial = partial * COMPUTED
@@ -98,7 +98,7 @@ def summed_scores(
         # SDPA's plain path multiplies queries and keys by √scale each, eager attention the product by the scale.
         fine = a.tiny * math.sqrt(scale) * terms.sum(1)
         off = off + 3 * a.unit * (1 + a.unit) * partial * scale + fine + a.tiny
-    return ScoreBounds(torch.minimum(largest, partial), partial, apart * COMPUTED * scale + 2 * off)
+    return ScoreBounds(torch.minimum(largest, partial), partial, span * COMPUTED * scale + 2 * off)
 
 
 ANGLES = 2.0**-20  # how far cos² + sin² may be from 1 in fp32, and cos and sin from their exact values
@@ -233,7 +233,7 @@ def rotated(linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithme
 
 
 def query_growth(rotary: Rotary, length: int) -> float:
-    """Return the largest factor on queries that depends on the position, over up to ``length`` positions."""
+    """Return the largest factor by which stock code scales queries by position, over up to ``length`` positions."""
     if rotary.growth is None:
         return 1.0
     growth, positions = rotary.growth
@@ -331,7 +331,7 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
 class Context:
     """An attention's context: a weighted sum of values over positions. ``total``: the largest sum of a row of weights
     after rounding and dropout; weights are at least 0. ``gamma``: error of the sum over positions relative to the sum
-    of absolute values. ``bound``: fp64 [inner]."""
+    of absolute values. ``bound``: of each channel, fp64 [inner]."""
 
     values: LinearBound
     total: float
@@ -353,8 +353,8 @@ def attention_output(
     context: Context, weight: Tensor, bias: Tensor | None, heads: int, arithmetic: Arithmetic
 ) -> Projection:
     """Return the bounds of an attention's output projection; weight [d, inner], bias [d]. Attention weights are at
-    least 0 with a sum up to ``total``, so a head adds at most total·max|O·v|. As v = Av·x + centre with ‖x‖ ≤ radius,
-    |O·v| ≤ radius·‖O·Av‖ + |O·centre|. Several heads may read the same values."""
+    least 0 with a sum up to ``total``, so a head adds at most total·max|O·v|. With values v = V·x + centre and ‖x‖ ≤
+    radius, |O·v| is at most radius·‖O·V‖ + |O·centre|. Several heads may read the same values."""
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
     size = weight.shape[1] // heads

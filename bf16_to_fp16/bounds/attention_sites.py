@@ -59,7 +59,7 @@ class AttentionSites:
         return findings.project(sublayer.output, weight, projection, entering, mean_square)
 
     def summed(self, source: NormOutput, square: Tensor) -> Normed:
-        """Record the block sums and their norm; return bounds that hold for a token and for a normed block sum."""
+        """Record LongT5's block sums and their norm; return bounds that hold for a token and for a normed block sum."""
         size, length = self.findings.layout.summed(self.sublayer), self.a.max_length
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)
@@ -112,10 +112,10 @@ class AttentionSites:
         factors = self.rotation(rotary, one.bound, other.bound)
         self.scored(attention.rotated_score_bounds(one, other, a, self.scale), factors)
 
-    def raise_outputs(self, turned_rows: Mapping[str, Tensor]) -> None:
-        """Raise the recorded output bounds of modules to the bounds after rotation. An output's exponents also scale
-        its rotated values, so both must fit."""
-        for path, most in turned_rows.items():
+    def raise_outputs(self, rotated: Mapping[str, Tensor]) -> None:
+        """Raise the output bounds of modules to ``rotated``, the bounds after rotation, by module. The same exponents
+        scale an output before and after rotation, so both must fit."""
+        for path, most in rotated.items():
             bound, square = self.findings.outputs[path]
             self.findings.outputs[path] = (torch.maximum(bound, most), square)
 
@@ -129,7 +129,7 @@ class AttentionSites:
         return most
 
     def scored(self, scores: attention.ScoreBounds, factors: float) -> None:
-        """Record the sites from query·key products to attention weights. factors: bound of queries and keys."""
+        """Record the sites from query·key products to attention weights. factors: a bound of all queries and keys."""
         sublayer, findings = self.sublayer, self.findings
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, scores.product, scores.partial)
         scaled = self.rounded(scores.product * self.scale) if sublayer.scaled else scores.product

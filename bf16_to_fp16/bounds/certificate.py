@@ -107,7 +107,7 @@ REFINED_ROWS = 4  # rows of one feed-forward output that get an eigenvalue of th
 
 
 class _StreamWalk(ModuleFindings):
-    """One pass over a layout, sublayer by sublayer, with only one sublayer's weights in memory."""
+    """Bounds a model's sites in one pass along the residual stream, with only one sublayer's weights in memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -298,12 +298,12 @@ def bound(
 ) -> Certificate:
     """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
 
-    weights: returns the values to bound of the tensor with a name. target: ``norm-safe`` adds the squares of the
-    stream, for norms in fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` holds gate pre-activations
-    under 147.8, where the derivative of gelu_new's cube overflows. refine: how many rows of each feed-forward output
-    may get an eigenvalue of their own. spectra: known eigenvalues of nearly equal weights. advance: called with the
-    number of sublayers done and of all. until_one_fails: end at the first site over its limit. Raises UserError for an
-    activation without a bound."""
+    weights: returns a tensor's values by its name. target: ``norm-safe`` adds the squares of the stream, for norms in
+    fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` limits gate pre-activations to 147.8, beyond
+    which the derivative of gelu_new's cube overflows. refine: how many rows of each feed-forward output may get an
+    eigenvalue of their own. spectra: bounds of eigenvalues of nearly equal weights, to be reused. advance: called with
+    the number of sublayers done and of all. until_one_fails: end at the first site over its limit. Raises UserError for
+    an activation without a bound."""
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
     limits: dict[str, float] = {}

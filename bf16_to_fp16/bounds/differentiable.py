@@ -1,5 +1,5 @@
-"""Bounds of the sites that rescaling cannot lower, as differentiable functions of live weights: fp32, on their
-device."""
+"""Bounds of the sites that rescaling cannot lower, as differentiable functions of the weights in training: fp32, on the
+weights' device."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class DifferentiableBounds:
-    """Bounds of the sites that only training can lower, by the audit's names. weights: returns a live tensor by its
-    name in the layout, as stored. stream: bound the residual stream, too."""
+    """Bounds of the sites that only training can lower, by the audit's names. weights: returns a tensor's present value
+    by its name in the layout. stream: bound the residual stream, too."""
 
     def __init__(self, layout: Layout, weights: TensorReader, *, stream: bool = False) -> None:
         self.layout, self.read, self.arithmetic, self.stream = layout, weights, Arithmetic(), stream
@@ -58,8 +58,8 @@ class DifferentiableBounds:
 
     @full_precision()
     def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the bounds by site, without a graph: fp32 by row, head or channel. again: reuse the last call's means
-        of LayerNorms' inputs, as weights have hardly changed. only: the sites to bound."""
+        """Return the bounds by site, without a graph: fp32 by row, head or channel. again: reuse the means of
+        LayerNorms' inputs from the last call, if weights have hardly changed. only: the sites to bound."""
         wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again
@@ -117,8 +117,8 @@ class DifferentiableBounds:
 
 @dataclass(eq=False)
 class _Walk(LiveWeights):
-    """One pass over a layout. fixed: linears and norms whose outputs no exponent moves. follows: whether to bound the
-    stream's sites. wanted: by site, the indices of the elements to bound; None for all."""
+    """Computes the bounds in one pass. fixed: linears and norms whose outputs no exponent scales. follows: whether to
+    bound the stream's sites. wanted: by site, the indices of the elements to bound; None for all."""
 
     fixed: Collection[str]
     follows: bool
@@ -210,8 +210,8 @@ class _Walk(LiveWeights):
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the bounds of output projections by path, and of the sublayer's whole output; an empty mapping and 0
-        if a post-norm makes both irrelevant."""
+        """Return the bounds of output projections, by path, and of the sublayer's output; an empty mapping and 0 if a
+        post-norm makes both irrelevant."""
         if sublayer.post_norm and not self.follows and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -257,7 +257,7 @@ class _Walk(LiveWeights):
         return self.normalised(path, self.stream)
 
     def linear_site(self, path: str, source: NormOutput) -> None:
-        """Record a linear whose output no exponent moves; gate and neurons in one matrix are one linear."""
+        """Record a linear whose output no exponent scales; a gate and neurons in one matrix are one linear."""
         at = None if self.wanted is None else self.wanted[path]
         self.bounds[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
@@ -283,8 +283,8 @@ class _Walk(LiveWeights):
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
-        """Record a head's linear. If all rows are wanted, ``ROWS_AT_A_TIME`` are computed at once. added: a bias that
-        stock code adds to the output."""
+        """Record a head's linear under the name ``site``. If all rows are wanted, ``ROWS_AT_A_TIME`` are computed at
+        once. added: a bias that stock code adds to the output."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)

@@ -157,7 +157,7 @@ class GatedNeurons:
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return the error of every row from the neurons' rounding, fp64 [d]. exact: the bounds from ``rows``."""
+        """Return, by row, out·neurons' error from the neurons' rounding, fp64 [d]. exact: the bounds from ``rows``."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -201,7 +201,7 @@ class PlainNeurons:
         moving, still = self.spectra.once((label, self.given), lambda: self.unit_rows(out))
         moving = moving * self.scale
         if bool((self.caps < 1).any()):
-            moving = torch.minimum(moving, torch.stack([self.bent(out, direction) for direction in (1, -1)]))
+            moving = torch.minimum(moving, torch.stack([self.capped_rows(out, direction) for direction in (1, -1)]))
         up, down = (moving + still) * COMPUTED
         return up, down
 
@@ -227,8 +227,8 @@ class PlainNeurons:
                     pairs.append(torch.stack([moving, matrix_vector(positive, self.offset) + below]))
         return torch.cat(pairs, 1).view(2, 2, -1)
 
-    def bent(self, out: Tensor, direction: int) -> Tensor:
-        """Return a bound of direction·out·neurons by row, tighter where negative centres keep neurons below ‖w‖."""
+    def capped_rows(self, out: Tensor, direction: int) -> Tensor:
+        """Return a bound of direction·out·neurons by row, tighter where negative constants c keep neurons below ‖w‖."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -265,7 +265,7 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return a bound on the error's length in each row Σ c_i·row_i, summed in any order: n·u·Σ|c_i|·‖row_i‖."""
+        """Return, by row c, a bound on the rounding error of Σ c_i·w_i (its length), in any order: n·u·Σ|c_i|·‖w_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 

@@ -115,7 +115,7 @@ def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -
 
 
 def router_sites(findings: ModuleFindings, sublayer: Experts) -> None:
-    """Record the steps from a router's logits to its weights. All steps are in fp32 but one cast."""
+    """Record the steps from a router's logits to its weights. All steps are in fp32, except for one cast."""
     _, weight, together = findings.layout.experts_together(sublayer)
     number, inner, path = len(sublayer.experts), findings.inner, sublayer.router
     for step in ("softmax", "max", "sigmoid", "gather", "div"):

@@ -25,7 +25,7 @@ class Certificate:
     arithmetic: Arithmetic
     ranges: Mapping[str, ModuleRange]
     inner: Mapping[str, float] = field(default_factory=dict)
-    """Bounds of module inputs and weights, which copies and casts inside the module carry."""
+    """Bounds of module inputs and weights, which also hold for copies and casts inside the module."""
     unlimited: Mapping[str, float] = field(default_factory=dict)
     """Bounds of operations that may give inf without harm."""
 
@@ -79,8 +79,8 @@ def is_inside(name: str, path: str) -> bool:
 
 @dataclass(frozen=True)
 class SourceBounds:
-    """The source's bounds with only its streams rescaled. exponents: of the streams; eps makes LayerNorms' bounds
-    depend on these. unmoved: sites over their limit that no exact exponent moves."""
+    """Bounds of the source with its streams rescaled and nothing else. exponents: of the streams; LayerNorms' bounds
+    depend on these through eps. unmoved: sites over their limit whose values no exact exponent scales."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]

@@ -67,7 +67,7 @@ class Traits:
 
     @property
     def movable(self) -> bool:
-        """Whether an exact exponent can move the site."""
+        """Whether rescaling, which is exact, can lower the site's values."""
         return self.remedy is Remedy.RESCALE
 
 

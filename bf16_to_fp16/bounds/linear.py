@@ -48,13 +48,13 @@ class NormOutput:
 
     @property
     def exact(self) -> Tensor:
-        """Bound of each component without its error: fp64 [d]."""
+        """Bound of each component before any rounding: fp64 [d]."""
         largest = self.gain.abs() * self.radius
         return largest if self.shift is None else largest + self.shift.abs()
 
     @property
     def bound(self) -> Tensor:
-        """Bound of each component: fp64 [d]."""
+        """Bound of each component, rounding included: fp64 [d]."""
         bound = (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
         return bound if self.most is None else torch.minimum(bound, self.most)
 
@@ -255,8 +255,8 @@ def bound_linear(
 
 
 def bound_box(caps: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return the bound, fp64 [m], of a linear and its partial sums on any vector with rounded components up to
-    ``caps``, fp64 [n]. weight: [m, n]. bias: [m]."""
+    """Return the bound, fp64 [m], of a linear and its partial sums on any fp16 vector with components up to ``caps``,
+    fp64 [n]. weight: [m, n]. bias: [m]."""
     terms = magnitudes(weight, caps) * COMPUTED
     total = terms if bias is None else terms + bias.double().abs()
     total = total * (1 + arithmetic.gamma(weight.shape[1]))

@@ -1,5 +1,5 @@
-"""The bounds that a walk through the layout has recorded so far, and the recording of norms and linears. Each channel
-of a module's input and output has a bound and an expected mean square."""
+"""The bounds recorded so far for each site and module, and functions that record norms and linears. Each channel of a
+module's input and output has a bound and an expected mean square."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class ModuleFindings:
         return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        """Record a site. If an operation runs twice, as dropout at both ends of a stack, the larger bound counts."""
+        """Record a site's bounds. If an operation runs twice, as dropout at both ends of a stack, the larger counts."""
         top = largest(bound)
         sums = top if partial is None else largest(partial)
         before = self.sites.get(name)
@@ -126,7 +126,7 @@ class ModuleFindings:
             self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
 
     def kept(self, what: DropoutKind) -> float:
-        """Return 1 − p of a dropout, lowered by one fp16 rounding; 1 outside training."""
+        """Return 1 − p of a dropout of this kind, lowered by one fp16 rounding; 1 outside training."""
         if not self.arithmetic.train:
             return 1.0
         key = self.layout.family.dropout.get(what)

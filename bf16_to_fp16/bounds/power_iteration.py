@@ -42,7 +42,7 @@ def random_vector(like: Tensor) -> Tensor:
 
 
 def top_vectors(matrices: Tensor) -> Tensor:
-    """Return eigenvectors of the largest eigenvalues, [h, s] from [h, s, s]. These must be real and not negative."""
+    """Return eigenvectors of the largest eigenvalues, [h, s] from [h, s, s]. All must be real and at least 0."""
     for _ in range(SQUARINGS):
         matrices = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=SMALL)
         matrices = matrices @ matrices
@@ -65,8 +65,8 @@ def pair_peaks(matrices: Tensor) -> Tensor:
 
 
 def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest ‖M·n‖ and ‖M·n + c‖ over ‖n‖ ≤ 1, [h] each, from [h, s, d] and [h, s], by the formula of
-    ``attention.longest_of``."""
+    """Return the largest ‖M·n‖, and ‖M·n + c‖ as ``attention.longest_of`` bounds it, over ‖n‖ ≤ 1: [h] each, from [h,
+    s, d] and [h, s]."""
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long

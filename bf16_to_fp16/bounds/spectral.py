@@ -36,8 +36,8 @@ _GUESS = 1 + 2.0**-9
 
 @on_device
 def summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of left_i·right_iᵀ over i: fp64 [a, b], from [n, a, k] and [n, b, k] of one dtype, in which
-    products are made."""
+    """Return the sum of left_i·right_iᵀ over i: fp64 [a, b], from [n, a, k] and [n, b, k] of one dtype, in which each
+    product is computed."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     for one, other in zip(left, right, strict=True):
         total += times_rows(one, other)
@@ -79,8 +79,8 @@ class Spectra:
     the other, however they differ. If the new bound is too loose, an eigenvalue is computed.
 
     read: returns the source's weights. bounds: by label, a matrix without its weights' values, and its bound. fixed:
-    whether present weights are not the source's, so that ``bounds`` stays as it is. kept: results of ``once``, by names
-    of weights and arguments. about: the names of the weights that the next result depends on."""
+    store no new bounds, since they would be of other weights than the source's. kept: results of ``once``, by names of
+    weights and arguments. about: the names of the weights that the next result depends on."""
 
     read: TensorReader
     bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Spectra:
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return a store for the weights that ``read`` returns, without the results that depend on ``changed`` ones."""
+        """Return a store for the weights that ``read`` returns, without results that depend on ``changed`` tensors."""
         bounds = {label: kept for label, kept in self.bounds.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
@@ -108,7 +108,7 @@ class Spectra:
 
     def largest(self, matrix: Tall) -> float:
         """Return a bound on the largest eigenvalue of a matrix's Gram matrix; store it for a matrix of the source."""
-        value = self.carried(matrix) if matrix.label in self.bounds else None
+        value = self.from_source(matrix) if matrix.label in self.bounds else None
         if value is None:
             value = largest_eigenvalue(gram(matrix))
             if matrix.label and not self.fixed:
@@ -116,8 +116,8 @@ class Spectra:
         return value
 
     @full_precision()
-    def carried(self, matrix: Tall) -> float | None:
-        """Return a bound for ``matrix`` from that of the source's matrix of its label; None if too loose (``CARRIED``).
+    def from_source(self, matrix: Tall) -> float | None:
+        """Return a bound for ``matrix`` from that of the source's matrix with its label; None if it is too loose.
 
         Rounding moves each element of either matrix by at most five units of the working dtype, and of the source's by
         two more when ``scale`` multiplies it."""

@@ -1,5 +1,5 @@
-"""The tiers: arithmetics of runtimes, from PyTorch's kernels to sums in fp16. A tier's certificate implies that of
-every weaker tier, since bounds only grow from one to the next."""
+"""The tiers: three kinds of runtime arithmetic, from PyTorch's kernels to sums in fp16. A tier's certificate implies
+that of every weaker tier, since bounds only grow from one to the next."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return, by tier, whether its certificate holds. holds: that of ``target``. arithmetic: the weakest tier's."""
+    """Return, by tier, whether its certificate holds. holds: for ``target``. arithmetic: the weakest tier's."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # Every target covers the weakest tier.

@@ -56,7 +56,7 @@ def test_a_carried_eigenvalue_is_above_that_of_the_worst_change(dtype: torch.dty
     changed = {name: weight.double() * 2.0**power for name, weight in weights.items()}
     changed["c"] += 2.0**power * change
     changed = {name: weight.float() for name, weight in changed.items()}
-    found = spectra.for_others().carried(tall(changed))
+    found = spectra.for_others().from_source(tall(changed))
     true = float(torch.linalg.matrix_norm(whole(tall(changed)), 2)) ** 2
     assert found is not None and true <= found <= 4.0**power * before * (1 + CARRIED) ** 2 * (1 + 1e-4)
     assert true > 4.0**power * before * (1 + 1e-4)
@@ -70,11 +70,11 @@ def test_an_eigenvalue_of_other_weights_is_computed_and_not_kept() -> None:
     fixed = spectra.for_others()
     kept = dict(spectra.bounds)
     found = fixed.largest(tall(others))
-    assert fixed.carried(tall(others)) is None and fixed.bounds == kept
+    assert fixed.from_source(tall(others)) is None and fixed.bounds == kept
     assert found >= float(torch.linalg.matrix_norm(whole(tall(others)), 2)) ** 2
     fewer = {name: weight[:5] for name, weight in weights.items()}
-    assert fixed.carried(tall(fewer)) is None
-    assert fixed.carried(tall({name: weight * math.nan for name, weight in weights.items()})) is None
+    assert fixed.from_source(tall(fewer)) is None
+    assert fixed.from_source(tall({name: weight * math.nan for name, weight in weights.items()})) is None
 
 
 def test_verify_grants_what_is_carried_over_where_rounding_makes_the_norm_smaller() -> None:
@@ -88,7 +88,7 @@ def test_verify_grants_what_is_carried_over_where_rounding_makes_the_norm_smalle
 
     spectra = Spectra({"a": weight}.__getitem__)
     spectra.largest(matrix(weight))
-    found = spectra.for_others().carried(matrix(weight.half()))
+    found = spectra.for_others().from_source(matrix(weight.half()))
     fresh = largest_eigenvalue(gram(matrix(weight.half())))
     assert found is not None and found > fresh * (1 + 3.9 * CARRIED)
     nowhere: dict[str, Any] = {"stack": None, "block": None, "role": None}
@@ -158,7 +158,7 @@ def test_convert_takes_every_eigenvalue_over_from_the_source(tmp_path: Path, mon
         known = matrix.label in self.bounds
         if not known:
             computed.append(matrix.label)
-        elif self.carried(matrix) is None:
+        elif self.from_source(matrix) is None:
             computed.append(f"again {matrix.label}")
         return largest(self, matrix)
 
