@@ -113,8 +113,8 @@ class AttentionSites:
         self.scored(attention.rotated_score_bounds(one, other, a, self.scale), factors)
 
     def raise_outputs(self, rotated: Mapping[str, Tensor]) -> None:
-        """Raise the output bounds of modules to ``rotated``, the bounds after rotation, by module. The same exponents
-        scale an output before and after rotation, so both must fit."""
+        """Raise modules' output bounds to ``rotated``, those after rotation: the same exponents scale both, so both
+        must fit."""
         for path, most in rotated.items():
             bound, square = self.findings.outputs[path]
             self.findings.outputs[path] = (torch.maximum(bound, most), square)

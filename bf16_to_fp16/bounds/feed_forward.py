@@ -265,7 +265,7 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return, by row c, a bound on the rounding error of Σ c_i·w_i (its length), in any order: n·u·Σ|c_i|·‖w_i‖."""
+        """Return, by row c, the bound n·u·Σ|c_i|·‖w_i‖ on the length of Σ c_i·w_i's rounding error."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 

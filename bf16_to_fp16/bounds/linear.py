@@ -303,7 +303,7 @@ def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
-    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row of values: [m]. caps: [n], over 0."""
+    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row of values: [m]. caps: [n], positive."""
     count = min(values.shape[1], math.ceil(number(budget) / number(caps.min())) + 1)
     top = values.topk(count, dim=1)
     taken = caps[top.indices]
@@ -312,8 +312,8 @@ def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
 
 
 def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row of values: [m] in
-    ``dtype``.
+    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row v of ``values``: [m]
+    in ``dtype``.
 
     By Lagrange duality λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0. The least bound has the λ whose
     maximising s has ‖s‖² = square. That ‖s‖² is concave and piecewise linear in λ⁻². So Newton's method, started at the
@@ -379,7 +379,7 @@ def quadratic(matrix: Tensor, vector: Tensor) -> float:
 
 
 def table_of(table: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return each channel's largest |x| and mean square over an embedding, fp64 [d], and the largest ‖row‖₂."""
+    """Return each channel's largest |x| and mean square in an embedding's rows, fp64 [d], and the largest ‖row‖₂."""
     amax = torch.zeros(table.shape[1], dtype=torch.float64)
     square = torch.zeros(table.shape[1], dtype=torch.float64)
     length = 0.0

@@ -99,8 +99,8 @@ class BoundConstraint:
             self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
     def excess(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return log2(bound / target) by site. again: only ``project`` changed weights since the last call. only: the
-        sites to measure; all by default."""
+        """Return log2(bound / target) by site. again: weights were changed only by ``project`` since the last call.
+        only: the sites to measure; all by default."""
         measured = self.weights.agreed(self.bounds.measure(again=again, only=only))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 

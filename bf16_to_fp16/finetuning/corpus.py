@@ -36,7 +36,7 @@ _TRAINING, _HELD_OUT, _SPLIT, _ORDER = range(4)  # what random numbers are for, 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """One forward pass of one process; tensors have shape [rows, length]."""
+    """The batch of one forward pass in one process; tensors have shape [rows, length]."""
 
     input_ids: Tensor  # int64
     attention_mask: Tensor  # 0 for padding
@@ -287,7 +287,7 @@ class Corpus:
 
 
 def _window_start(length: int, most: int, rng: np.random.Generator) -> int:
-    """Return a random window's start. One up to half a window beyond the text becomes the first or last."""
+    """Return a window's random start; one beyond the text is moved to its nearest end."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))

@@ -322,9 +322,8 @@ class ActivationPenalty:
         self._calls = 0
 
     def _gather(self) -> dict[str, tuple[float, float]]:
-        """Return two numbers by site, since the last call: the largest value on any rank, and log2 of the smooth
-        maximum over all ranks. The second is -inf where no rank has a term, and always with one rank, which does not
-        need it."""
+        """Return, by site since the last call, the largest value on any rank and log2 of the smooth maximum over all
+        ranks. The latter is -inf where no rank has a term, and with a single rank."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:

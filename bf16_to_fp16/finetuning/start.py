@@ -115,8 +115,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
 def overflowing(
     student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
 ) -> str | None:
-    """Return the first site that is not finite in ``precision``, or None. Raises RuntimeError if no linear computes in
-    this precision."""
+    """Return the name of the first site that is not finite in ``precision``, or None. Raises RuntimeError if no linear
+    computes in this precision."""
     mixed_precision = MixedPrecision(precision, device)
     with (
         progress.step(f"Checking that the start is finite in {precision}") as advance,

@@ -50,7 +50,7 @@ PARTS = (
     AdapterTensor(".base_layer.weight", (0, 1)),
     AdapterTensor(".base_layer.bias", (0,)),
 )
-"""The tensors of a LoRA adapter by the end of their names; any other name is that of a whole tensor."""
+"""The tensors of a LoRA adapter by the end of their names; any other tensor is stored whole."""
 
 
 def part_of(name: str) -> tuple[str, AdapterTensor | None]:

@@ -1,6 +1,6 @@
-"""The powers of two by which a plan multiplies the axes of a checkpoint's tensors, and each output of its stock class;
-and a check that the plan fits the checkpoint. Logits keep every bit, states between layers have the stream's exponent,
-and the last states the last norm's."""
+"""The exponents of 2 that a plan gives to the axes of a checkpoint's tensors and to each output of its stock class; and
+a check that the plan fits the checkpoint. Logits keep every bit, states between layers have the stream's exponent, and
+the last states the last norm's."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ..families.signals import RESIDUAL, before
 from ..numerics import LARGEST_EXPONENT
 
 Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
-"""An exponent of a plan. An element of a weight carries three at most, whose sum the writer can apply."""
+"""An exponent of a plan. At most three scale one element of a weight, and the writer can apply their sum."""
 
 
 class Drift(BaseModel):

@@ -263,8 +263,8 @@ def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, t
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return, for each element, its binade, its reach (the bits from the leading to the last, at most 10) and a count,
-    int64, and its squared significand, float64. The count is 1; 0 for 0, inf and NaN."""
+    """Return by element: its binade, its reach (bits from the leading to the last set bit, at most 10), a count (0 for
+    0, inf and NaN, else 1), all int64, and its squared significand, float64."""
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
     mantissa, exponent = torch.frexp(x)
     binade = exponent.sub_(1)

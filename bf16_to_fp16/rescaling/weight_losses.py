@@ -53,7 +53,7 @@ class WeightLosses:
         self.moves_least = self.target not in SQUARING
         self.gains: dict[str, torch.Tensor] = {}
         self.branches: dict[tuple[str, str], tuple[ResolvedSignal, str]] = {}
-        """By place, the outputs of linears that only a norm reads, each with that norm; none where its eps stays."""
+        """By module and side, the output of a linear that only a norm reads, and the norm; {} if eps is not scaled."""
         eps_moves = self.layout.fixed_eps is None and self.layout.held_eps is None and not self.drift_free
         for norm in self.layout.streams_read if eps_moves and self.moves_least else ():
             signal = self.layout.signals.get(before(norm))
