@@ -352,7 +352,7 @@ class Trainer:
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the kept step's full parameters in the first process, {} in others and for step 0; all call it."""
+        """Return the kept step's parameters in the first process, {} in others and for step 0; all must call it."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}

@@ -17,8 +17,8 @@ MOST_CHANNELS, MOST_BITS = 4, 24  # most channels that are cut, and by how many 
 CLOSE = 2.0**-10  # bits by which a row may stay over its aim
 
 Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Returns, for factors of columns, the bits by which each row (or head) exceeds its aim, [rows], and each column's share
-in its length, [rows, columns]."""
+"""Returns, for factors of columns, the bits by which each row (or head) exceeds its aim, [rows], and each column's
+share in its length, [rows, columns]."""
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:

@@ -32,8 +32,8 @@ RESTRAINT = ROUNDING * 2.0**-10
 """Cost of each step of an exponent away from 0, so that nothing moves without a reason."""
 
 RESTRAINT_OF_CHANNELS = ROUNDING
-"""The same for channels, once the stream's exponent is chosen: one moves if 0.2% of its weights become exact. Quantisers
-share scales among channels (docs/runtimes.md)."""
+"""The same for channels, once the stream's exponent is chosen: one moves if 0.2% of its weights become exact.
+Quantisers share scales among channels (docs/runtimes.md)."""
 
 RESTRAINT_OF_STATES = 2.0**-10
 """The same for last states, which users read: they move only for a limit or a head's visible loss."""

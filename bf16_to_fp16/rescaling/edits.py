@@ -67,7 +67,7 @@ def least(exponents: OfChannels) -> int:
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
-    """Return, for each signal that an edit can lower, the site whose range decides whether it must."""
+    """Return, for each signal that an edit can lower, the site whose range decides whether it is lowered."""
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}
