@@ -2,8 +2,8 @@
 
 On a CPU, libraries accept ``fp16`` and train in fp32 without a warning. Here 16-bit products are computed in fp32 from
 the same operands and rounded once, since native CPU kernels are up to fifty times slower. torch's GradScaler checks
-only the gradients of its own process, refuses fp16 gradients and can fall to 0.0 silently. Here the norm of the whole
-gradient, which every process knows, decides on a step. DeepSpeed has its own autocast and loss scale."""
+only the gradients of its own process, refuses fp16 gradients and can fall to 0.0 silently. Here a step is skipped if
+the norm of the gradient over all processes is not finite. DeepSpeed has its own autocast and loss scale."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class MixedPrecision:
 
 
 def recomputation(device: torch.device) -> dict[str, Any]:
-    """Return arguments for ``torch.utils.checkpoint`` with which recomputed values equal the first ones."""
+    """Return arguments for ``torch.utils.checkpoint`` with which recomputed values equal those of the forward."""
     given: dict[str, Any] = {"use_reentrant": False}
     return given | ({"context_fn": lambda: (WidePowers(), WidePowers())} if device.type == "cpu" else {})
 
