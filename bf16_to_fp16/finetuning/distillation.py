@@ -92,7 +92,7 @@ class Teacher:
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)
-        self.model = shard_by_block(model, device) if in_parts else model.to(device)
+        self.model = sharded(model, device) if in_parts else model.to(device)
         self.device = device
         self.chooses = gives_probabilities(model.config)
 
@@ -121,7 +121,7 @@ class Teacher:
         return kl_divergence(student, teacher) if self.chooses else hidden_error(student, teacher)
 
 
-def shard_by_block(model: Any, device: torch.device) -> Any:
+def sharded(model: Any, device: torch.device) -> Any:
     """Shard ``model`` over the default process group by FSDP2, one unit for each block."""
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for part in (*blocks_of(model), model):

@@ -156,8 +156,7 @@ class Machine:
 
 
 def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Machine:
-    """Return this machine with its cards or CPU, or to plan for another (not ``running``), assumed cards of ``gib`` GiB
-    each."""
+    """Return this machine with its cards or CPU or, unless ``running``, another with assumed cards of ``gib`` GiB."""
     seen, given = [] if on_cpu else cards(), None if gib is None else gib * 2**30
     if on_cpu or (running and not seen):
         each = given or available_memory() / processes

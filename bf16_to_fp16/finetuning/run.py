@@ -38,7 +38,7 @@ from ..results import AttackEntry
 from ..system import available_memory
 from ..targets import AUTO
 from .corpus import Corpus
-from .distillation import Teacher, arguments, shard_by_block
+from .distillation import Teacher, arguments, sharded
 from .goals import Command, with_goals
 from .launching import MOST_OVER, Needs
 from .processes import begun_by, make_accelerator, weights_in_parts
@@ -197,9 +197,7 @@ def _train(
             return converted
         tried = student
         if weights_in_parts(accelerator):  # no card need hold it whole
-            tried = shard_by_block(
-                load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device
-            )
+            tried = sharded(load(start, torch.float32, attention="eager").requires_grad_(False), accelerator.device)
         fits = check_start(tried, recipe, corpus, accelerator, progress)
         del tried
     if main:
