@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
@@ -247,13 +248,13 @@ class AttackEntry(ReportObject):
 
 
 class InexactEntry(ReportObject):
-    """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: of the edit's power
-    of two, the least over its channels. ``columns``: the number of input channels that the edit scales; 0 if it scales
+    """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: log2 of the edit's
+    factor, the least over its channels. ``columns``: the number of input channels that the edit scales; 0 if it scales
     the signal itself. ``predicted``, ``measured``: the divergence in fp32 from this edit alone, of the source and of
     the written files; None if not run."""
 
     site: str
-    exponent: int
+    exponent: float
     columns: Count = 0
     predicted: Real | None = None
     measured: Real | None = None
@@ -278,7 +279,7 @@ class OutputEntry(ReportObject):
     the same error of the source in bf16. Of an output with several layers, the worst layer counts. Errors are None if
     not run or not returned."""
 
-    factor_log2: int | list[int]
+    factor_log2: int | float | Sequence[int | float]
     error: Real | None = None
     error_bf16: Real | None = None
 

@@ -143,16 +143,19 @@ def scientific(value: float | None) -> str:
     return f"{digits}×10{superscript(int(exponent))}"
 
 
-def power(exponent: int) -> str:
-    return "2" + superscript(exponent)
+def power(exponent: float) -> str:
+    """Return 2^exponent as text, with a fraction before it if the exponent is not whole: 5/8·2⁻³."""
+    whole = math.ceil(exponent)
+    fraction = "" if whole == exponent else f"{round(8 * 2 ** (exponent - whole))}/8·"
+    return f"{fraction}2{superscript(whole)}"
 
 
 def superscript(exponent: int) -> str:
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def signed(exponent: int) -> str:
-    return f"{exponent:+d}".replace("-", "−") if exponent else "0"
+def signed(exponent: float) -> str:
+    return f"{exponent:+.3g}".replace("-", "−") if exponent else "0"
 
 
 def listed(names: Sequence[str], last: str = "and") -> str:

@@ -27,7 +27,7 @@ class Write:
     shape: tuple[int, ...]
     source: str | None
     data: torch.Tensor | None = None
-    exponent: int = 0
+    exponent: float = 0
     row_exponents: torch.Tensor | None = None
     column_exponents: torch.Tensor | None = None
     gain: float = 1.0

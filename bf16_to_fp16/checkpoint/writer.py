@@ -132,7 +132,7 @@ def converted(
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
     narrow = write.dtype == torch.float16 and dtype != torch.float64 and not write.offset
     axes = [e for e in (write.row_exponents, write.column_exponents) if e is not None and e.numel()]
-    reach = abs(write.exponent) + sum(int(exponents.abs().max()) for exponents in axes)
+    reach = abs(write.exponent) + sum(float(exponents.abs().max()) for exponents in axes)
     wide = torch.float32 if narrow and reach <= FP32_REACH else torch.float64
     columns = math.prod(write.shape[1:])
     for rows, part in chunks(write.shape):
@@ -178,8 +178,10 @@ def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> t
 
 
 def powers_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 2^exponents exactly, which torch.ldexp does not promise."""
-    return torch.from_numpy(np.ldexp(1.0, exponents.to(torch.int32).numpy())).to(dtype)
+    """Return 2^exponents, exactly for whole exponents, which torch.ldexp does not promise."""
+    whole = exponents.floor()
+    fractions = np.exp2((exponents - whole).double().numpy())
+    return torch.from_numpy(np.ldexp(fractions, whole.to(torch.int32).numpy())).to(dtype)
 
 
 def count(wanted: Array, written: Array, zero: Array, tiny: float) -> TensorStats:

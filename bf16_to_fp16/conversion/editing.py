@@ -39,8 +39,7 @@ from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, shared_biases, tables_of
 from ..rescaling.columns import column_exponents, in_step
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, excess_of_signals, exponents_for, least
-from ..rescaling.exponents import OfChannels
-from ..rescaling.plan import Plan
+from ..rescaling.plan import OfChannels, Plan
 from ..rescaling.weight_losses import CHANNEL_RANGE
 from ..wording import counted
 
@@ -83,9 +82,10 @@ def needed_edits(
     for name, bits in possible.items():
         passed = torch.minimum(bits, seen[name]) if name in seen else torch.zeros(1)
         proven, observed = (bool((x > 0).any()) and bool((x <= CHANNEL_RANGE).all()) for x in (bits, passed))
-        enough = exponents_for(passed) if observed else None
+        steps = 8 if name.endswith(".scores") else 2  # no weight takes the factor of scores back
+        enough = exponents_for(passed, steps) if observed else None
         if proven:
-            needed[name] = NeededExponents(exponents_for(bits), enough)
+            needed[name] = NeededExponents(exponents_for(bits, steps), enough)
         elif enough is not None:
             needed[name] = NeededExponents(enough, enough)
     return needed

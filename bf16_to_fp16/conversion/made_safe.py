@@ -25,9 +25,8 @@ from ..families.layout import Layout
 from ..families.resolve import ModelTensors, eps_attribute, resolve
 from ..report.coverage import tower_aside
 from ..rescaling.apply import apply
-from ..rescaling.exponents import OfChannels
 from ..rescaling.follow import check_whole, exponents_by_parameter, follow
-from ..rescaling.plan import Plan, inverse
+from ..rescaling.plan import OfChannels, Plan, inverse
 from ..targets import WHERE
 from .adapter import check_tying, rescale_adapter
 

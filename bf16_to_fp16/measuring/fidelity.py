@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ..checkpoint.reader import Checkpoint
 from ..progress import Advance
-from ..rescaling.exponents import LAST, OfChannels
+from ..rescaling.exponents import LAST
+from ..rescaling.plan import OfChannels
 from ..results import Fidelity, OutputEntry
 from .batch import Batch, run_batch, values_of
 from .lanes import Lane, Walk, results_of

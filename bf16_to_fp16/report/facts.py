@@ -183,13 +183,13 @@ def verdict_sentence(report: schema.Report) -> str:
 
 
 def scaled_outputs(report: schema.Report) -> str:
-    by_factor: dict[int, list[str]] = {}
+    by_factor: dict[float, list[str]] = {}
     others, of_layers = [], ("hidden_states", "encoder_hidden_states", "decoder_hidden_states")
     for name, entry in report.outputs.items():
         if on_request(name, report.outputs) and not entry.fits(drifts=True):
             error, error_bf16 = scientific(entry.error), scientific(entry.error_bf16 or 0.0)
             others.append(f"{name}: off by {error} in relative squared error, bf16 {error_bf16}; do not read them")
-        elif isinstance(entry.factor_log2, list):
+        elif not isinstance(entry.factor_log2, int | float):
             others.append(f"{name} is scaled per channel: see outputs in {schema.REPORT}")
         elif entry.factor_log2:
             shown = f"{name} (all but the last)" if name in of_layers else name

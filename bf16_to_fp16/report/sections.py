@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 from .. import wording
+from ..rescaling.plan import OfChannels
 from ..results import Fidelity
 from . import facts
 from .remedies import unsafe_sites
@@ -64,10 +65,10 @@ def unsafe_tables(report: Report) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def exponent_rows(exponents: Mapping[str, int | Sequence[int]]) -> list[tuple[str, str]]:
-    channels = [e for entry in exponents.values() if not isinstance(entry, int) for e in entry]
+def exponent_rows(exponents: Mapping[str, OfChannels]) -> list[tuple[str, str]]:
+    channels = [e for entry in exponents.values() if not isinstance(entry, int | float) for e in entry]
     moved = sorted(filter(None, channels))
-    whole = Counter(entry for entry in exponents.values() if isinstance(entry, int))
+    whole = Counter(entry for entry in exponents.values() if isinstance(entry, int | float))
     rows = []
     if whole:
         rows.append(("whole signals", ", ".join(f"{n} by {wording.power(e)}" for e, n in sorted(whole.items()))))

@@ -132,7 +132,7 @@ def on_tensor(
     for position, axis in enumerate(part.axes):
         if axis is not None:
             shape = [-1 if i == position else 1 for i in range(values.dim())]
-            total = total + torch.as_tensor(exponents[axis], dtype=torch.int32).view(shape)
+            total = total + torch.as_tensor(exponents[axis]).view(shape)
     if part.magnitude:
         total = total + common_exponent(name, tensor.name, exponents[0 if part.axes == (1,) else 1])
     # A whole tensor includes the offset; an update of one does not.
@@ -140,11 +140,11 @@ def on_tensor(
     return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.scaled else 1.0, offset)
 
 
-def common_exponent(name: str, target: str, exponent: int | Tensor) -> int:
+def common_exponent(name: str, target: str, exponent: float | Tensor) -> float:
     """Return the common exponent of a weight's columns, for its DoRA magnitude; raise UserError if they differ."""
-    if isinstance(exponent, int):
+    if not isinstance(exponent, Tensor):
         return exponent
-    first = int(exponent[0])
+    first = float(exponent[0])
     if bool((exponent != first).any()):
         raise UserError(
             f"{name}: this DoRA magnitude cannot be rescaled, since the columns of {target} are multiplied by different"

@@ -84,7 +84,8 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, ga
     # Two factors, each a normal fp32 number, so that no intermediate loses bits.
     half = torch.div(exponents, 2, rounding_mode="floor")
     for part in (half, exponents - half):
-        tensor.mul_(torch.ldexp(torch.ones_like(part, dtype=torch.float32), part).to(tensor.dtype))
+        dtype = torch.float64 if part.is_floating_point() else torch.float32
+        tensor.mul_(torch.ldexp(torch.ones_like(part, dtype=dtype), part).to(tensor.dtype))
 
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:

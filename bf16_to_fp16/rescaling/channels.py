@@ -12,6 +12,7 @@ from ..families.layout import ResolvedSignal
 from ..families.signals import ObservationPoint
 from ..families.spread import shared
 from ..ranges import ChannelRange, ModuleRange
+from .plan import OfChannels
 
 RESIDUAL_RANGE = 24  # residual exponents are searched from −24 to 24
 
@@ -63,6 +64,6 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return bool((one == other).all())
 
 
-def folded(values: torch.Tensor) -> int | list[int]:
-    items = [int(v) for v in values.flatten()]
+def folded(values: torch.Tensor) -> OfChannels:
+    items = [int(v) if v == int(v) else v for v in values.flatten().tolist()]
     return items[0] if len(set(items)) == 1 else items

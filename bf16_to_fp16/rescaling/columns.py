@@ -11,7 +11,7 @@ from torch import Tensor
 from ..families.layout import Layout, TensorReader
 from ..families.signals import Kind, carried_by, made_by
 from ..families.wiring import Attention, Sublayer, feed_forwards_of
-from .exponents import OfChannels
+from .plan import OfChannels
 
 MOST_CHANNELS, MOST_BITS = 4, 24  # most channels that are cut, and by how many bits
 CLOSE = 2.0**-10  # bits by which a row may stay over its aim

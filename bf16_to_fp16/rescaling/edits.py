@@ -1,4 +1,4 @@
-"""Edits: powers of two on a nonlinearity's input, which change the function little where that input is large.
+"""Edits: factors on a nonlinearity's input, which change the function little where that input is large.
 
 For large inputs GELU and SiLU are about ReLU, and |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A softmax
 is nearly one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is nearly ±1.
@@ -20,8 +20,8 @@ from ..results import InexactEntry
 from .apply import scale
 from .centred import centred, centred_tensors
 from .channels import excess_bits, folded, known_points
-from .exponents import OfChannels, exponents_of
-from .plan import Plan
+from .exponents import exponents_of
+from .plan import OfChannels, Plan
 
 MOST_FOR_A_PROOF = 2.0
 """How many times bf16's own divergence edits may cost where the output is proven only with them."""
@@ -54,7 +54,7 @@ def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | No
     def cut(name: str, each: OfChannels) -> int:
         if layout.signals[name].kind is not Kind.COLUMNS:
             return 0
-        return sum(map(bool, each)) if isinstance(each, list) else layout.signals[name].size
+        return layout.signals[name].size if isinstance(each, int | float) else sum(map(bool, each))
 
     return {
         n: InexactEntry(site=sites[n], exponent=least(e), columns=cut(n, e), predicted=known.get(n), measured=None)
@@ -62,8 +62,8 @@ def listed_edits(layout: Layout, plan: Plan, predicted: Mapping[str, float] | No
     }
 
 
-def least(exponents: OfChannels) -> int:
-    return min(exponents) if isinstance(exponents, list) else exponents
+def least(exponents: OfChannels) -> float:
+    return exponents if isinstance(exponents, int | float) else min(exponents)
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
@@ -126,6 +126,7 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
     return excess
 
 
-def exponents_for(bits: Tensor) -> OfChannels:
-    whole = -torch.ceil(bits - 2.0**-20).to(torch.int32)
-    return folded(whole.view(-1))
+def exponents_for(bits: Tensor, steps: int = 2) -> OfChannels:
+    """Return log2 of the largest factors m/steps·2^-k that lower by ``bits``: by default powers of two."""
+    fractions, powers = torch.frexp(2.0 ** (2.0**-20 - bits.double()))
+    return folded((torch.floor(steps * fractions) / steps).log2().view(-1) + powers.view(-1))

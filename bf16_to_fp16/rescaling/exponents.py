@@ -15,9 +15,7 @@ from ..families.signals import LOGITS, RESIDUAL, Axis, Kind, before, carried_by
 from ..families.spread import channels_along, spread_out
 from .centred import centrable
 from .channels import folded
-from .plan import Plan
-
-OfChannels = int | list[int]  # exponents of a signal: one for all its channels, or one for each
+from .plan import OfChannels, Plan
 
 
 @dataclass(frozen=True)
@@ -25,13 +23,13 @@ class Exponents:
     """The exponent of 2 for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``; vectors have rows
     only. The power multiplies element + ``offset``, the sum that stock code uses."""
 
-    scalar: int
+    scalar: float
     rows: torch.Tensor | None
     columns: torch.Tensor | None
     offset: float = 0.0
 
     def full(self, shape: tuple[int, ...], device: torch.device | str = "cpu") -> torch.Tensor:
-        total = torch.full((1,) * len(shape), self.scalar, dtype=torch.int32, device=device)
+        total = tensor_of(self.scalar).to(device).view((1,) * len(shape))
         if self.rows is not None:
             total = total + self.rows.view(-1, *([1] * (len(shape) - 1)))
         if self.columns is not None:
@@ -43,21 +41,27 @@ class Exponents:
         return Exponents(self.scalar, rows, columns, self.offset)
 
 
-def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tensor]:
-    """Return, for each axis of ``tensor``, one exponent or int32 exponents by channel."""
+def tensor_of(exponents: OfChannels) -> torch.Tensor:
+    """Return exponents as int32, or as fp64 if one is a fraction."""
+    double = torch.tensor(exponents, dtype=torch.float64)
+    return double.to(torch.int32) if bool((double == double.round()).all()) else double
 
-    def carried(axis: Axis, size: int) -> int | torch.Tensor:
+
+def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[float | torch.Tensor]:
+    """Return, for each axis of ``tensor``, one exponent or exponents by channel."""
+
+    def carried(axis: Axis, size: int) -> float | torch.Tensor:
         exponent = plan.exponent(axis.signal)
-        if isinstance(exponent, int) and all(factor > 0 for factor in axis.spread):
+        if isinstance(exponent, int | float) and all(factor > 0 for factor in axis.spread):
             return axis.sign * exponent
         channels = channels_along(size, axis.spread)
-        exponent = [exponent] * channels if isinstance(exponent, int) else exponent
+        exponent = [exponent] * channels if isinstance(exponent, int | float) else exponent
         if len(exponent) != channels:
             raise UserError(
                 f"the plan has {len(exponent)} exponents for {axis.signal}, but {tensor.name} has {channels} channels;"
                 " use the plan of this very checkpoint"
             )
-        return axis.sign * spread_out(torch.tensor(exponent, dtype=torch.int32), axis.spread)
+        return axis.sign * spread_out(tensor_of(exponent), axis.spread)
 
     sizes = zip(tensor.axes, tensor.shape, strict=True)
     return [sum((carried(each, size) for each in carried_by(axis)), 0) for axis, size in sizes]
@@ -65,7 +69,7 @@ def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[int | torch.Tenso
 
 def exponents_of(tensor: ResolvedTensor, plan: Plan) -> Exponents:
     exponents = axis_exponents(tensor, plan)
-    scalar = sum(exponent for exponent in exponents if isinstance(exponent, int))
+    scalar = sum(exponent for exponent in exponents if not isinstance(exponent, torch.Tensor))
     per_axis = [exponent if isinstance(exponent, torch.Tensor) else None for exponent in exponents]
     rows, columns = (*per_axis, None, None)[:2]
     return Exponents(scalar, rows, columns, tensor.offset)
@@ -88,12 +92,14 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
     for signal, exponent in plan.exponents.items():
         known = layout.signals.get(signal)
         single = Kind.RESIDUAL, Kind.BEFORE_NORM
-        whole = isinstance(exponent, list) and known is not None and known.kind in single
-        if known is None or known.kind is Kind.FIXED or signal == RESIDUAL or whole:
+        several = not isinstance(exponent, int | float) and known is not None and known.kind in single
+        fraction = not signal.endswith(".scores") and tensor_of(exponent).is_floating_point()
+        if known is None or known.kind is Kind.FIXED or signal == RESIDUAL or several or fraction:
             raise UserError(
-                f"the plan moves {signal!r}, which this checkpoint does not have; use the plan of this checkpoint"
+                f"the plan scales {signal!r}, which this checkpoint does not have, or not by such exponents;"
+                " use the plan of this checkpoint"
             )
-        if isinstance(exponent, list) and len(exponent) != known.size:
+        if not isinstance(exponent, int | float) and len(exponent) != known.size:
             raise UserError(
                 f"the plan has {len(exponent)} exponents for {signal}, which has {known.size} channels;"
                 " use the plan of this checkpoint"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,8 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..families.signals import RESIDUAL, before
 from ..numerics import LARGEST_EXPONENT
 
-Exponent = Annotated[int, Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)]
+RANGE = Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)
+Exponent = Annotated[int, RANGE]
 """An exponent of a plan. At most three scale one element of a weight, and the writer can apply their sum."""
+EditExponent = Exponent | Annotated[float, RANGE]
+"""log2 of an edit's factor: of scores it is m/8·2^-k, m from 5 to 8, times which fp16 holds a bf16 weight exactly."""
+OfChannels = float | Sequence[float]  # exponents of a signal: one for all its channels, or one for each
 
 
 class Drift(BaseModel):
@@ -52,7 +56,7 @@ class Plan(BaseModel):
 
     family: str
     residual_exponent: Exponent = 0
-    exponents: dict[str, Exponent | list[Exponent]] = Field(default_factory=dict)
+    exponents: dict[str, EditExponent | Sequence[EditExponent]] = Field(default_factory=dict)
     untied_head: bool = False
     eps: float | None = None
     eps_held: bool = False
@@ -77,10 +81,10 @@ class Plan(BaseModel):
 
     @property
     def moves(self) -> bool:
-        moved = (any(e) if isinstance(e, list) else e for e in self.exponents.values())
+        moved = (e if isinstance(e, int | float) else any(e) for e in self.exponents.values())
         return bool(self.residual_exponent or self.gain_correction) or any(moved)
 
-    def exponent(self, signal: str) -> int | list[int]:
+    def exponent(self, signal: str) -> OfChannels:
         return self.residual_exponent if signal == RESIDUAL else self.exponents.get(signal, 0)
 
     @property
@@ -115,7 +119,7 @@ def inverse(plan: Plan) -> Plan:
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,
-        exponents={k: -v if isinstance(v, int) else [-e for e in v] for k, v in plan.exponents.items()},
+        exponents={k: -v if isinstance(v, int | float) else [-e for e in v] for k, v in plan.exponents.items()},
         gain_correction={k: 1 / v for k, v in plan.gain_correction.items()},
     )
 
@@ -123,12 +127,12 @@ def inverse(plan: Plan) -> Plan:
 def composed(first: Plan, second: Plan) -> Plan:
     """Return the plan that has the effect of ``first`` and then ``second``; eps is the second's."""
 
-    def total(signal: str) -> int | list[int]:
+    def total(signal: str) -> OfChannels:
         one, other = (plan.exponents.get(signal, 0) for plan in (first, second))
-        if isinstance(one, int) and isinstance(other, int):
+        if isinstance(one, int | float) and isinstance(other, int | float):
             return one + other
-        channels = len(one) if isinstance(one, list) else len(other) if isinstance(other, list) else 1
-        both = ([e] * channels if isinstance(e, int) else e for e in (one, other))
+        channels = next(len(e) for e in (one, other) if not isinstance(e, int | float))
+        both = ([e] * channels if isinstance(e, int | float) else e for e in (one, other))
         return [sum(pair) for pair in zip(*both, strict=True)]
 
     corrections = {name: first.gain_correction.get(name, 1.0) * second.gain_correction.get(name, 1.0)

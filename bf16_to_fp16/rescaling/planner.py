@@ -25,7 +25,7 @@ from ..targets import MARGIN_BITS, SQUARING
 from .channels import RESIDUAL_RANGE, ROUNDING, excess_bits, folded, known_points, rooms_beside, same, whole_log2
 from .costs import NEARNESS, PROOF_WORTH, SOLVED, Costs, Total
 from .exponents import exponents_of
-from .plan import Drift, Fallback, Plan, Violation
+from .plan import Drift, Fallback, OfChannels, Plan, Violation
 from .rounding_loss import Tables
 from .weight_losses import CHANNEL_RANGE
 
@@ -128,7 +128,7 @@ class PlanSearch(Costs):
         for self.stream in streams:
             corrections |= self.gain_corrections(self.decided[self.stream])
         r = self.decided[streams[0]]
-        exponents: dict[str, int | list[int]] = {n: e for n, e in self.decided.items() if n != streams[0]}
+        exponents: dict[str, OfChannels] = {n: e for n, e in self.decided.items() if n != streams[0]}
         exponents |= {
             name: exponent
             for name, (_, norm) in self.branched.items()

@@ -27,13 +27,14 @@ from bf16_to_fp16.rescaling.edits import (
     edits_of,
     excess_of_signals,
     exponents_for,
+    least,
     listed_edits,
     sites_of,
     with_edits,
     without_edits,
 )
 from bf16_to_fp16.rescaling.exponents import exponents_of
-from bf16_to_fp16.rescaling.plan import Plan, inverse
+from bf16_to_fp16.rescaling.plan import OfChannels, Plan, inverse
 
 LIMIT = FP16_MAX * 2.0**-PROOF_MARGIN_BITS
 SCORES = ("scores", "masked scores")
@@ -64,14 +65,14 @@ def saturated(kind: str, own: dict[str, Any], bits: int = 16) -> tuple[Any, Layo
     model = tiny.small(kind, factor=1.0, **own)
     layout = layout_of(model)
     drawn = asymptotic_plan(layout).exponents
-    moved: dict[str, int | list[int]] = {name: larger(e, bits) for name, e in drawn.items()}
+    moved: dict[str, OfChannels] = {name: larger(e, bits) for name, e in drawn.items()}
     if LOGITS in layout.signals:
         rows = exponents(layout.signals[LOGITS].size, torch.Generator().manual_seed(3))
         moved[LOGITS] = bits if layout.tied else larger(rows, bits)
     return apply(model, layout, Plan(family=layout.family.name, exponents=moved)), layout
 
 
-def larger(drawn: int | list[int], bits: int) -> list[int]:
+def larger(drawn: OfChannels, bits: int) -> OfChannels:
     assert isinstance(drawn, list)
     return [bits + e if e > 0 or max(drawn) < 0 else 0 for e in drawn]
 
@@ -102,8 +103,20 @@ def excess(layout: Layout, certificate: Certificate) -> dict[str, Tensor]:
     return excess_of_signals(layout, certificate.ranges, LIMIT)
 
 
-def least_of(found: int | list[int]) -> int:
-    return min(found) if isinstance(found, list) else found
+def exponents_of_edit(signal: str, bits: torch.Tensor) -> OfChannels:
+    return exponents_for(bits, 8 if signal.endswith(".scores") else 2)
+
+
+@pytest.mark.parametrize("steps", [2, 8])
+def test_exponents_are_the_largest_of_their_kind_that_take_enough_off(steps: int) -> None:
+    bits = torch.cat([torch.linspace(0, 20, 401, dtype=torch.float64), -torch.tensor([7 / 8, 5 / 8]).double().log2()])
+    exponents = torch.tensor(exponents_for(bits, steps))
+    fractions, _ = torch.frexp(2.0**exponents)
+    assert torch.allclose((steps * fractions).round(), steps * fractions, atol=1e-12)
+    assert bool((-exponents >= bits - 1e-5).all())
+    next_larger = 2.0**exponents * (1 + 1 / (steps * fractions).round())
+    assert bool((next_larger.log2() > -bits + 1e-5).all())
+    assert exponents_for(torch.tensor([0.0, 0.0]), steps) == 0
 
 
 @each_case
@@ -111,17 +124,19 @@ def test_exponents_by_bounds_bring_every_site_of_a_signal_under_its_limit(kind: 
     """For every input, with bias and under a mask; one bit less at the channel that needs most does not."""
     model, layout = saturated(kind, own)
     _, before = certified(model)
-    needed = {n: exponents_for(bits) for n, bits in excess(layout, before).items() if bool((bits > 0).any())}
+    needed = {n: exponents_of_edit(n, bits) for n, bits in excess(layout, before).items() if bool((bits > 0).any())}
     of_rows = {n for n in priced(layout) if layout.signals[n].kind is not Kind.COLUMNS}
     assert needed.keys() == {n for n in of_rows if n != LOGITS or layout.gives_probabilities}
-    plan = {n: least_of(found) if n == LOGITS and layout.tied else found for n, found in needed.items()}
+    plan = {n: least(found) if n == LOGITS and layout.tied else found for n, found in needed.items()}
     _, after = certified(apply(deepcopy(model), layout, Plan(family=layout.family.name, exponents=plan)))
     under = sites_under(layout, after)
     held = {site.name for site in after.sites if site.holds}
     for name in needed:
         for site, reached in under[name].items():
             assert reached <= FP16_MAX and site in held, (name, site)
-    less = {n: e + 1 if isinstance(e, int) else [x + (x == min(e)) for x in e] for n, e in plan.items()}
+    less: dict[str, OfChannels] = {
+        n: e + 1 if isinstance(e, int | float) else [x + (x == min(e)) for x in e] for n, e in plan.items()
+    }
     _, short = certified(apply(model, layout, Plan(family=layout.family.name, exponents=less)))
     for name, sites in sites_under(layout, short).items():
         if name in needed:
@@ -132,8 +147,8 @@ def test_channels_that_fit_are_left_alone() -> None:
     model, layout = saturated("gated", {})
     found = excess(layout, certified(model)[1])
     for name, bits in found.items():
-        moved = exponents_for(bits)
-        moved = moved if isinstance(moved, list) else [moved] * len(bits)
+        needed = exponents_for(bits)
+        moved = [needed] * len(bits) if isinstance(needed, int | float) else needed
         assert all((e < 0) == (b > 2.0**-20) for e, b in zip(moved, bits.tolist(), strict=True)), name
     gates = [exponents_for(bits) for name, bits in found.items() if name.endswith(".gate")]
     assert all(isinstance(e, list) and 0 in e and min(e) < -5 for e in gates)
@@ -208,17 +223,17 @@ def test_nothing_is_needed_where_bounds_hold_and_by_observation_only_what_was_se
     layout, bounds = certified(loud)
     seen = observe_ranges(loud, given)
     found = needed_edits(layout, bounds.ranges, seen, 0.0)
-    by_bounds = {n: exponents_for(b) for n, b in excess(layout, bounds).items() if bool((b > 0).any())}
+    by_bounds = {n: exponents_of_edit(n, bits) for n, bits in excess(layout, bounds).items() if bool((bits > 0).any())}
     assert {name: each.proven for name, each in found.items()} == by_bounds
     passed = excess_of_signals(layout, seen, FP16_MAX)
     for name, each in found.items():
         if each.observed is None:
             assert not bool((torch.minimum(passed[name], excess(layout, bounds)[name]) > 0).any())
         else:
-            assert least_of(each.proven) <= least_of(each.observed) < 0
+            assert least(each.proven) <= least(each.observed) < 0
     assert {each.observed is None for each in found.values()} == {True, False}
     more = needed_edits(layout, bounds.ranges, seen, 1.0)
-    assert all(least_of(more[name].observed or 0) <= least_of(each.observed or 0) for name, each in found.items())
+    assert all(least(more[name].observed or 0) <= least(each.observed or 0) for name, each in found.items())
     assert more != found
 
 
@@ -264,7 +279,7 @@ def test_listed_edits_name_the_site_that_must_fall_the_least_exponent_and_what_e
     layout = layout_of(tiny.small("gated"))
     gate, scores = "encoder.block.1.layer.1.DenseReluDense.gate", "decoder.block.0.layer.1.EncDecAttention.scores"
     gates = [0, -5, *[-2] * 35]
-    made: dict[str, int | list[int]] = {scores: -3, gate: gates, "encoder.block.0.layer.0.layer_norm": 1, LOGITS: -1}
+    made: dict[str, OfChannels] = {scores: -3, gate: gates, "encoder.block.0.layer.0.layer_norm": 1, LOGITS: -1}
     plan = Plan(family="t5", residual_exponent=-2, exponents=made)
     edits = listed_edits(layout, plan, {gate: 0.25}).items()
     listed = [(signal, e.site, e.exponent, e.predicted, e.measured) for signal, e in edits]

@@ -35,7 +35,7 @@ from bf16_to_fp16.numerics import FP16_MAX, PROOF_LIMIT
 from bf16_to_fp16.ranges import ModuleRange, NormRange
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.costs import NEARNESS
-from bf16_to_fp16.rescaling.plan import Plan, composed
+from bf16_to_fp16.rescaling.plan import OfChannels, Plan, composed
 from bf16_to_fp16.rescaling.planner import TRAIN_MARGIN_BITS, PlanSearch, make_plan, with_smaller_gradients
 from bf16_to_fp16.targets import MARGIN_BITS
 
@@ -59,7 +59,7 @@ def signals(source: Path, kind: Kind) -> list[str]:
 
 
 def nonzero(plan: Plan) -> dict[str, int]:
-    exponents = {name: [e] if isinstance(e, int) else e for name, e in plan.exponents.items()}
+    exponents = {name: [e] if isinstance(e, int | float) else e for name, e in plan.exponents.items()}
     return {name: sum(e != 0 for e in each) for name, each in exponents.items() if any(each)}
 
 
@@ -94,7 +94,7 @@ def test_what_fits_and_is_proven_is_not_moved_at_all(run_model: bool, converted:
 
 
 def test_what_overflows_in_sublayers_alone_leaves_the_stream_and_eps(tmp_path: Path) -> None:
-    neurons: dict[str, int | list[int]] = dict.fromkeys(signals(T5, Kind.NEURON), 9)
+    neurons: dict[str, OfChannels] = dict.fromkeys(signals(T5, Kind.NEURON), 9)
     plan = Plan(family="t5", residual_exponent=-8, exponents=neurons)
     source = source_by(plan, T5, tmp_path / "source")
     done = convert(source, tmp_path / "out", run_model=False)
@@ -105,7 +105,7 @@ def test_what_overflows_in_sublayers_alone_leaves_the_stream_and_eps(tmp_path: P
 
 @pytest.mark.usefixtures("first_batch")
 def test_what_only_a_norm_reads_moves_alone_and_drifts_by_less_than_a_rounding(tmp_path: Path) -> None:
-    loud: dict[str, int | list[int]] = dict.fromkeys(signals(GEMMA, Kind.BEFORE_NORM), 12)
+    loud: dict[str, OfChannels] = dict.fromkeys(signals(GEMMA, Kind.BEFORE_NORM), 12)
     source = source_by(
         Plan(family="gemma3", residual_exponent=-6, exponents=loud), GEMMA, tmp_path / "source", eps=False
     )

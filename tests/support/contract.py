@@ -30,7 +30,7 @@ from bf16_to_fp16.measuring.probe import few_rows, images
 from bf16_to_fp16.measuring.stock import config_of, set_attention, setting
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.exponents import output_factors
-from bf16_to_fp16.rescaling.plan import Plan, inverse
+from bf16_to_fp16.rescaling.plan import OfChannels, Plan, inverse
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 MOVABLE = (Kind.RESIDUAL, Kind.NORM, Kind.VALUE, Kind.QUERY_KEY, Kind.NEURON, Kind.BEFORE_NORM)
@@ -94,7 +94,7 @@ def outputs(model: Any, *, gradients: bool = False) -> tuple[torch.Tensor, ...]:
 def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
     """Return a plan that moves every channel of the given kinds by −3 to 3, and residual streams by −4."""
     generator = torch.Generator().manual_seed(seed)
-    exponents: dict[str, int | list[int]] = {
+    exponents: dict[str, OfChannels] = {
         name: torch.randint(-3, 4, (signal.size,), generator=generator).tolist()
         for name, signal in layout.signals.items()
         if signal.kind in kinds and signal.kind is not Kind.RESIDUAL
@@ -111,7 +111,7 @@ def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
 def uniform_plan(layout: Layout) -> Plan:
     """Return a plan of one number for all channels of a signal, another for the next, as planners fold equal ones."""
     movable = [s.name for s in layout.signals.values() if s.kind in MOVABLE and s.kind is not Kind.RESIDUAL]
-    exponents: dict[str, int | list[int]] = {name: (-3, 2, 3, -2)[i % 4] for i, name in enumerate(movable)}
+    exponents: dict[str, OfChannels] = {name: (-3, 2, 3, -2)[i % 4] for i, name in enumerate(movable)}
     return Plan(family=layout.family.name, exponents=exponents)
 
 

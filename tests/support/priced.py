@@ -18,7 +18,7 @@ from bf16_to_fp16.families.signals import LOGITS, Kind, carried_by
 from bf16_to_fp16.families.wiring import Attention, Experts
 from bf16_to_fp16.measuring.points import watched
 from bf16_to_fp16.rescaling.apply import apply
-from bf16_to_fp16.rescaling.plan import Plan, inverse
+from bf16_to_fp16.rescaling.plan import OfChannels, Plan, inverse
 
 Values = dict[str, Tensor]
 Check = Callable[[Any, Layout, Values], None]
@@ -32,7 +32,7 @@ def exponents(size: int, generator: torch.Generator) -> list[int]:
 
 def asymptotic_plan(layout: Layout, seed: int = 0) -> Plan:
     """Return a plan that moves every channel of what an activation, a softmax of scores or a tanh reads."""
-    generator, made = torch.Generator().manual_seed(seed), dict[str, int | list[int]]()
+    generator, made = torch.Generator().manual_seed(seed), dict[str, OfChannels]()
     heads = {f"{w.at}.scores": 1 if w.query_norm else layout.heads(w) for w in attentions(layout)}
     heads |= {f"{w.classifier}.routing": 1 for w in layout.topology if isinstance(w, Experts)}  # whose order must stay
     for name, signal in layout.signals.items():
