@@ -1,11 +1,9 @@
-"""The differentiable sites of a layout that can overflow, for the attack. The attack runs the model hundreds of times,
-so only the layout's modules are hooked, not every operation."""
+"""The differentiable sites of a layout that can overflow, for the attack."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,24 +15,12 @@ from ..families.wiring import Attention, Experts, FeedForward, feed_forwards_of
 from .tap import Tap
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A site of a feed-forward: the input or output of ``module``. ``width``: a linear whose output is as wide."""
-
-    name: str
-    module: str
-    enters: bool
-    width: str
-
-
-def points_of(sublayer: FeedForward) -> list[_Point]:
-    points = [_Point(sublayer.linear, sublayer.linear, False, sublayer.linear)]
+def widths_of(sublayer: FeedForward) -> dict[str, str]:
+    """Return a feed-forward's sites, each with a linear whose output is as wide."""
+    widths = {sublayer.linear: sublayer.linear}
     if sublayer.gate:
-        points += [
-            _Point(sublayer.gate, sublayer.gate, False, sublayer.gate),
-            _Point(f"{sublayer.at}:mul", sublayer.output, True, sublayer.linear),
-        ]
-    return [*points, _Point(sublayer.output, sublayer.output, False, sublayer.output)]
+        widths |= {sublayer.gate: sublayer.gate, f"{sublayer.at}:mul": sublayer.linear}
+    return widths | {sublayer.output: sublayer.output}
 
 
 @contextmanager
@@ -42,43 +28,40 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
     """Yield a dictionary that one forward fills with the values of sites that can overflow, by audit name. Rows are the
     first axis, channels the last."""
     watch = _Watch(model, layout)
-    attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
-    products = {f"{at}:{what}" for at in attentions for what in ("scores", "context")}
     with watch.hooks as hooks:
         hooks.enter_context(torch.enable_grad())  # else the tap hands nothing over; few inputs make a graph
         # Stock code may add a bias to the scores in place.
-        tap = Tap(model, lambda name, value: watch.note(name, value.clone()), only=products.__contains__)
+        tap = Tap(model, lambda name, value: watch.note(name, value.clone()), only=watch.tapped.__contains__)
         hooks.enter_context(tap)
         yield watch.values
 
 
 class _Watch:
-    """Hooks on a layout's modules. ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
+    """The sites to tap, and hooks where the tap has no site of that name: streams, and norms, named as in fp16.
+    ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout, self.hooks = model, layout, ExitStack()
         self.values: dict[str, Tensor] = {}  # without empty tensors, which short sequences give
         self.twice: set[str] = set()  # sites of positions, then of their sums
         self.taken: dict[str, Tensor] = {}
+        self.tapped = {linear.at for linear in layout.head.linears} if layout.head is not None else set()
         for reader in walk(layout):
             sublayer = reader.sublayer
             self.entering(reader.entrance, reader.site)
             for norm in filter(None, (reader.norm, *norms_inside(sublayer))):
                 self.leaving(norm, f"{norm}:{layout.family.norm_site}")
             if isinstance(sublayer, Attention):
-                for path in dict.fromkeys((sublayer.query, sublayer.key, sublayer.value, sublayer.output)):
-                    self.leaving(path)
+                self.tapped |= {sublayer.query, sublayer.key, sublayer.value, sublayer.output}
+                self.tapped |= {f"{sublayer.at}:scores", f"{sublayer.at}:context"}
                 if sublayer.block:
                     self.twice |= {sublayer.key, sublayer.value}
                     self.entering(sublayer.block_norm, f"{sublayer.at}:sum")
             elif isinstance(sublayer, Experts):
-                self.leaving(sublayer.classifier)
+                self.tapped.add(sublayer.classifier)
                 self.after(sublayer.router, partial(self.hand_out, sublayer))
             for feed_forward in feed_forwards_of(sublayer) if sublayer is not None else ():
-                for point in points_of(feed_forward):
-                    (self.entering if point.enters else self.leaving)(point.module, point.name)
-        for linear in layout.head.linears if layout.head is not None else ():
-            self.leaving(linear.at)
+                self.tapped |= widths_of(feed_forward).keys()
 
     def note(self, name: str, value: Tensor) -> None:
         if name in self.taken:
@@ -92,8 +75,8 @@ class _Watch:
         module = self.model.get_submodule(path)
         self.hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs: self.note(name, inputs[0])))
 
-    def leaving(self, path: str, name: str = "") -> None:
-        self.after(path, lambda inputs, out: self.note(name or path, out[0] if isinstance(out, tuple) else out))
+    def leaving(self, path: str, name: str) -> None:
+        self.after(path, lambda inputs, out: self.note(name, out))
 
     def after(self, path: str, hook: Callable[[Any, Any], None]) -> None:
         module = self.model.get_submodule(path)
@@ -111,7 +94,7 @@ class _Watch:
         of_graph = weights[..., :1].to(inputs[0].dtype) * 0
         for number, expert in enumerate(sublayer.experts):
             takes = chosen[..., number]
-            for point in points_of(expert):
+            for name, linear in widths_of(expert).items():
                 # Part of the graph, so that a goal that no token reaches has a gradient too, 0.
-                room = of_graph.expand(*takes.shape, layout.tensors[f"{point.width}.weight"].shape[0])
-                values[point.name], self.taken[point.name] = room, takes[..., None].expand_as(room)
+                room = of_graph.expand(*takes.shape, layout.tensors[f"{linear}.weight"].shape[0])
+                values[name], self.taken[name] = room, takes[..., None].expand_as(room)
