@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
@@ -13,7 +15,7 @@ from ..numerics import FP16_MAX, FP16_STEP, OVERFLOWED, headroom_bits
 from ..ranges import NormRange
 from ..results import RegimeEntry, RunEntry, SiteEntry
 from .batch import Batch
-from .sites import Site
+from .sites import Site, sites_of_all
 
 _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 
@@ -32,67 +34,69 @@ def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:
     return "unsafe" if any(result.broken for result in results.values()) else "safe"
 
 
-def merge(merged: dict[str, tuple[int, SiteEntry]], sites: Iterable[Site]) -> None:
-    """Add ``sites`` to ``merged``, by name. A site that runs in fp16 once and in fp32 once counts as fp16."""
-    for site in sites:
-        if not site.calls:
-            continue
-        order = site.order
-        result = SiteEntry(
-            name=site.name,
-            dtype=str(site.dtype).removeprefix("torch."),
-            benign=site.reason,
-            **{key: getattr(site, key) for key in ("amax", "limit", "headroom_bits", "nonfinite", "saturated")},
+@dataclass(frozen=True)
+class Run:
+    """What a regime ran under one attention. ``sites``: of each forward, or of all together."""
+
+    attention: str
+    inputs: Sequence[Batch]
+    sites: Sequence[Sequence[Site]]
+    nonfinite_logits: int
+
+    @property
+    def entry(self) -> RunEntry:
+        kinds = list(dict.fromkeys(batch.kind for batch in self.inputs))
+        return RunEntry(attention=self.attention, batches=len(self.inputs), kinds=kinds)
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """The sites of one name. One that runs in fp16 once and in fp32 once counts as fp16."""
+
+    sites: Sequence[Site]
+
+    @property
+    def largest(self) -> Site:
+        return max([site for site in self.sites if site.limit is not None] or self.sites, key=lambda site: site.amax)
+
+    @property
+    def tightness(self) -> tuple[float, int]:
+        broken, bits = [site.order for site in self.sites if site.nonfinite], self.largest.headroom_bits
+        first = min(broken or [site.order for site in self.sites])
+        return -math.inf if broken else math.inf if bits is None else bits, first
+
+    def entry(self, place: Mapping[str, Any]) -> SiteEntry:
+        largest = self.largest
+        return SiteEntry(
+            name=largest.name,
+            dtype=str(largest.dtype).removeprefix("torch."),
+            limit=largest.limit,
+            nonfinite=sum(site.nonfinite for site in self.sites),
+            saturated=sum(site.saturated for site in self.sites),
+            benign=next((site.reason for site in self.sites if site.reason), None),
+            **finite(largest.amax, largest.headroom_bits, largest.limit),
+            **place,
         )
-        if site.name in merged:
-            before, old = merged[site.name]
-            shown = old if result.limit is None else result
-            amax = max(r.amax for r in (old, result) if (r.limit is None) == (shown.limit is None))
-            # If only one of the two broke, its order counts.
-            if bool(old.nonfinite) == bool(site.nonfinite):
-                order = min(order, before)
-            elif old.nonfinite:
-                order = before
-            both = {
-                "amax": amax,
-                "headroom_bits": None if shown.limit is None else headroom_bits(amax, shown.limit),
-                "nonfinite": old.nonfinite + result.nonfinite,
-                "saturated": old.saturated + result.saturated,
-                "benign": old.benign or result.benign,
-            }
-            result = shown.model_copy(update=both)
-        merged[site.name] = (order, result)
 
 
-def run_of(attention: str, batches: Sequence[Batch]) -> RunEntry:
-    return RunEntry(attention=attention, batches=len(batches), kinds=list(dict.fromkeys(b.kind for b in batches)))
-
-
-def regime_result(
-    merged: dict[str, tuple[int, SiteEntry]],
-    nonfinite_logits: int,
-    runs: list[RunEntry],
-    norms: Mapping[str, NormRange],
-) -> RegimeResult:
-    def tightness(item: tuple[int, SiteEntry]) -> tuple[float, int]:
-        order, site = item
-        bits = math.inf if site.headroom_bits is None else site.headroom_bits
-        return (-math.inf if site.nonfinite else bits, order)
-
-    placed = places_by_name(merged)
-    ordered = [site for _, site in sorted(merged.values(), key=tightness)]
-    limited = [(headroom_bits(site.amax, site.limit), site.amax) for site in ordered if site.limit is not None]
-    bits, amax = min(limited, key=lambda pair: pair[0], default=(math.inf, 0.0))
+def regime_result(runs: Sequence[Run], norms: Mapping[str, NormRange], known: Iterable[Site] = ()) -> RegimeResult:
+    """Return a regime's result. known: sites that were measured without a run."""
+    by_name: dict[str, list[Site]] = {}
+    for site in chain(known, *(sites_of_all(run.sites) for run in runs)):
+        if site.calls:
+            by_name.setdefault(site.name, []).append(site)
+    merged, place = sorted(map(_Merged, by_name.values()), key=lambda each: each.tightness), places_by_name(by_name)
+    sites = [each.entry(place[each.largest.name].to_json()) for each in merged]
+    limited = [each.largest for each in merged if each.largest.limit is not None]
+    bits, amax = min(((headroom_bits(s.amax, s.limit or FP16_MAX), s.amax) for s in limited), default=(math.inf, 0.0))
     return RegimeResult(
-        nonfinite=sum(site.nonfinite for site in ordered),
-        saturated=sum(site.saturated for site in ordered),
+        nonfinite=sum(site.nonfinite for site in sites),
+        saturated=sum(site.saturated for site in sites),
         **finite(amax, bits, FP16_MAX),
-        nonfinite_logits=nonfinite_logits,
-        runs=runs,
+        nonfinite_logits=sum(run.nonfinite_logits for run in runs),
+        runs=[run.entry for run in runs],
         same_as=None,
-        sites=[
-            s.model_copy(update=placed[s.name].to_json() | finite(s.amax, s.headroom_bits, s.limit)) for s in ordered
-        ],
+        sites=sites,
         norms=norms,
     )
 

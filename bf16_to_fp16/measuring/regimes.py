@@ -23,14 +23,13 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..errors import UserError
 from ..families.known import stock_class
 from ..progress import Advance
-from ..results import SiteEntry
 from .batch import SHORT, Batch, run_batch, values_of, without_blind_padding
 from .fidelity import EveryOutput, Outputs, add_outputs, compared, output_on
 from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
 from .lanes import Lane, Walk, results_of
 from .meter import NormMeters, metering_norms, norms_seen
 from .observer import SiteObserver
-from .regime_results import RegimeResult, beside_fp32, merge, regime_result, run_of
+from .regime_results import RegimeResult, Run, beside_fp32, regime_result
 from .sentence_vectors import SentenceVectors, runs_behind
 from .sites import Site, sites_of_all
 from .stock import attentions_of, load, set_attention
@@ -159,8 +158,8 @@ def run_regimes(
     every: list[EveryOutput] = []
     plain = add_outputs(walk, fp32, torch.float32, every)
     walk.run(advance)
-    halves = [site for name in attention if "half" in ran for site in seen["half", name].sites()]
-    if any(site.nonfinite or site.saturated for site in halves):
+    halves = [sites for name in attention if "half" in ran for sites in seen["half", name].done.sites]
+    if any(site.nonfinite or site.saturated for sites in halves for site in sites):
         # Other runs get fewer inputs only because half shows that they fit.
         rest = Walk(checkpoint, device)
         for (_, name), shown in seen.items():
@@ -169,24 +168,15 @@ def run_regimes(
         rest.run(advance)
     results: dict[str, RegimeResult] = {}
     for regime in ran:
-        merged: dict[str, tuple[int, SiteEntry]] = {}
         shares = [seen[regime, name] for name in attention]
-        for shown in shares:
-            merge(merged, shown.sites())
-        logits = sum(each.nonfinite for shown in shares for each in shown.results())
-        runs = [run_of(shown.attention, shown.inputs) for shown in shares]
-        result = regime_result(merged, logits, runs, norms_seen(shares[0].norms))
+        result = regime_result([shown.done for shown in shares], norms_seen(shares[0].norms))
         results[regime] = result.model_copy(update={"vectors": pooled})
     for regime in regimes:
         if regime not in results:
             results[regime] = results["half"].model_copy(update={"same_as": "half"})
-    half = [shown.output for shown in seen["half", attention[0]].results()] if "half" in ran else []
-    return Audited(
-        _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device),
-        [output for output in half if output is not None],
-        results_of(plain),
-        every,
-    )
+    half = seen["half", attention[0]].outputs if "half" in ran else []
+    beside = _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device)
+    return Audited(beside, half, results_of(plain), every)
 
 
 def _weights(regime: str) -> tuple[torch.dtype, bool]:
@@ -214,13 +204,6 @@ def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Seque
     return list(filter(own, inputs))[: None if all_regimes else 1] or inputs[:1]
 
 
-@dataclass(frozen=True)
-class _RunResult:
-    nonfinite: int
-    sites: Sequence[Site]
-    output: Tensor | None
-
-
 class _RegimeLanes:
     """A regime's lanes under one attention. keeps: whether to record outputs, and the ranges of norms' inputs. behind:
     the folder of a sentence encoder, whose further modules run in ``half`` alone."""
@@ -229,7 +212,7 @@ class _RegimeLanes:
         self.regime, self.attention, self.keeps = regime, attention, keeps
         self.behind = behind if regime == "half" else None
         self.inputs: list[Batch] = []
-        self.lanes: list[Lane[_RunResult]] = []
+        self.lanes: list[Lane[tuple[int, Sequence[Site], Tensor | None]]] = []
         self.norms: NormMeters = {}
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
@@ -238,14 +221,15 @@ class _RegimeLanes:
             self.lanes.append(walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention))
             self.inputs.append(batch)
 
-    def _run(self, batch: Batch, model: nn.Module) -> _RunResult:
+    def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Sequence[Site], Tensor | None]:
+        """Return the number of non-finite outputs, the sites, and the output where it is kept."""
         with SiteObserver(model) as observer, metering_norms(model, self.norms) if self.keeps else nullcontext():
             output = _forward(model, batch, self.regime)
         if self.regime == "amp":
             _check_autocast(model, observer)
-        if output is None:
-            return _RunResult(0, observer.sites(), None)
         sites = observer.sites()
+        if output is None:
+            return 0, sites, None
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
         if self.behind is not None and states is not None:
@@ -253,14 +237,18 @@ class _RegimeLanes:
             with SiteObserver(vectors) as behind:
                 vectors(states, batch.attention_mask.to(states.device))
             sites += behind.sites()
-        compares = self.keeps and compared([batch])
-        return _RunResult(_nonfinite(output), sites, output_on(batch, output) if compares else None)
+        kept = output_on(batch, output) if self.keeps and compared([batch]) else None
+        return _nonfinite(output), sites, kept
 
-    def results(self) -> list[_RunResult]:
-        return results_of(self.lanes)
+    @property
+    def done(self) -> Run:
+        results = results_of(self.lanes)
+        nonfinite = sum(number for number, *_ in results)
+        return Run(self.attention, self.inputs, [sites for _, sites, _ in results], nonfinite)
 
-    def sites(self) -> list[Site]:
-        return sites_of_all(shown.sites for shown in self.results())
+    @property
+    def outputs(self) -> list[Tensor]:
+        return [output for *_, output in results_of(self.lanes) if output is not None]
 
 
 def _beside_fp32(
@@ -270,7 +258,7 @@ def _beside_fp32(
         walk, seen = Walk(checkpoint, device), _RegimeLanes("fp32", "eager")
         seen.add(walk, inputs)
         walk.run()
-        return {site.name: site.amax for site in seen.sites()}
+        return {site.name: site.amax for site in sites_of_all(seen.done.sites)}
 
     return beside_fp32(results, run)
 
@@ -294,16 +282,14 @@ def audit_model(
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    merged: dict[str, tuple[int, SiteEntry]] = {}
     norms: NormMeters = {}
-    nonfinite_logits = steps = 0
-    merge(merged, known)
+    runs, steps = list[Run](), 0
     given = {implementation: without_blind_padding(batches, implementation) for implementation in attention}
     model.train(loss_scale is not None)
     try:
         for implementation in attention:
             set_attention(model, implementation)
-            observer = SiteObserver(model)
+            observer, nonfinite = SiteObserver(model), 0
             with ExitStack() as stack:
                 if regime == "half" and implementation == attention[0]:
                     stack.enter_context(metering_norms(model, norms))
@@ -311,18 +297,17 @@ def audit_model(
                 stack.enter_context(torch.random.fork_rng(devices=cards))
                 torch.manual_seed(seed)
                 for batch in given[implementation]:
-                    nonfinite_logits += _step(model, batch, regime, loss_scale)
+                    nonfinite += _step(model, batch, regime, loss_scale)
                     steps += 1
                     if advance is not None:
                         advance(steps, sum(map(len, given.values())))
             if regime == "amp":
                 _check_autocast(model, observer)
-            merge(merged, observer.sites())
-        runs = [run_of(implementation, given[implementation]) for implementation in attention]
+            runs.append(Run(implementation, given[implementation], [observer.sites()], nonfinite))
     finally:
         model.train(was_training)
         set_attention(model, stock)
-    return regime_result(merged, nonfinite_logits, runs, norms_seen(norms))
+    return regime_result(runs, norms_seen(norms), known)
 
 
 def _autocast(model: nn.Module, regime: str) -> torch.autocast:
