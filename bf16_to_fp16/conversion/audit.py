@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..families.known import is_known, padding_entry
 from ..families.layout import Layout
 from ..families.older_versions import differences
-from ..measuring.any_model import audit_any, batches_of, open_any
+from ..measuring.any_model import AnyModel
 from ..measuring.attack import attacked
 from ..measuring.batch import Batch, describe_batches
 from ..measuring.probe import checkpoint_batches
@@ -64,10 +64,9 @@ def subject_of(
                 f"{checkpoint.name}: the attack needs bounds, which there are not for model_type"
                 f" {checkpoint.config.get('model_type')}; leave out --attack"
             )
-        model = open_any(checkpoint.folder, attention, progress)
-        inputs = batches_of(model, data, seed)
-        blind = {"blind_padding": any(batch.blind for batch in inputs)}
-        return Subject(model.name, model.attention, inputs, partial(audit_any, model, inputs), known=blind)
+        model = AnyModel.open(checkpoint.folder, attention, progress)
+        inputs = model.batches(data, seed)
+        return Subject(model.name, model.attention, inputs, partial(model.audit, inputs))
     layout = layout_with_notes(checkpoint, progress)
     attention = attentions_of(layout.stock.names[0], attention, progress)
     converted = is_converted(checkpoint.folder)

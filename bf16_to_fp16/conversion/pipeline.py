@@ -28,7 +28,7 @@ from ..report.facts import giving_states
 from ..rescaling.exponents import LAST
 from ..results import dump
 from ..wording import counted, listed
-from .convert import Conversion, convert_by, next_of
+from .convert import Conversion, convert_by
 from .options import Destination, Options
 
 
@@ -106,7 +106,10 @@ def convert_pipeline(
             done[name] = converted(asked[name], pipeline, name, Destination(work / name), progress)
         report = report_of(pipeline, done, links, work, settings.command(pipeline.source, place.out))
         write_json(work / PIPELINE, dump(report))
-    moved = {name: moved_to(place, one, asked[name], settings, pipeline, name) for name, one in done.items()}
+    moved = {
+        name: replace(one, out=place.out / name, next=alone(pipeline, name) if one.next else "")
+        for name, one in done.items()
+    }
     return PipelineConversion(dump(report), place.out, moved)
 
 
@@ -135,17 +138,6 @@ def report_of(
         nbytes=sum((work / name).stat().st_size for name in pipeline.others),
         dtype=dtype_of_largest(work, pipeline.others),
     )
-
-
-def moved_to(
-    place: Destination, done: Conversion, asked: Options, options: Options, pipeline: Pipeline, name: str
-) -> Conversion:
-    # The finetune leaves a folder beside the pipeline.
-    report, beside = schema.read(schema.Report, done.report), f"{place.out}-{name}"
-    then = next_of(replace(options, subfolder=name), report, pipeline.source, beside)
-    if asked.stream is not None and options.stream is None and not options.exact and options.run_model:
-        then = f"its stream is held; {alone(pipeline, name)}"
-    return replace(done, out=place.out / name, next=then if done.next else "")
 
 
 def converted(options: Options, pipeline: Pipeline, name: str, place: Destination, progress: Progress) -> Conversion:

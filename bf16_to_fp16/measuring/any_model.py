@@ -16,9 +16,9 @@ import torch
 from ..errors import UserError
 from ..families.known import architectures
 from ..numerics import FP16_MAX
-from ..progress import Advance, Progress
+from ..progress import Progress
 from . import probe
-from .batch import CAUSAL, Batch
+from .batch import Batch
 from .regime_results import RegimeResult, beside_fp32
 from .regimes import DTYPES, audit_each, audit_model
 from .sites import Site
@@ -36,93 +36,79 @@ class AnyModel:
     attention: tuple[str, ...]
     generates: bool
 
-    def load(self, dtype: torch.dtype, *, half: bool = False) -> Any:
-        """Return the model in eval mode on the CPU. half: cast every weight to fp16. Raises UserError where stock code
-        cannot load it or would initialise a missing tensor at random."""
-        model, missing = from_files(self.folder, self.name, dtype, self.attention[0])
+    @classmethod
+    def open(cls, folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
+        """Raise UserError for a class outside transformers, whose code is never run, for a model without token ids as
+        input, and where the class has none of the implementations in ``attention``."""
+        import transformers
+
+        config = any_config(folder)
+        names = architectures({"architectures": config.architectures})
+        if not names:
+            raise UserError(f'{folder}/config.json names no class; add "architectures" with the name of one')
+        stock = by_signature(names[0])
+        if stock is None:
+            raise UserError(
+                f"{folder}/config.json: {names[0]} is no model of transformers {transformers.__version__}, and a"
+                " checkpoint's own code is never run; install a version that has it"
+            )
+        takes, text = getattr(transformers, names[0]).main_input_name, config.get_text_config()
+        if takes != "input_ids" or not isinstance(getattr(text, "vocab_size", None), int):
+            other = takes if takes != "input_ids" else "no vocab_size"
+            raise UserError(f"{names[0]} takes {other}, and the audit runs token ids; give a text model")
+        inputs = copy(text)
+        inputs.architectures = names[:1]
+        # A decoder beside an encoder needs a start token.
+        starts = [getattr(text, key, None) for key in ("decoder_start_token_id", "bos_token_id")]
+        begins = not stock.decodes or any(start is not None for start in starts)
+        kept = attentions_of(names[0], attention, progress)
+        return cls(folder, names[0], inputs, kept, begins and stock.is_language_model)
+
+    def batches(self, data: str | None, seed: int) -> list[Batch]:
+        """Return the batches of the probe and of the user's text. All compute logits; a generation is added if the
+        class can generate. Raises UserError for unusable data."""
+        inputs = probe.batches(self.config, None, None, seed=seed)
+        if data is not None:
+            inputs += probe.batches(self.config, self.folder, data, seed=seed)
+        return [replace(batch, head=True) for batch in inputs if self.generates or not batch.generate]
+
+    def load(self, regime: str, device: torch.device) -> Any:
+        """Return a regime's model in eval mode. Raises UserError where stock code cannot load it or would initialise a
+        missing tensor at random."""
+        model, missing = from_files(self.folder, self.name, DTYPES[regime], self.attention[0])
         if missing:
             raise UserError(
-                f"{self.folder}: tensor {missing[0]} is missing, and {self.name} would fill it at random;"
-                " complete the checkpoint, or name the class that it was saved from in config.json"
+                f"{self.folder}: tensor {missing[0]} is missing, and {self.name} would fill it at random; complete the"
+                " checkpoint, or name the class that it was saved from in config.json"
             )
-        return all_half(model).eval() if half else model.eval()
+        return (all_half(model) if regime == "half" else model).eval().to(device)
 
+    def audit(
+        self, inputs: Sequence[Batch], *, regimes: Sequence[str], device: torch.device, seed: int, **how: Any
+    ) -> dict[str, RegimeResult]:
+        """Audit each regime. how: further arguments of ``audit_each``."""
 
-def open_any(folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
-    """Return a checkpoint ready to audit, with those implementations in ``attention`` that its class has. Raises
-    UserError for a class outside transformers, whose code is never run, for a model without token ids as input, and
-    where no implementation is left."""
-    import transformers
+        def load(regime: str) -> Any:
+            return self.load(regime, device)
 
-    config = any_config(folder)
-    names = architectures({"architectures": config.architectures})
-    if not names:
-        raise UserError(f'{folder}/config.json names no class; add "architectures" with the name of one')
-    stock = by_signature(names[0])
-    if stock is None:
-        raise UserError(
-            f"{folder}/config.json: {names[0]} is no model of transformers {transformers.__version__}, and a"
-            " checkpoint's own code is never run; install a version that has it"
-        )
-    kind: Any = getattr(transformers, names[0])
-    if kind.main_input_name != "input_ids":
-        raise UserError(f"{names[0]} takes {kind.main_input_name}, and the audit runs token ids; give a text model")
-    text = config.get_text_config()
-    if not isinstance(getattr(text, "vocab_size", None), int):
-        raise UserError(f"{folder}/config.json: no vocab_size, and the audit runs token ids; give a text model")
-    inputs = copy(text)
-    inputs.architectures = names[:1]
-    with torch.device("meta"):
-        modules = kind._from_config(copy(config)).modules()
-    setattr(inputs, CAUSAL, any(getattr(module, "is_causal", False) for module in modules))
-    kept = attentions_of(names[0], attention, progress)
-    # A decoder beside an encoder needs a start token.
-    starts = [getattr(text, key, None) for key in ("decoder_start_token_id", "bos_token_id")]
-    begins = not stock.decodes or any(start is not None for start in starts)
-    return AnyModel(folder, names[0], inputs, kept, begins and stock.is_language_model)
+        def in_fp32() -> dict[str, float]:
+            loaded = load("fp32")
+            run = audit_model(loaded, inputs, regime="fp32", attention=self.attention[:1], seed=seed)
+            weights = {
+                _site_of(name): float(p.detach().abs().max()) for name, p in loaded.named_parameters() if p.numel()
+            }
+            return weights | {site.name: site.amax for site in run.sites}
 
-
-def batches_of(model: AnyModel, data: str | None, seed: int) -> list[Batch]:
-    """Return the batches of the probe and of the user's text. All compute logits; a generation is added if the class
-    can generate. Raises UserError for unusable data."""
-    inputs = probe.batches(model.config, None, None, seed=seed)
-    if data is not None:
-        inputs += probe.batches(model.config, model.folder, data, seed=seed)
-    return [replace(batch, head=True) for batch in inputs if model.generates or not batch.generate]
-
-
-def audit_any(
-    model: AnyModel,
-    inputs: Sequence[Batch],
-    *,
-    regimes: Sequence[str],
-    train_mode: bool = False,
-    device: torch.device | None = None,
-    advance: Advance | None = None,
-    seed: int = 0,
-) -> dict[str, RegimeResult]:
-    place = device or torch.device("cpu")
-
-    def load(regime: str) -> Any:
-        return model.load(DTYPES[regime], half=regime == "half").to(place)
-
-    how: dict[str, Any] = {"attention": model.attention, "advance": advance, "seed": seed}
-    results = audit_each(load, inputs, regimes, train_mode=train_mode, weights=lost_weights, **how)
-
-    def in_fp32() -> dict[str, float]:
-        loaded = model.load(torch.float32).to(place)
-        run = audit_model(loaded, inputs, regime="fp32", attention=model.attention[:1], seed=seed)
-        weights = {_site_of(name): float(p.detach().abs().max()) for name, p in loaded.named_parameters() if p.numel()}
-        return weights | {site.name: site.amax for site in run.sites}
-
-    return beside_fp32(results, in_fp32)
+        how |= {"attention": self.attention, "seed": seed, "weights": lost_weights}
+        return beside_fp32(audit_each(load, inputs, regimes, **how), in_fp32)
 
 
 def lost_weights(model: Any) -> list[Site]:
     """Return a site for each weight with inf or NaN, which the probe may not look up."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
-    lost = [(_site_of(name), dtype, count) for name, dtype, count in counts if count]
-    return [Site(name, dtype, FP16_MAX, amax=math.inf, calls=1, nonfinite=count) for name, dtype, count in lost]
+    return [
+        Site(_site_of(n), dtype, FP16_MAX, math.inf, calls=1, nonfinite=count) for n, dtype, count in counts if count
+    ]
 
 
 def _site_of(parameter: str) -> str:

@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..devices import Device
 from ..families.known import spare_padding
-from ..families.layout import Layout, walk
+from ..families.layout import Layout, norms_inside, walk
+from ..families.wiring import Attention, Experts, FeedForward, feed_forwards_of
 from ..numerics import FP16_MAX, headroom_bits
 from ..progress import Progress
 from ..results import AttackedSite, AttackEntry
 from .observer import SiteObserver
-from .points import watched
 from .stock import load, longest_sequence, run_everywhere, set_attention
+from .tap import Tap
 
 LENGTH = 16  # positions of an attack's sequences: enough for every score and every mixture of values
 GROUP = 48  # goals attacked in one batch
@@ -239,6 +243,96 @@ def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
     return tuple(torch.where(better.view(-1, *[1] * (a.dim() - 1)), a.detach(), b) for a, b in pairs)
 
 
+def widths_of(sublayer: FeedForward) -> dict[str, str]:
+    """Return a feed-forward's sites, each with a linear whose output is as wide."""
+    widths = {sublayer.linear: sublayer.linear}
+    if sublayer.gate:
+        widths |= {sublayer.gate: sublayer.gate, f"{sublayer.at}:mul": sublayer.linear}
+    return widths | {sublayer.output: sublayer.output}
+
+
+@contextmanager
+def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
+    """Yield a dictionary that one forward fills with the values of sites that can overflow, by audit name. Rows are the
+    first axis, channels the last."""
+    watch = _Watch(model, layout)
+    with watch.hooks as hooks:
+        hooks.enter_context(torch.enable_grad())  # else the tap hands nothing over; few inputs make a graph
+        # Stock code may add a bias to the scores in place.
+        tap = Tap(model, lambda name, value: watch.note(name, value.clone()), only=watch.tapped.__contains__)
+        hooks.enter_context(tap)
+        yield watch.values
+
+
+class _Watch:
+    """The sites to tap, and hooks where the tap has no site of that name: streams, and norms, named as in fp16.
+    ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        self.model, self.layout, self.hooks = model, layout, ExitStack()
+        self.values: dict[str, Tensor] = {}  # without empty tensors, which short sequences give
+        self.twice: set[str] = set()  # sites of positions, then of their sums
+        self.taken: dict[str, Tensor] = {}
+        self.tapped = {linear.at for linear in layout.head.linears} if layout.head is not None else set()
+        for reader in walk(layout):
+            sublayer = reader.sublayer
+            self.entering(reader.entrance, reader.site)
+            for norm in filter(None, (reader.norm, *norms_inside(sublayer))):
+                self.leaving(norm, f"{norm}:{layout.family.norm_site}")
+            if isinstance(sublayer, Attention):
+                self.tapped |= {sublayer.query, sublayer.key, sublayer.value, sublayer.output}
+                self.tapped |= {f"{sublayer.at}:scores", f"{sublayer.at}:context"}
+                if sublayer.block:
+                    self.twice |= {sublayer.key, sublayer.value}
+                    self.entering(sublayer.block_norm, f"{sublayer.at}:sum")
+            elif isinstance(sublayer, Experts):
+                self.tapped.add(sublayer.classifier)
+                self.after(sublayer.router, partial(self.hand_out, sublayer))
+            for feed_forward in feed_forwards_of(sublayer) if sublayer is not None else ():
+                self.tapped |= widths_of(feed_forward).keys()
+
+    def note(self, name: str, value: Tensor) -> None:
+        if name in self.taken:
+            self.values[name] = self.values[name].masked_scatter(self.taken[name], value)
+        elif name in self.twice and name in self.values:
+            self.values[name] = torch.cat([self.values[name], value], 1)
+        elif value.numel():
+            self.values[name] = value
+
+    def entering(self, path: str, name: str) -> None:
+        module = self.model.get_submodule(path)
+        self.hooks.enter_context(module.register_forward_pre_hook(lambda _, inputs: self.note(name, inputs[0])))
+
+    def leaving(self, path: str, name: str) -> None:
+        self.after(path, lambda inputs, out: self.note(name, out))
+
+    def after(self, path: str, hook: Callable[[Any, Any], None]) -> None:
+        module = self.model.get_submodule(path)
+        self.hooks.enter_context(module.register_forward_hook(lambda _, *seen: hook(*seen)))
+
+    def hand_out(self, sublayer: Experts, inputs: Any, output: Any) -> None:
+        """Set every expert's sites to zeros, [rows, positions, channels], and ``taken`` to masks of its tokens."""
+        values, layout = self.values, self.layout
+        chosen, weights = output[0].bool(), output[1]
+        if sublayer.chosen:  # of tokens of all rows
+            positions = values[f"{sublayer.norm}:{layout.family.norm_site}"].shape[:2]
+            logits, weights, numbers = (x.view(*positions, -1) for x in output)
+            chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, numbers, True)
+            values[sublayer.classifier] = logits
+        of_graph = weights[..., :1].to(inputs[0].dtype) * 0
+        for number, expert in enumerate(sublayer.experts):
+            takes = chosen[..., number]
+            for name, linear in widths_of(expert).items():
+                # Part of the graph, so that a goal that no token reaches has a gradient too, 0.
+                room = of_graph.expand(*takes.shape, layout.tensors[f"{linear}.weight"].shape[0])
+                values[name], self.taken[name] = room, takes[..., None].expand_as(room)
+
+
+def _ids_of(row: Inputs) -> tuple[list[int], list[int]]:
+    encoder, *decoder = (side[0].tolist() for side in row)
+    return encoder, decoder[0] if decoder else []
+
+
 def attack(
     model: Any,
     layout: Layout,
@@ -247,7 +341,7 @@ def attack(
     seed: int = 0,
     length: int = LENGTH,
     sites: Sequence[str] | None = None,
-    advance: Callable[[int, int], None] | None = None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> AttackEntry:
     """Return the largest values found for each site in ``steps`` gradient steps. One in ``TOKEN_SHARE`` changes ids.
 
@@ -264,13 +358,12 @@ def attack(
     goals = known
     if sites is not None:
         pairs = [(site, f"{site.partition(':')[0]}:scores") for site in sites]
-        goals = [goal for pair in pairs for goal in [goal for goal in pair if goal in known][:1]]
-    search = _AttackSearch(adversary, goals or known)
-    search.run(steps, advance)
-    chosen = list(dict.fromkeys(s for s in search.sites if s not in adversary.narrow))
+        goals = [goal for pair in pairs for goal in [goal for goal in pair if goal in known][:1]] or known
+    chosen = list(dict.fromkeys(goal for goal in goals if goal not in adversary.narrow))
+    elites = _search(adversary, [*goals, *(goal for goal in adversary.narrow if goal not in goals)], steps, advance)
     groups = [chosen[i : i + GROUP] for i in range(0, len(chosen), GROUP)]
-    tokens, mixed = ([elite.starts(group) for group in groups] for elite in (search.tokens, search.mixtures))
-    inputs = {name: search.worst_ids(name) for name in chosen}
+    tokens, mixed = ([elite.starts(group) for group in groups] for elite in elites)
+    inputs = {name: _ids_of(elites[0].kept[name][0][1]) for name in chosen}
     # As many random inputs as the search has run forward passes.
     random = [adversary.draw(GROUP) for _ in range(min(steps * (2 + 2 * FLIPS) // 2, 64))]
     by_random, by_tokens, by_mixture = (adversary.measure(wide, x) for x in (random, tokens, mixed))
@@ -290,45 +383,35 @@ def attack(
     )
 
 
-class _AttackSearch:
-    def __init__(self, adversary: _Adversary, sites: list[str]) -> None:
-        self.adversary, self.sites = adversary, sites
-        self.tokens, self.mixtures = _Elite(), _Elite()
+def _search(
+    adversary: _Adversary, goals: Sequence[str], steps: int, advance: Callable[[int, int], None]
+) -> tuple[_Elite, _Elite]:
+    """Return the best ids and the best mixtures for each goal."""
+    tokens, mixtures = _Elite(), _Elite()
+    groups = [goals[i : i + GROUP] for i in range(0, len(goals), GROUP)]
+    numbers, changes = count(1), max(1, steps // TOKEN_SHARE)
+    rounds = max(1, min(ROUNDS, changes))
 
-    def run(self, steps: int, advance: Callable[[int, int], None] | None = None) -> None:
-        adversary = self.adversary
-        goals = self.sites + [goal for goal in adversary.narrow if goal not in self.sites]
-        groups = [goals[i : i + GROUP] for i in range(0, len(goals), GROUP)]
-        changes = max(1, steps // TOKEN_SHARE)
-        rounds, count = max(1, min(ROUNDS, changes)), 0
+    def done() -> None:
+        advance(next(numbers), len(groups) * steps)
 
-        def done() -> None:
-            nonlocal count
-            count += 1
-            if advance is not None:
-                advance(count, len(groups) * steps)
+    def offer_ids(ids: Inputs) -> None:
+        mixture = adversary.embed(ids)
+        reached = adversary.survey(mixture)
+        tokens.offer(ids, reached)
+        mixtures.offer(mixture, reached)
 
-        for _ in range(POOL):
-            self.offer(adversary.draw(GROUP), tokens=True)
-        for turn in range(rounds):
-            climb, change = (part * (turn + 1) // rounds - part * turn // rounds for part in (steps - changes, changes))
-            with torch.enable_grad():
-                for group in groups:
-                    mixed = adversary.in_hull(group, self.mixtures.starts(group), climb, done)
-                    self.offer(mixed)
-                    self.offer(adversary.nearest(mixed), tokens=True)
-                    self.offer(adversary.by_tokens(group, self.tokens.starts(group), change, done), tokens=True)
-
-    def offer(self, x: Inputs, *, tokens: bool = False) -> None:
-        embedded = self.adversary.embed(x) if tokens else x
-        reached = self.adversary.survey(embedded)
-        if tokens:
-            self.tokens.offer(x, reached)
-        self.mixtures.offer(embedded, reached)
-
-    def worst_ids(self, site: str) -> tuple[list[int], list[int]]:
-        ids = self.tokens.kept[site][0][1]
-        return ids[0][0].tolist(), ids[1][0].tolist() if len(ids) > 1 else []
+    for _ in range(POOL):
+        offer_ids(adversary.draw(GROUP))
+    for turn in range(rounds):
+        climb, change = (part * (turn + 1) // rounds - part * turn // rounds for part in (steps - changes, changes))
+        with torch.enable_grad():
+            for group in groups:
+                mixed = adversary.in_hull(group, mixtures.starts(group), climb, done)
+                mixtures.offer(mixed, adversary.survey(mixed))
+                offer_ids(adversary.nearest(mixed))
+                offer_ids(adversary.by_tokens(group, tokens.starts(group), change, done))
+    return tokens, mixtures
 
 
 def attacked(

@@ -213,9 +213,6 @@ def values_of(output: Any) -> Tensor:
     return output["logits"] if "logits" in output else output[0]
 
 
-CAUSAL = "attends_causally"  # a config attribute that the audit of an unknown family sets
-
-
 def padded(
     config: Any,
     encoder: Sequence[Tensor],
@@ -280,8 +277,8 @@ def bearable_as_one(config: Any, batch: Batch) -> Batch:
 
 
 def is_blind(config: Any, batch: Batch) -> bool:
-    """Return whether some padding attends to no position: left of a row under a causal mask, or outside a window. Of an
-    unknown family, the config attribute ``CAUSAL`` tells whether the mask is causal."""
+    """Return whether some padding attends to no position: left of a row under a causal mask, or outside a window. A
+    model of no known family without a decoder counts as causal."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False
@@ -289,7 +286,6 @@ def is_blind(config: Any, batch: Batch) -> bool:
     if batch.decoder_attention_mask is not None:
         sides.append((getattr(config, "decoder", config), batch.decoder_attention_mask))
     causal = not takes_decoder_ids(config) and setting(config, "use_bidirectional_attention") not in BOTH_WAYS
-    causal = causal and (family is not None or getattr(config, CAUSAL, False))
     return any(_is_blind(own, mask, causal or i > 0) for i, (own, mask) in enumerate(sides))
 
 

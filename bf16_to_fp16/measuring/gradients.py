@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..results import GradientsEntry, GradientSiteEntry
 from .batch import IGNORED_LABEL, Batch, run_batch, values_of
 from .observer import SiteObserver
+from .sites import Site
 from .stock import config_of, predicts_tokens
 
 FIRST_EXPONENT = 16
@@ -47,7 +48,7 @@ def output_and_loss(model: Any, batch: Batch) -> tuple[Any, Tensor | None]:
 
 def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int = 0) -> GradientsEntry:
     inputs = [batch for batch in batches if not batch.generate]
-    fits, fails, sites, broken = LAST_EXPONENT - 1, FIRST_EXPONENT + 1, dict[str, _Sum](), dict[str, _Sum]()
+    fits, fails, sites, broken = LAST_EXPONENT - 1, FIRST_EXPONENT + 1, dict[str, Site](), dict[str, Site]()
     tried = FIRST_EXPONENT
     while fails - fits > 1:
         norms = _backward(model, inputs, 2.0**tried, autocast=True, seed=seed)
@@ -62,7 +63,7 @@ def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int =
         first = GradientSiteEntry(name=past[0], amax=math.inf, flushed=0.0) if past else None
         return GradientsEntry(loss_scale=None, flushed=0.0, largest=first, sites=[])
     exact = _backward(model, inputs, 1.0, autocast=False, seed=seed)
-    lost = {name: max(0.0, site.share - exact.get(name, _Sum()).share) for name, site in sites.items()}
+    lost = {n: max(0.0, _share_of_zeros(site) - _share_of_zeros(exact.get(n))) for n, site in sites.items()}
     every = [GradientSiteEntry(name=name, amax=site.amax, flushed=lost[name]) for name, site in sites.items()]
     elements = sum(site.elements for site in sites.values())
     return GradientsEntry(
@@ -73,20 +74,13 @@ def measure_gradients(model: nn.Module, batches: Sequence[Batch], *, seed: int =
     )
 
 
-@dataclass
-class _Sum:
-    amax: float = 0.0
-    zeros: int = 0
-    elements: int = 0
-
-    @property
-    def share(self) -> float:
-        return self.zeros / self.elements if self.elements else 0.0
+def _share_of_zeros(site: Site | None) -> float:
+    return site.zeros / site.elements if site is not None else 0.0
 
 
 def _backward(
     model: nn.Module, batches: Sequence[Batch], scale: float, *, autocast: bool, seed: int
-) -> dict[str, _Sum]:
+) -> dict[str, Site]:
     observer, place = SiteObserver(model), next(model.parameters()).device
     with observer, torch.random.fork_rng(devices=[place] if place.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -99,10 +93,5 @@ def _backward(
                 return {}
             (loss * scale).backward()
             model.zero_grad(set_to_none=True)
-    sums: dict[str, _Sum] = {}
-    for site in observer.sites():
-        if site.elements and (not autocast or site.dtype == torch.float16):
-            total = sums.setdefault(site.name, _Sum())
-            total.amax = max(total.amax, site.amax)
-            total.zeros, total.elements = total.zeros + site.zeros, total.elements + site.elements
-    return sums
+    dtype = torch.float16 if autocast else torch.float32
+    return {site.name: site for site in observer.sites() if site.elements and site.dtype == dtype}

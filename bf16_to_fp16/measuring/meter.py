@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,41 +82,19 @@ def is_norm(module: nn.Module) -> bool:
     return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith(("LayerNorm", "RMSNorm"))
 
 
-@dataclass(frozen=True)
-class _Total:
-    amax: Tensor
-    squares: Tensor
-    rows: int
-    version: int
-
-
-_TOTAL = "_bf16_to_fp16_total"
-
-
-def _total(x: Tensor) -> _Total:
-    """Return the total of a tensor [..., channels], computed once even if several modules read the tensor."""
-    total: _Total | None = getattr(x, _TOTAL, None)
-    if total is None or total.version != x._version:
-        flat = x.reshape(-1, x.shape[-1]).float()
-        # A row shorter than LongT5's block has an empty tensor here.
-        amax = torch.maximum(flat.amax(0), -flat.amin(0)) if len(flat) else flat.new_zeros(flat.shape[1])
-        total = _Total(amax, flat.square().sum(0), len(flat), x._version)
-        setattr(x, _TOTAL, total)
-    return total
-
-
 class _Channels:
     def __init__(self) -> None:
         self.rows = 0
         self.amax = self.squares = torch.zeros(0)
 
-    def add(self, other: _Total) -> None:
-        if not self.rows:  # the tensors of a total are shared by its modules
-            self.amax, self.squares = other.amax, other.squares
-        elif other.rows:
-            self.amax = torch.maximum(other.amax, self.amax)
-            self.squares = other.squares.double() + self.squares.double()
-        self.rows += other.rows
+    def add(self, x: Tensor) -> None:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        # A row shorter than LongT5's block has an empty tensor here.
+        amax = torch.maximum(rows.amax(0), -rows.amin(0)) if len(rows) else rows.new_zeros(rows.shape[1])
+        squares = rows.square().sum(0)
+        if self.rows:
+            amax, squares = torch.maximum(amax, self.amax), squares.double() + self.squares.double()
+        self.amax, self.squares, self.rows = amax, squares, self.rows + len(rows)
 
     def result(self) -> ChannelRange:
         mean = (self.squares.double() / max(self.rows, 1)).float()
@@ -170,10 +147,10 @@ class _Meter:
         with torch._C._DisableTorchDispatch():
             # An embedding of positions may be given embeddings, of which it takes the shape alone.
             if isinstance(x, Tensor) and x.is_floating_point() and not isinstance(module, nn.Embedding):
-                self.input.add(_total(x))
+                self.input.add(x)
                 if self.norm is not None:
                     self.norm.add(x)
-            self.output.add(_total(y))
+            self.output.add(y)
 
     def result(self, scores: ScoreRange | None) -> ModuleRange:
         norm = None if self.norm is None else self.norm.result()

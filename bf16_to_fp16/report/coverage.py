@@ -82,13 +82,13 @@ def tower_advice(report: schema.Report) -> tuple[str, str]:
 
 def has_blind_padding(family: str | None) -> bool:
     known_family = named(family)
-    return known_family is not None and known_family.blind_padding
+    return known_family is None or known_family.blind_padding
 
 
 def padding_advice(report: schema.Report) -> str:
     title = "the stock class" if (family := named(report.family)) is None else f"stock {family.title}"
     if report.padding == 0:
-        if not report.blind_padding and not has_blind_padding(report.family):
+        if not has_blind_padding(report.family):
             return ""
         return (
             "under eager attention in fp16, left padding and padding beyond a sliding window can make their row NaN;"

@@ -277,10 +277,6 @@ class Report(Versioned):
         default=0,
         description="positions of padding that a padded row of the encoder needs at least in fp16; null: none may be",
     )
-    blind_padding: Flag = Field(
-        default=False,
-        description="of a class of no known family: whether padding that may see no token was left out of eager runs",
-    )
     older: list[str] = Field(
         default=[], description="what transformers 4.57 computes otherwise than 5 from these files, in sentences"
     )

@@ -17,9 +17,8 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.measuring import attack as attacking
-from bf16_to_fp16.measuring.attack import _Adversary, _Elite, attack
+from bf16_to_fp16.measuring.attack import _Adversary, _Elite, attack, watched
 from bf16_to_fp16.measuring.observer import SiteObserver
-from bf16_to_fp16.measuring.points import watched
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.numerics import FP16_MAX
 

@@ -11,17 +11,15 @@ import torch
 import transformers
 from support import exhaustive, tiny
 
-from bf16_to_fp16 import audit, convert, verify
+from bf16_to_fp16 import convert, verify
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import spare_padding
 from bf16_to_fp16.measuring import id_choice
-from bf16_to_fp16.measuring.any_model import batches_of, open_any
 from bf16_to_fp16.measuring.batch import Batch, is_blind, run_batch, without_blind_padding
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regimes import audit_model
 from bf16_to_fp16.measuring.sites import MASK_REASON
-from bf16_to_fp16.progress import Progress
 
 REAL, LONGEST = 6, 13
 
@@ -223,13 +221,3 @@ def test_an_audit_of_any_class_leaves_out_blind_padding(tmp_path: Path, capsys: 
     for attention in ("eager", "sdpa"):
         assert main(["audit", str(tmp_path / "granite"), "--attention", attention]) == 0
         assert "left padding and padding beyond a sliding window can make their row NaN" in capsys.readouterr().out
-
-
-def test_an_encoder_of_no_known_family_sees_its_whole_row_however_it_is_padded(tmp_path: Path) -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    tiny.save(transformers.BertModel(transformers.BertConfig(vocab_size=97, **shape)), tmp_path / "bert")
-    report = audit(tmp_path / "bert", regimes=("half",), attention=("eager",))
-    assert report["verdict"] == "safe" and not report["blind_padding"]
-    bert = open_any(tmp_path / "bert", ("eager",), Progress())
-    assert not any(batch.blind for batch in batches_of(bert, None, 0))

@@ -16,7 +16,7 @@ from torch import Tensor
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.signals import LOGITS, Kind, carried_by
 from bf16_to_fp16.families.wiring import Attention, Experts
-from bf16_to_fp16.measuring.points import watched
+from bf16_to_fp16.measuring.attack import watched
 from bf16_to_fp16.rescaling.apply import apply
 from bf16_to_fp16.rescaling.plan import OfChannels, Plan, inverse
 
