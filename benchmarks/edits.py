@@ -64,6 +64,7 @@ from bf16_to_fp16.measuring.stock import load, load_config, vocabulary_of
 from bf16_to_fp16.ranges import ModuleRange
 from bf16_to_fp16.rescaling.centred import centrable, tables_of
 from bf16_to_fp16.rescaling.edits import MOST_FOR_A_PROOF
+from bf16_to_fp16.wording import power
 
 TEXTS, SEED = 24, 7  # of the judge
 NOISE = 1e-10  # divergences of two fp32 runs
@@ -86,7 +87,7 @@ def compare_saturated(asked: argparse.Namespace, work: Path) -> None:
         source = saturated.saturated(kind, work / "made")
         report = convert(source, work / kind).report
         found = judge(source, work / kind, texts(), SEED)
-        edits = [f"`{edit['site']}` 2^{edit['exponent']}" for edit in report.get("inexact", [])]
+        edits = [f"`{edit['site']}` {power(edit['exponent'])}" for edit in report.get("inexact", [])]
         edits += [f"`{path}` centred keys" for path in report["plan"].get("centred_keys", [])]
         print_row(
             kind,
@@ -406,7 +407,9 @@ def compare_rare(asked: argparse.Namespace, work: Path) -> None:
         for dtype in ("bf16", "fp16"):
             kl = [getattr(each, f"kl_{dtype}_text") for each in judged]
             cells.append(", ".join(f"{x:.1e}" for x in (*kl, getattr(judged[0], f"kl_{dtype}_random"))))
-        edits = (f"{'columns' if edit.get('columns') else 'rows'} 2^{edit['exponent']}" for edit in report["inexact"])
+        edits = (
+            f"{'columns' if edit.get('columns') else 'rows'} {power(edit['exponent'])}" for edit in report["inexact"]
+        )
         counted = ", ".join(f"{number} × {edit}" for edit, number in Counter(edits).items())
         print_row(name, *cells, f"{report['verdict']}, {report['proof']}", counted)
 

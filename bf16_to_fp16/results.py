@@ -254,7 +254,7 @@ class InexactEntry(ReportObject):
     the written files; None if not run."""
 
     site: str
-    exponent: float
+    exponent: int | float
     columns: Count = 0
     predicted: Real | None = None
     measured: Real | None = None

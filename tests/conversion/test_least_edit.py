@@ -89,6 +89,7 @@ def test_gates_and_a_head_past_the_limit_are_edited_proven_and_told(demo: Conver
     assert len(set(queries[:size])) == 1 and queries[0] < 0 and not any(queries[size:])
     said = {entry["site"]: entry["exponent"] for entry in demo.report["inexact"]}
     assert said == {gate: min(gates), scores: queries[0]}
+    assert isinstance(said[gate], int)  # of gates only powers of two
     # As stock code alone sees it.
     texts = (DEMO.parent / "held_out.txt").read_text(encoding="utf-8").splitlines()[:6]
     judged = judge.judge(demo.source, demo.out, texts, 0)
