@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from ..errors import UserError
-from ..families.configs import axis_size
+from ..families.configs import axis_size, default_of, looked_up
 from ..families.known import family_of
 from ..families.types import Family, Initialisation
 from ..progress import Progress
@@ -36,16 +36,14 @@ def rules_for(hidden: int) -> dict[str, Any]:
     return {"hidden_size": hidden, "small": math.sqrt(2 / (5 * hidden)), "megatron": math.sqrt(1 / (3 * hidden))}
 
 
-def deviation(
-    rules: Initialisation, module: str, length: Callable[[str], int], factor: float | None = None
-) -> float | None:
+def deviation(rules: Initialisation, module: str, length: Callable[[str], int], factor: float) -> float | None:
     """Return a module's initial standard deviation; None without a rule. length: returns the size of a named axis."""
     names = (module, module.rpartition(".")[2])
     drawn = next((d for p, d in rules.modules.items() if any(fnmatchcase(name, p) for name in names)), None)
     if drawn is None:
         return None
     root = math.prod(map(length, drawn.over)) ** -0.5
-    return root * (rules.default if factor is None else factor) if drawn.scaled else root
+    return root * factor if drawn.scaled else root
 
 
 def advise_init(
@@ -93,8 +91,8 @@ def beside_rule(checkpoint: Checkpoint, family: Family, name: str) -> dict[str, 
     rule = None  # biases begin at 0
     if kind == "weight":
         own, length = family.initialisation, partial(axis_size, family, checkpoint.config)
-        factor = checkpoint.config.get(own.factor)
-        rule = deviation(own, module, length, float(factor) if factor else None)
+        factor = looked_up(checkpoint.config, own.factor) or default_of(family, own.factor)
+        rule = deviation(own, module, length, float(str(factor)))
     times = None if rule is None else rms / rule
     far = broken > 0 or (times is not None and not 1 / FAR <= times <= FAR)
     return {"name": name, "elements": elements + broken, "nonfinite": broken, "rms": rms, "own_rule": rule} | {

@@ -4,18 +4,64 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
+from typing import Any
 
 from ..checkpoint.sources import shown
 from ..errors import UserError
-from .types import Family, OfLayers, Quotient, SameAs, Sum
+from .types import INNER, Family, Sum
 
 _NOWHERE = object()
-SHARED_HEADS = "num_key_value_heads"  # where it is null, stock classes take one for each head of queries
+
+FOLLOWING = {
+    "id2label": "num_labels",
+    "num_decoder_layers": "num_layers",
+    "num_global_key_value_heads": "num_key_value_heads",
+    "num_key_value_heads": "num_attention_heads",
+}
+"""Config keys that take the value of another one where they are null, or where the stock class has no default."""
 
 BOTH_WAYS = (True, "all")  # values of ``use_bidirectional_attention`` with which text is seen from both sides
 
-OF_LABELS: Mapping[str, object] = {"id2label": SameAs("num_labels"), "num_labels": 2, "classifier_dropout": 0.1}
-"""What stock classes with labels take where no config says it."""
+OTHERWISE: Mapping[str, object] = {"num_labels": 2, "classifier_dropout": 0.1, "global_head_dim": 512}
+"""What stock classes take where neither a config nor its class says it."""
+
+
+@cache
+def stock_defaults(model_type: str) -> Mapping[str, object]:
+    """Return what the stock config class takes for missing keys: None for what follows from others."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig  # slow to load
+
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"config.json: model_type {model_type!r} needs a newer transformers: pip install -U transformers"
+        )
+
+    def values(config: Any) -> dict[str, object]:
+        own = {key: None if follows(config, key) else value for key, value in config.to_dict().items()}
+        inside = {key: values(value) for key, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
+        return own | inside
+
+    def follows(config: Any, key: str) -> bool:
+        return key in (*FOLLOWING, "head_dim", "layer_types") and getattr(type(config), key, None) is None
+
+    return values(CONFIG_MAPPING[model_type]())
+
+
+def default_of(family: Family, key: str) -> object:
+    """Return the stock class's value for a missing key, also of a text model whose keys stand outside."""
+    last, stock = key.rpartition(".")[2], stock_defaults(family.model_type)
+    places = (key, f"{INNER}.{key}", family.aliases.get(key, key))
+    values = (looked_up(stock, place) for place in places)
+    return next((value for value in values if value is not None), OTHERWISE.get(last))
+
+
+def of_other_layers(config: Mapping[str, object], before: str, name: str) -> object:
+    """Return a value of layers of another kind, which newer configs have under its plain name in ``per_layer_config``.
+    before: the prefix of config keys."""
+    layers, plain = looked_up(config, f"{before}per_layer_config"), name.replace("global_", "")
+    own = layers.values() if isinstance(layers, Mapping) else ()
+    return next((each[plain] for each in own if isinstance(each, Mapping) and plain in each), None)
 
 
 def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
@@ -57,34 +103,38 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[s
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
     """Return the config's value for ``key``, or the stock class's default; None where a null turns a part off."""
-    value = looked_up(config, key)
-    if value is None and (other := family.aliases.get(key)):
-        value = looked_up(config, other)
-    first, shared, end = key.partition(SHARED_HEADS)
-    if value is None and shared and looked_up(config, key, _NOWHERE) is None:
-        return config_value(family, config, f"{first}num_attention_heads{end}")
-    optional = key in family.nullable
-    if value is None and not (optional and looked_up(config, key, _NOWHERE) is None):
-        value = family.defaults.get(key, OF_LABELS.get(key))
-        if isinstance(value, OfLayers):
-            layers = looked_up(config, ".".join((*key.split(".")[:-1], "per_layer_config")))
-            own = [each for each in layers.values() if isinstance(each, Mapping)] if isinstance(layers, Mapping) else []
-            value = next((each[value.key] for each in own if value.key in each), value.otherwise)
-        if isinstance(value, SameAs):
-            return config_value(family, config, value.key)
-        if isinstance(value, Quotient):
-            over, under = (number_of(family, config, part, "a size") for part in (value.over, value.under))
-            return over // under
-    if value is None and not optional:
+    value = value_or_none(family, config, key)
+    if value is None and key not in family.nullable:
         raise UserError(
             f"config.json has no {key!r}, which is needed for {family.title}; take it from the original checkpoint"
         )
     return value
 
 
+def value_or_none(family: Family, config: Mapping[str, object], key: str) -> object:
+    value = looked_up(config, key)
+    if value is None and (other := family.aliases.get(key)):
+        value = looked_up(config, other)
+    is_null = looked_up(config, key, _NOWHERE) is None
+    if value is not None or (is_null and key in family.nullable):
+        return value
+    last = key.rpartition(".")[2]
+    before = key.removesuffix(last)
+    value = of_other_layers(config, before, last) if "global_" in last else None
+    value = default_of(family, key) if value is None else value
+    if is_null and type(value) is int:  # no stock class takes null for a number
+        value = None
+    if value is None and last in FOLLOWING:
+        return value_or_none(family, config, before + FOLLOWING[last])
+    if value is None and last == "head_dim":
+        width, heads = (f"{before}{name}" for name in ("hidden_size", "num_attention_heads"))
+        return number_of(family, config, width, "a size") // number_of(family, config, heads, "a size")
+    return value
+
+
 def full_config(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    defaults = {key: config_value(family, config, key) for key in family.defaults}
-    return defaults | {key: value for key, value in config.items() if value is not None}
+    values = {key: value_or_none(family, config, key) for key in family.config_keys}
+    return values | {key: value for key, value in config.items() if value is not None}
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""The model that a config.json declares, before any tensor is read. Imports no torch."""
+"""The model that a config.json declares, before any tensor is read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checkpoint.sources import shown
 from ..errors import UserError
-from .configs import axis_size, config_value, full_config, looked_up, whole_number
+from .configs import axis_size, config_value, default_of, full_config, looked_up, whole_number
 from .known import class_of, placed_family
 from .layout import Layout
 from .types import Family, Part, Stack
@@ -82,7 +82,7 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
 
 def check_kinds(family: Family, config: Mapping[str, object]) -> None:
     """Raise UserError for a value of the wrong type, a dropout outside [0, 1), or ``tie_encoder_decoder``."""
-    for key, example in {**family.defaults, **COMMON}.items():
+    for key, example in {**{key: default_of(family, key) for key in family.config_keys}, **COMMON}.items():
         value = looked_up(config, key)
         what, number = KINDS.get(type(example)), isinstance(example, float)
         kinds = (int, float) if number else (str, dict) if key in DTYPE_KEYS else type(example)

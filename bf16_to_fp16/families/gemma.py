@@ -51,16 +51,7 @@ GEMMA3 = replace(
     title="Gemma 3 (text), EmbeddingGemma",
     config_type="gemma3_text",
     classes=llama.classes("Gemma3", STYLE, bare="TextModel", labels=(f"Text{llama.OF_ROWS}",)),
-    defaults={
-        **llama.shape(vocab=262_208, width=2304, ff=9216, layers=26, heads=8, kv_heads=4, head=256),
-        "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 256,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "tie_word_embeddings": True,
-    },
+    keys=("hidden_activation", "query_pre_attn_scalar"),
     encoder=llama.layers(block),
     encoder_ends=ends(StackEnds("", "embed_tokens", "norm", scaled_by="module"), table("embed_tokens.weight")),
     encoder_output=states("norm", STYLE),
@@ -119,7 +110,6 @@ GEMMA3_WITH_IMAGES = replace(
     config_type="gemma3",
     classes=llama.image_classes("Gemma3ForConditionalGeneration", "Gemma3Model", STYLE),
     sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
-    defaults={**TEXT.defaults, "vision_config.hidden_size": 768, "tie_word_embeddings": True},
     free_keys=(
         *TEXT.free_keys,
         "vision_config.*",
@@ -143,12 +133,6 @@ GEMMA2 = replace(
     classes=llama.classes("Gemma2", STYLE),
     older_rotary=OLDER_ROTARY,
     older_notes={"attn_logit_softcapping": WITHOUT_CAP},
-    defaults={
-        **GEMMA3.defaults,
-        "vocab_size": 256_000,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
     encoder=llama.layers(block, normed=False, cap="attn_logit_softcapping"),
     alone=WITHOUT_BIASES,
 )
@@ -162,19 +146,12 @@ def plain_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     return attention(llama.wired_attention(config, at), STYLE, llama.shared_values(config)), feed_forward(gated, STYLE)
 
 
-OTHERS = ("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
-"""Config keys of Gemma 2 that Gemma lacks."""
-
 GEMMA = replace(
     GEMMA2,
     name="gemma",
     title="Gemma",
     classes=llama.classes("Gemma", STYLE),
-    defaults={key: value for key, value in GEMMA2.defaults.items() if key not in OTHERS}
-    | {
-        **llama.shape(width=3072, ff=24_576, layers=28, heads=16, kv_heads=16),
-        "hidden_act": "gelu_pytorch_tanh",
-    },
+    keys=("hidden_act",),
     encoder=llama.layers(plain_block),
     **llama.heads(STYLE),
     nullable=(),

@@ -15,7 +15,7 @@ from . import gemma, llama
 from .nested import keys_inside
 from .parts import PLAIN, Style, attention, feed_forward, states
 from .signals import RESIDUAL, Kind, Signal, Tensor, multiplied_by, output_of
-from .types import OfLayers, Part, SameAs
+from .types import Part
 from .wiring import ImageInput, Projector
 
 
@@ -64,18 +64,7 @@ GEMMA4 = replace(
         "global_head": ("global_head_dim",),
         "one": (1,),
     },
-    defaults={key: value for key, value in gemma.GEMMA3.defaults.items() if key not in gemma.OTHERS[1:3]}
-    | {
-        **llama.shape(vocab=262_144, layers=30),
-        "attention_k_eq_v": False,
-        "enable_moe_block": False,
-        "final_logit_softcapping": None,
-        "global_head_dim": OfLayers("head_dim", 512),
-        "hidden_size_per_layer_input": 256,
-        "layer_types": None,
-        "num_global_key_value_heads": OfLayers("num_key_value_heads", SameAs("num_key_value_heads")),
-        "num_kv_shared_layers": 0,
-    },
+    keys=("hidden_activation", "attention_k_eq_v"),
     encoder=llama.layers(block),
     encoder_output=states("norm"),
     **llama.heads(cap=gemma.CAP),
@@ -135,7 +124,6 @@ GEMMA4_WITH_IMAGES = replace(
     config_type="gemma4",
     classes=llama.image_classes("Gemma4ForConditionalGeneration", "Gemma4Model"),
     sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
-    defaults={**TEXT.defaults, "tie_word_embeddings": True},
     free_keys=(
         *TEXT.free_keys,
         "vision_config.*",

@@ -19,7 +19,7 @@ from dataclasses import replace
 from ..errors import UserError
 from . import llama
 from .configs import looked_up, positive, whole_number
-from .moe import ROUTER
+from .moe import CHOICE, ROUTER
 from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
 from .wiring import Rotary
@@ -47,13 +47,8 @@ GLM4 = replace(
     title="GLM-4-0414",
     classes=llama.classes("Glm4"),
     sizes={**llama.LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2)},
-    defaults={
-        **llama.WITHOUT_MLP_BIAS,
-        **llama.shape(vocab=151_552, ff=13_696, layers=40, kv_heads=2, head=128),
-        "attention_bias": True,
-    },
+    keys=("hidden_act", "attention_bias"),
     encoder=llama.layers(block),
-    eps=1.5625e-7,
     free_keys=(*llama.LLAMA.free_keys, PARTIAL),
 )
 
@@ -118,22 +113,18 @@ GLM4_MOE = replace(
         "expert_ff": ("moe_intermediate_size",),
         "shared_ff": ("moe_intermediate_size", "n_shared_experts"),
     },
-    defaults={
-        **llama.WITHOUT_MLP_BIAS,
-        **llama.shape(vocab=151_552, ff=10_944, layers=46, heads=96, kv_heads=8),
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 1408,
-        "n_routed_experts": 128,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 1,
-        "topk_group": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "use_qk_norm": False,
-    },
+    keys=(
+        *(
+            "hidden_act",
+            "attention_bias",
+            "first_k_dense_replace",
+            "topk_group",
+            "routed_scaling_factor",
+            "use_qk_norm",
+        ),
+        *CHOICE,
+    ),
     encoder=llama.layers(sparse_block),
-    eps=1e-5,
     ignorable=("layers.46.*", "layers.92.*"),
     kept_in_fp32=("e_score_correction_bias",),
     # Layers that predict further tokens, which stock classes do not load.

@@ -22,7 +22,6 @@ GRANITE = replace(
     name="granite",
     title="Granite",
     classes=llama.classes("Granite", labels=()),
-    defaults={**llama.LLAMA.defaults, **dict.fromkeys(MULTIPLIERS.values(), 1.0)},
     encoder_ends=ends(
         StackEnds("", llama.EMBEDDING, "norm", scaled_by="stack", multiplier=True), table(f"{llama.EMBEDDING}.weight")
     ),

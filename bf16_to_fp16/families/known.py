@@ -14,7 +14,7 @@ from .granite import GRANITE
 from .llama import ERNIE4_5, LLAMA, MISTRAL, QWEN2, QWEN3, SEED_OSS, SMOLLM3
 from .mistral3 import MINISTRAL3, MISTRAL3
 from .moe import MIXTRAL, OLMOE, QWEN3_MOE
-from .nested import INNER, family_inside
+from .nested import family_inside
 from .olmo import EXAONE4, OLMO2, OLMO3
 from .pegasus import BIGBIRD_PEGASUS, MBART, PEGASUS
 from .phi3 import PHI3
@@ -22,7 +22,7 @@ from .qwen_vl import QWEN2_5_VL, QWEN2_5_VL_TEXT, QWEN2_VL, QWEN2_VL_TEXT, QWEN3
 from .switch import SWITCH
 from .t5 import LONGT5, MT5, T5, UMT5
 from .t5gemma import T5GEMMA
-from .types import Family, StockClass
+from .types import INNER, Family, StockClass
 from .wiring import Attention
 
 FAMILIES: tuple[Family, ...] = (

@@ -18,7 +18,7 @@ from ..errors import UserError
 from . import parts
 from .configs import BOTH_WAYS, is_nested, kind_of, looked_up, positive, whole_number
 from .signals import Spread, Tensor
-from .types import Deviation, Family, Initialisation, Part, Quotient, SameAs, Stack, StockClass, StoredExperts
+from .types import Deviation, Family, Initialisation, Part, Stack, StockClass, StoredExperts
 from .wiring import Attention, Experts, FeedForward, Head, Rotary, StackEnds, StockAttributes
 
 Biases = Mapping[str, Collection[str]]  # linears with a bias, by the config key that switches it on, "" for always
@@ -258,22 +258,6 @@ def image_classes(conditional: str, bare: str, style: parts.Style = parts.PLAIN)
     )
 
 
-SHAPE = {
-    "vocab": "vocab_size",
-    "width": "hidden_size",
-    "ff": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head": "head_dim",
-}
-
-
-def shape(**numbers: int) -> dict[str, int]:
-    """Return the numbers of a model's shape by their config keys."""
-    return {SHAPE[name]: number for name, number in numbers.items()}
-
-
 QUERIES_KEYS_VALUES = ("q_proj", "k_proj", "v_proj")
 ATTENTION = (*QUERIES_KEYS_VALUES, "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -292,16 +276,7 @@ LLAMA = Family(
         "ff": ("intermediate_size",),
         "labels": ("id2label",),
     },
-    defaults={
-        **shape(vocab=32_000, width=4096, ff=11_008, layers=32, heads=32),
-        "num_key_value_heads": SameAs("num_attention_heads"),
-        "head_dim": Quotient("hidden_size", "num_attention_heads"),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-    },
+    keys=("hidden_act", "attention_bias", "mlp_bias"),
     encoder=layers(block, biases={"attention_bias": ATTENTION, "mlp_bias": FEED_FORWARD}),
     encoder_ends=parts.ends(StackEnds("", EMBEDDING, "norm"), parts.table(f"{EMBEDDING}.weight")),
     encoder_output=parts.states("norm"),
@@ -309,27 +284,22 @@ LLAMA = Family(
     embedding="embed_tokens.weight",
     head="lm_head.weight",
     eps_key="rms_norm_eps",
-    eps=1e-6,
     made_in_fp32=True,
     blind_padding=True,
     dropout={"attention": "attention_dropout", "head": "classifier_dropout"},
     # `pretraining_tp` cut products in slices in older versions, which changes no product.
     free_keys=("max_position_embeddings", "pretraining_tp", "rope_parameters", "rope_scaling", "rope_theta"),
     attributes=StockAttributes(head_size="head_dim", groups="num_key_value_groups"),
-    initialisation=Initialisation(factor="initializer_range", default=0.02, modules={"*norm": None, "*": Deviation()}),
+    initialisation=Initialisation(factor="initializer_range", modules={"*norm": None, "*": Deviation()}),
     untie="copy",
 )
-
-WITHOUT_MLP_BIAS = {key: value for key, value in LLAMA.defaults.items() if key != "mlp_bias"}
-
-SHARED_DEFAULTS = {key: value for key, value in LLAMA.defaults.items() if not key.endswith("_bias")}
 
 MISTRAL = replace(
     LLAMA,
     name="mistral",
     title="Mistral",
     classes=classes("Mistral"),
-    defaults=SHARED_DEFAULTS | {"intermediate_size": 14_336, "num_key_value_heads": 8},
+    keys=("hidden_act",),
     encoder=layers(block, biases={}),
     free_keys=(*LLAMA.free_keys, "sliding_window"),
 )
@@ -339,7 +309,7 @@ QWEN2 = replace(
     name="qwen2",
     title="Qwen2",
     classes=classes("Qwen2"),
-    defaults=SHARED_DEFAULTS | {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32},
+    keys=("hidden_act",),
     encoder=layers(block, biases={"": QUERIES_KEYS_VALUES}),
     free_keys=(*LLAMA.free_keys, "layer_types", "max_window_layers", "sliding_window", "use_sliding_window"),
 )
@@ -349,7 +319,7 @@ QWEN3 = replace(
     name="qwen3",
     title="Qwen3",
     classes=classes("Qwen3"),
-    defaults={**QWEN2.defaults, "head_dim": 128, "attention_bias": False},
+    keys=("hidden_act", "attention_bias"),
     encoder=layers(block, biases={"attention_bias": ATTENTION}, normed=True),
 )
 
@@ -358,14 +328,7 @@ SEED_OSS = replace(
     name="seed_oss",
     title="Seed-OSS",
     classes=classes("SeedOss"),
-    defaults={
-        **LLAMA.defaults,
-        **shape(vocab=155_136, ff=27_648, layers=64, heads=80, kv_heads=8, head=128),
-        "attention_bias": True,
-        "attention_out_bias": False,
-        "attention_dropout": 0.1,
-        "residual_dropout": 0.1,
-    },
+    keys=(*LLAMA.keys, "attention_out_bias"),
     encoder=layers(
         block,
         biases={"attention_bias": QUERIES_KEYS_VALUES, "attention_out_bias": ("o_proj",), "mlp_bias": FEED_FORWARD},
@@ -389,12 +352,7 @@ SMOLLM3 = replace(
     name="smollm3",
     title="SmolLM3",
     classes=classes("SmolLM3"),
-    defaults={
-        **LLAMA.defaults,
-        **shape(vocab=128_256, width=2048, layers=36, heads=16, kv_heads=4),
-        "no_rope_layer_interval": 4,
-        "tie_word_embeddings": True,
-    },
+    keys=(*LLAMA.keys, "no_rope_layer_interval"),
     encoder=Stack("num_hidden_layers", every_fourth_unturned),
     free_keys=(*QWEN2.free_keys, "no_rope_layers"),
 )
@@ -404,13 +362,7 @@ ERNIE4_5 = replace(
     name="ernie4_5",
     title="ERNIE 4.5",
     classes=classes("Ernie4_5", labels=()),
-    defaults={key: value for key, value in SHARED_DEFAULTS.items() if key != "attention_dropout"}
-    | {
-        **shape(vocab=103_424, width=1024, ff=3072, layers=18, heads=16, kv_heads=2, head=128),
-        "use_bias": False,
-        "tie_word_embeddings": True,
-    },
+    keys=("hidden_act", "use_bias"),
     encoder=layers(block, biases={"use_bias": (*ATTENTION, *FEED_FORWARD)}, interleaved=True),
-    eps=1e-5,
     dropout={},
 )

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import UserError
 from .configs import looked_up
-from .llama import INSIDE, MISTRAL, block, classes, heads, image_classes, layers, shape
+from .llama import INSIDE, MISTRAL, block, classes, heads, image_classes, layers
 from .nested import keys_inside
 from .parts import Style
 from .parts import projector as projector_records
@@ -110,14 +110,11 @@ MINISTRAL3 = replace(
     name="ministral3",
     title="Ministral 3",
     classes=classes("Ministral3"),
-    defaults={**MISTRAL.defaults, **shape(vocab=131_072, layers=34, head=128)},
     encoder=layers(growing),
-    eps=1e-5,
 )
 
-SMALL = {**MISTRAL.defaults, **shape(vocab=131_072, width=5120, ff=32_768, layers=40, head=128)}
 TEXT_TYPE = "text_config.model_type"
-TEXT = keys_inside(replace(MISTRAL, defaults=SMALL, eps=1e-5, encoder=layers(of_either), **heads(body=INSIDE)))
+TEXT = keys_inside(replace(MISTRAL, encoder=layers(of_either), **heads(body=INSIDE)))
 
 MISTRAL3 = replace(
     TEXT,
@@ -129,15 +126,7 @@ MISTRAL3 = replace(
         "vision": ("vision_config.hidden_size",),
         "merged": ("vision_config.hidden_size", ACROSS, ACROSS),
     },
-    defaults={
-        **TEXT.defaults,
-        TEXT_TYPE: "mistral",
-        "vision_config.hidden_size": 1024,
-        ACROSS: 2,
-        "multimodal_projector_bias": False,
-        "projector_hidden_act": "gelu",
-        "tie_word_embeddings": True,
-    },
+    keys=(*TEXT.keys, TEXT_TYPE, "multimodal_projector_bias", "projector_hidden_act"),
     free_keys=(*TEXT.free_keys, "vision_config.*", "image_token_index", "vision_feature_layer"),
     brings=projector,
 )

@@ -15,6 +15,7 @@ from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
 
 TWO_LINEARS = StoredExperts("w1", "w3", "w2", inside="block_sparse_moe")
+CHOICE = ("num_experts_per_tok", "norm_topk_prob")  # config keys of a router's choice
 ROUTER = ("output_router_logits", "router_aux_loss_coef")  # config keys for a router's further output and for a loss
 
 
@@ -54,9 +55,8 @@ MIXTRAL = replace(
     title="Mixtral",
     classes=llama.classes("Mixtral"),
     sizes={**llama.MISTRAL.sizes, "experts": ("num_local_experts",)},
-    defaults={**llama.MISTRAL.defaults, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
+    keys=("hidden_act", "num_experts_per_tok", "router_jitter_noise"),
     encoder=llama.layers(mixtral_block),
-    eps=1e-5,
     free_keys=(*llama.MISTRAL.free_keys, *ROUTER),
     stored_experts=TWO_LINEARS,
 )
@@ -67,17 +67,7 @@ QWEN3_MOE = replace(
     title="Qwen3-MoE",
     classes=llama.classes("Qwen3Moe"),
     sizes={**llama.QWEN3.sizes, "experts": ("num_experts",), "expert_ff": ("moe_intermediate_size",)},
-    defaults={
-        **llama.QWEN3.defaults,
-        **llama.shape(width=2048, ff=6144, layers=24, kv_heads=4),
-        "head_dim": llama.LLAMA.defaults["head_dim"],
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-    },
+    keys=(*llama.QWEN3.keys, *CHOICE, "decoder_sparse_step", "mlp_only_layers"),
     encoder=llama.layers(qwen3_moe_block),
     free_keys=(*llama.QWEN3.free_keys, *ROUTER),
     stored_experts=StoredExperts(),
@@ -91,16 +81,8 @@ OLMOE = replace(
     title="OLMoE",
     classes=llama.classes("Olmoe", labels=()),
     sizes={**llama.LLAMA.sizes, "experts": ("num_experts",)},
-    defaults={
-        **llama.WITHOUT_MLP_BIAS,
-        **llama.shape(vocab=50_304, width=2048, ff=2048, layers=16, heads=16),
-        "clip_qkv": None,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": False,
-    },
+    keys=("hidden_act", "attention_bias", *CHOICE),
     encoder=llama.layers(olmoe_block),
-    eps=1e-5,
     free_keys=(*llama.LLAMA.free_keys, *ROUTER),
     nullable=("clip_qkv",),
     alone={"clip_qkv": (None, "clipped queries, keys and values pass no factor on; its own checkpoints have none")},

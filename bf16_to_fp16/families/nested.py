@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 
 from .signals import RESIDUAL, ROOT, Axis, ObservationPoint
-from .types import Family, OfLayers, Part, Quotient, SameAs, Stack
+from .types import INNER, Family, Part, Stack
 from .wiring import FeedForward, Rotary, Topology
-
-INNER = "text_config"  # key of a text model's nested config
 
 _KEYS = frozenset(
     {"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling", "switch"}
@@ -76,13 +74,6 @@ def keys_inside(family: Family) -> Family:
     def keys(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(map(key, names))
 
-    def default(value: object) -> object:
-        if isinstance(value, SameAs):
-            return SameAs(key(value.key))
-        if isinstance(value, OfLayers):
-            return replace(value, otherwise=default(value.otherwise))
-        return Quotient(key(value.over), key(value.under)) if isinstance(value, Quotient) else value
-
     def moved(of: Part) -> Part:
         if (topology := of.topology) is None:
             return of
@@ -99,7 +90,7 @@ def keys_inside(family: Family) -> Family:
     return replace(
         family,
         sizes={name: tuple(key(f) if isinstance(f, str) else f for f in of) for name, of in family.sizes.items()},
-        defaults={key(name): default(value) for name, value in family.defaults.items()},
+        keys=keys(family.keys),
         encoder=Stack(key(family.encoder.layers), block),
         encoder_ends=moved(family.encoder_ends),
         tied_head=moved(family.tied_head),

@@ -37,9 +37,8 @@ OLMO2 = replace(
     name="olmo2",
     title="OLMo 2",
     classes=llama.classes("Olmo2", labels=(llama.OF_ROWS,)),
-    defaults={**llama.WITHOUT_MLP_BIAS, "vocab_size": 50_304},
+    keys=("hidden_act", "attention_bias"),
     encoder=llama.layers(block),
-    eps=1e-5,
     norm_site="to#2",
     norm_rounds_once=True,
 )
@@ -65,14 +64,8 @@ EXAONE4 = replace(
     name="exaone4",
     title="EXAONE 4",
     classes=llama.classes("Exaone4"),
-    defaults={
-        **llama.SHARED_DEFAULTS,
-        **llama.shape(vocab=102_400, ff=16_384),
-        "layer_types": None,
-        "sliding_window": 4096,
-    },
+    keys=("hidden_act",),
     encoder=Stack("num_hidden_layers", unturned_without_window),
-    eps=1e-5,
     free_keys=(*llama.LLAMA.free_keys, "layer_types", "sliding_window_pattern"),
     nullable=("layer_types", "sliding_window"),
 )

@@ -42,13 +42,8 @@ PHI3 = replace(
         "qkv": (Sum((("num_attention_heads",), (2, "num_key_value_heads"))), "head_dim"),
         "gate_and_ff": ("intermediate_size", 2),
     },
-    defaults={
-        **llama.SHARED_DEFAULTS,
-        **llama.shape(vocab=32_064, width=3072, ff=8192),
-        "resid_pdrop": 0.0,
-    },
+    keys=("hidden_act",),
     encoder=llama.layers(block),
-    eps=1e-5,
     dropout={**llama.LLAMA.dropout, "branch": "resid_pdrop"},
     free_keys=(*llama.LLAMA.free_keys, PARTIAL, "embd_pdrop", "original_max_position_embeddings", "sliding_window"),
 )

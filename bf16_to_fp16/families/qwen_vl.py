@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from .configs import looked_up
-from .llama import INSIDE, QWEN2, QWEN3, STACK, heads, image_classes, shape
+from .llama import INSIDE, QWEN2, QWEN3, STACK, heads, image_classes
 from .nested import keys_inside
 from .parts import PLAIN, Style, projector, states
 from .signals import RESIDUAL, multiplied_by
@@ -76,21 +76,19 @@ def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
     return parts
 
 
-def alone(family: Family, name: str, title: str, kind: str, defaults: Mapping[str, object], eps: float) -> Family:
+def alone(family: Family, name: str, title: str, kind: str) -> Family:
     return replace(
         family,
         name=name,
         title=title,
         classes=(StockClass((kind,), end=states("norm", PLAIN), gives=("last_hidden_state",)),),
-        defaults={key: value for key, value in family.defaults.items() if key not in family.tie_keys} | dict(defaults),
-        eps=eps,
     )
 
 
 def with_images(
-    text: Family, name: str, title: str, kinds: tuple[str, str], width: int, *, key: str = "hidden_size", **own: Any
+    text: Family, name: str, title: str, kinds: tuple[str, str], *, key: str = "hidden_size", **own: Any
 ) -> Family:
-    """Return the family of a text model with a vision tower. width: the tower's default, of config key ``key``."""
+    """Return the family of a text model with a vision tower. key: the config key of the tower's width."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(
@@ -99,20 +97,16 @@ def with_images(
         title=title,
         classes=image_classes(*kinds),
         sizes={**text.sizes, "vision": (wide,), "merged": (wide, across, across)},
-        defaults={**text.defaults, wide: width, across: 2, "tie_word_embeddings": False},
         free_keys=(*text.free_keys, "vision_config.*", *ids),
         **heads(body=INSIDE),
         **own,
     )
 
 
-SIZES = shape(vocab=152_064, width=8192, ff=29_568, layers=80, heads=64, kv_heads=8)
-QWEN2_VL_TEXT = alone(QWEN2, "qwen2_vl_text", "Qwen2-VL (text)", "Qwen2VLTextModel", SIZES, 1e-5)
-QWEN2_5_VL_TEXT = alone(QWEN2, "qwen2_5_vl_text", "Qwen2.5-VL (text)", "Qwen2_5_VLTextModel", SIZES, 1e-5)
-QWEN3_VL_TEXT = alone(
-    QWEN3, "qwen3_vl_text", "Qwen3-VL (text)", "Qwen3VLTextModel", {"intermediate_size": 22_016}, 1e-6
-)
-IN_QWEN2 = ("qwen2_vl", "Qwen2-VL", ("Qwen2VLForConditionalGeneration", "Qwen2VLModel"), 1280)
+QWEN2_VL_TEXT = alone(QWEN2, "qwen2_vl_text", "Qwen2-VL (text)", "Qwen2VLTextModel")
+QWEN2_5_VL_TEXT = alone(QWEN2, "qwen2_5_vl_text", "Qwen2.5-VL (text)", "Qwen2_5_VLTextModel")
+QWEN3_VL_TEXT = alone(QWEN3, "qwen3_vl_text", "Qwen3-VL (text)", "Qwen3VLTextModel")
+IN_QWEN2 = ("qwen2_vl", "Qwen2-VL", ("Qwen2VLForConditionalGeneration", "Qwen2VLModel"))
 OF_QWEN2: dict[str, Any] = {"key": "embed_dim", "brings": partial(of_qwen2, layer_norm_eps=1e-6)}
 QWEN2_VL = with_images(
     keys_inside(QWEN2_VL_TEXT),
@@ -120,7 +114,7 @@ QWEN2_VL = with_images(
     **OF_QWEN2,
     flat=with_images(QWEN2_VL_TEXT, *IN_QWEN2, **OF_QWEN2),
 )
-IN_QWEN2_5 = ("qwen2_5_vl", "Qwen2.5-VL", ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel"), 3584)
+IN_QWEN2_5 = ("qwen2_5_vl", "Qwen2.5-VL", ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel"))
 QWEN2_5_VL = with_images(
     keys_inside(QWEN2_5_VL_TEXT),
     *IN_QWEN2_5,
@@ -132,6 +126,5 @@ QWEN3_VL = with_images(
     "qwen3_vl",
     "Qwen3-VL",
     ("Qwen3VLForConditionalGeneration", "Qwen3VLModel"),
-    1152,
     brings=of_qwen3,
 )

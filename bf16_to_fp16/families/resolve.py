@@ -17,7 +17,7 @@ import torch
 from ..checkpoint.headers import FLOATING_DTYPES
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from .configs import axis_size, looked_up
+from .configs import axis_size, default_of, looked_up
 from .experts import experts_apart
 from .from_config import declared, in_folder
 from .known import named_as, of_model_type
@@ -114,7 +114,7 @@ def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClas
         return "; take the whole original checkpoint"
     own, name = stock.names[0], other.names[0]
     key = family.tie_keys[0]
-    tied = looked_up(checkpoint.config, key, family.defaults.get(key))
+    tied = looked_up(checkpoint.config, key, default_of(family, key))
     if stock.is_language_model and tied is False and family.head not in checkpoint.tensors:
         return (
             f', its names are those of {name}, and it has no head; write "architectures": ["{name}"] into config.json'
@@ -218,8 +218,9 @@ def resolve_tensor(
         if record.absent:
             return None
         # Defaults of keys that the config lacks may imply other tensors.
-        words = [(key, word) for key, word in family.defaults.items() if isinstance(word, str)]
-        unsaid = [f"{k!r} (stock code takes {word!r})" for k, word in words if looked_up(checkpoint.config, k) is None]
+        missing = [key for key in sorted(family.config_keys) if looked_up(checkpoint.config, key) is None]
+        words = [(key, word) for key in missing if isinstance(word := default_of(family, key), str)]
+        unsaid = [f"{key!r} (stock code takes {word!r})" for key, word in words]
         says = f", with the config.json that says {' and '.join(unsaid)}" if unsaid else ""
         raise UserError(
             f"{checkpoint.source}: tensor {record.name} is missing, and stock code would fill it with random numbers;"

@@ -14,7 +14,7 @@ from ..errors import UserError
 from . import t5
 from .configs import number_of
 from .parts import experts as parts_of_experts
-from .t5 import DEFAULTS, INPUTS, T5
+from .t5 import INPUTS, T5
 from .types import Deviation, Part, Stack
 from .wiring import Experts, FeedForward
 
@@ -81,18 +81,7 @@ SWITCH = replace(
     title="Switch Transformers",
     classes=t5.classes("SwitchTransformers")[:3],
     sizes=t5.SIZES | {"experts": ("num_experts",)},
-    defaults=DEFAULTS
-    | {
-        ACTIVATION: "relu",
-        BIAS: False,
-        DTYPE: "float32",
-        "num_layers": 12,
-        "num_decoder_layers": 12,
-        "num_sparse_encoder_layers": 3,
-        "num_sparse_decoder_layers": 3,
-        "num_experts": 8,
-        "router_jitter_noise": 0.01,
-    },
+    keys=(ACTIVATION, BIAS, DTYPE, "num_sparse_encoder_layers", "num_sparse_decoder_layers", "router_jitter_noise"),
     encoder=Stack("num_layers", partial(block, stack="encoder", dense=t5.ENCODER)),
     decoder=Stack("num_decoder_layers", partial(block, stack="decoder", dense=t5.DECODER)),
     ignorable=(),

@@ -20,7 +20,7 @@ from ..errors import UserError
 from .parts import Style, ends, feed_forward, head, head_linear, states, table, tied_head, untied_head
 from .parts import attention as attention_part
 from .signals import RESIDUAL, Axis, Kind, Signal, Tensor, input_of, multiplied_by, output_of
-from .types import Deviation, Family, Initialisation, OutputScale, Part, SameAs, Stack, StockClass
+from .types import Deviation, Family, Initialisation, OutputScale, Part, Stack, StockClass
 from .wiring import Attention, FeedForward, Head, StackEnds, StockAttributes
 
 STYLE = Style(kv_inner="inner")
@@ -143,15 +143,6 @@ SIZES = {
     "labels": ("id2label",),
 }
 
-DEFAULTS = {
-    "num_decoder_layers": SameAs("num_layers"),
-    "relative_attention_num_buckets": 32,
-    "relative_attention_max_distance": 128,
-    "tie_word_embeddings": True,
-    "dropout_rate": 0.1,
-    "classifier_dropout": 0.0,
-}
-
 # Scores are not scaled: queries begin smaller by 1/√d_kv instead.
 QUERIES, INPUTS = Deviation(("model", "head")), Deviation(("model",))
 
@@ -161,7 +152,7 @@ T5 = Family(
     # t5-3b and t5-11b on the Hub still carry the class name of 2020.
     classes=classes("T5", "T5WithLMHeadModel"),
     sizes=SIZES,
-    defaults=DEFAULTS | {"feed_forward_proj": "relu"},
+    keys=("feed_forward_proj",),
     encoder=ENCODER,
     decoder=DECODER,
     encoder_ends=stack_ends("encoder", table("shared.weight")),
@@ -178,13 +169,11 @@ T5 = Family(
     output_scale_key="scale_decoder_outputs",
     kept_in_fp32=("wo",),
     eps_key="layer_norm_epsilon",
-    eps=1e-6,
     dropout={**dict.fromkeys(("stream", "attention", "neurons"), "dropout_rate"), "head": "classifier_dropout"},
     buckets=("relative_attention_num_buckets", "relative_attention_max_distance"),
     attributes=StockAttributes(heads="n_heads", head_size="key_value_proj_dim"),
     initialisation=Initialisation(
         factor="initializer_factor",
-        default=1.0,
         modules={
             **dict.fromkeys(("shared", "embed_tokens", "lm_head", "layer_norm", "final_layer_norm"), Deviation()),
             "q": QUERIES,
@@ -202,7 +191,6 @@ MT5 = replace(
     name="mt5",
     title="mT5",
     classes=classes("MT5"),
-    defaults=DEFAULTS | {"feed_forward_proj": "gated-gelu"},
     output_scale=OutputScale.NEVER,
     untie="",
 )
@@ -267,7 +255,7 @@ LONGT5 = replace(
     name="longt5",
     title="LongT5",
     classes=classes("LongT5")[:3],
-    defaults=DEFAULTS | {"feed_forward_proj": "relu", TYPE: LOCAL, "local_radius": 127, "global_block_size": 16},
+    keys=(*T5.keys, TYPE, "local_radius", "global_block_size"),
     encoder=Stack("num_layers", long_block),
     kept_in_fp32=(),
     initialisation=replace(

@@ -14,7 +14,7 @@ from typing import Any
 from .gemma import CAP, GEMMA2, STYLE, WITHOUT_BIASES, WITHOUT_CAP, gate_norms
 from .llama import BODY, check_window, rotary_factor, shared_values, wired_attention, wired_feed_forward
 from .parts import Style, attention, ends, feed_forward, head, states, table, tied_head, untied_head
-from .types import Part, SameAs, Stack, StockClass
+from .types import Part, Stack, StockClass
 from .wiring import Rotary, StackEnds
 
 
@@ -98,18 +98,7 @@ T5GEMMA = replace(
         for name, keys in GEMMA2.sizes.items()
         if name != "vocab"
     },
-    defaults={
-        "vocab_size": 256_000,
-        "dropout_rate": 0.0,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": True,
-        **{
-            f"{stack}.{key}": SameAs("vocab_size") if key == "vocab_size" else value
-            for stack in STACKS
-            for key, value in GEMMA2.defaults.items()
-            if key not in ("attention_dropout", "tie_word_embeddings")
-        },
-    },
+    keys=tuple(f"{stack}.{key}" for stack in STACKS for key in (*GEMMA2.keys, "vocab_size")),
     encoder=Stack("encoder.num_hidden_layers", partial(block, stack="encoder")),
     decoder=Stack("decoder.num_hidden_layers", partial(block, stack="decoder")),
     encoder_ends=stack_ends("encoder"),

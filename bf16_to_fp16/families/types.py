@@ -82,11 +82,10 @@ class Deviation:
 @dataclass(frozen=True)
 class Initialisation:
     """How the stock class draws its weights; biases begin at 0. ``factor``: config key of a number that multiplies
-    deviations, ``default`` if the config has none. ``modules``: deviations by the last part of a module's name, or by a
-    pattern for its whole name; the first match counts. None for weights that are not drawn."""
+    deviations. ``modules``: deviations by the last part of a module's name, or by a pattern for its whole name; the
+    first match counts. None for weights that are not drawn."""
 
     factor: str
-    default: float
     modules: Mapping[str, Deviation | None]
 
 
@@ -98,29 +97,7 @@ DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
 """Where a dropout acts: the stream and its summands, these alone, attention weights, neurons, a classifier's input."""
 
 
-@dataclass(frozen=True)
-class SameAs:
-    """A default that equals the value of another config key."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class Quotient:
-    """A default that is one config key's number divided by another's, rounded down."""
-
-    over: str
-    under: str
-
-
-@dataclass(frozen=True)
-class OfLayers:
-    """A default read from the first entry of ``per_layer_config`` that has ``key``; ``otherwise`` if none has it."""
-
-    key: str
-    otherwise: object
-
-
+INNER = "text_config"  # key of a text model's nested config
 OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the same rotary positions
 
 
@@ -157,7 +134,8 @@ class Family:
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
     sizes: Mapping[str, tuple[str | int | Sum, ...]]
     """Products of config keys, numbers and sums; a table counts as its length."""
-    defaults: Mapping[str, object]  # of the stock config class: a value, ``SameAs``, ``Quotient`` or ``OfLayers``
+    keys: tuple[str, ...] = ()
+    """Config keys that the blocks' parts depend on, besides those that another field names."""
     encoder: Stack  # the first stack, or a decoder-only model's stack
     decoder: Stack | None = None  # the stack that reads the first one's output, None for a family of one stack
     encoder_ends: Part  # an encoder's beginning and end, without its final norm's output
@@ -174,7 +152,7 @@ class Family:
     output_scale_key: str = ""  # config key that switches the scale before the head, "" where there is none
     kept_in_fp32: tuple[str, ...] = ()  # modules in stock code's ``_keep_in_fp32_modules``
     eps_key: str | None = None  # of the norms' eps, None where fixed; dots in any key lead into nested configs
-    eps: float  # the eps that stock code uses where the config does not say
+    eps: float = 0.0  # the norms' eps where no config key says it
     centred_norm: bool = False  # true for LayerNorm (mean subtracted), False for RMSNorm
     norm_site: str = "mul#2"  # the operation that gives a norm's output, as the audit names it in fp16
     dropout: Mapping[DropoutKind, str]  # config keys of the dropout rates
@@ -227,6 +205,19 @@ class Family:
         """The part that replaces embeddings by another model's outputs; None without one."""
         parts = self.brings({}) if self.brings is not None else ()
         return next((part.topology for part in parts if isinstance(part.topology, Projector)), None)
+
+    @property
+    def config_keys(self) -> frozenset[str]:
+        """The config keys on which the layout depends, without the norms' eps."""
+        sizes = (factor for product in self.sizes.values() for factor in product if isinstance(factor, str))
+        others = (
+            *self.dropout.values(),
+            *self.multipliers.values(),
+            *self.alone,
+            *self.nullable,
+            *(self.buckets or ()),
+        )
+        return frozenset({*sizes, *(stack.layers for stack in self.stacks), *others, *self.keys})
 
     @property
     def eps_keys(self) -> tuple[str, ...]:

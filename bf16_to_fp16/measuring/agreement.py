@@ -22,11 +22,11 @@ from ..checkpoint.formats import shown
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..errors import UserError, first_line
-from ..families.configs import config_value, looked_up, with_value
+from ..families.configs import looked_up, with_value
 from ..families.known import FAMILIES, stock_class
 from ..families.layout import Layout
 from ..families.resolve import eps_attribute, resolve
-from ..families.types import Family, Quotient
+from ..families.types import Family
 from ..families.wiring import Attention, Experts, StackEnds
 from .stock import check_complete, load_config, run_everywhere, without_values
 
@@ -336,15 +336,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
 
 
 def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the config values that a layout is made from, with stock defaults for missing keys. A missing key whose
-    default is a quotient, such as ``head_dim``, is left out: not every stock class computes it."""
-    keys = {factor for product in family.sizes.values() for factor in product if isinstance(factor, str)}
-    keys |= {*family.defaults, *(stack.layers for stack in family.stacks), "model_type"}
-    keys -= LABELS
-    there = {key for key in keys if looked_up(config, key) is not None}
-    stated = {key for key, default in family.defaults.items() if not isinstance(default, Quotient)}
-    values = {key: config_value(family, config, key) for key in keys if key in there or key in stated}
-    for key in filter(None, (*family.eps_keys, family.output_scale_key)):
-        if (value := looked_up(config, key)) is not None:
-            values[key] = value
-    return values
+    """Return the config values that a layout is made from."""
+    keys = {*family.config_keys, *family.aliases, *family.aliases.values(), *family.eps_keys, *family.tie_keys}
+    values = {key: looked_up(config, key, _ABSENT) for key in (keys | {"model_type", family.output_scale_key}) - LABELS}
+    return {key: value for key, value in values.items() if value is not _ABSENT}

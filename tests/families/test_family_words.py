@@ -59,9 +59,8 @@ def module_names() -> set[str]:
 
 
 def config_keys(family: Family) -> set[str]:
-    keys = {*family.defaults, *family.dropout.values(), family.initialisation.factor, family.output_scale_key}
-    keys |= {*(stack.layers for stack in family.stacks), family.eps_key or ""}
-    return keys | {factor for factors in family.sizes.values() for factor in factors if isinstance(factor, str)}
+    keys = {*family.config_keys, family.initialisation.factor, family.output_scale_key}
+    return keys | {family.eps_key or ""}
 
 
 @cache

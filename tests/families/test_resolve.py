@@ -17,7 +17,7 @@ from bf16_to_fp16.families.layout import norms_inside, walk
 from bf16_to_fp16.families.older_versions import differences, with_older_keys
 from bf16_to_fp16.families.places import Place, layer_of, places, places_by_name
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
-from bf16_to_fp16.families.types import Family, OfLayers
+from bf16_to_fp16.families.types import Family
 from bf16_to_fp16.measuring.stock import gives_probabilities, run_everywhere
 from bf16_to_fp16.measuring.tap import Tap
 from bf16_to_fp16.rescaling.apply import apply, writes
@@ -175,10 +175,8 @@ def test_labels_are_a_choice_where_there_are_several_and_one_is_meant(changes: d
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None:
     stock = CONFIG_MAPPING[family.model_type]().to_dict()
-    others = {key: value for key, value in stock.items() if key not in family.defaults and not isinstance(value, dict)}
-    taken = {key: config_value(family, others, key) for key in family.defaults} | dict.fromkeys(
-        family.eps_keys, family.eps
-    )
+    keys = [key for key in family.config_keys if "." not in key or stock[key.partition(".")[0]] is not None]
+    taken = {key: config_value(family, {}, key) for key in (*keys, *family.eps_keys)}
     defaults = {key: looked_up(stock, key, ...) for key in taken}
     sized = {key: len(value) if isinstance(value, dict) else value for key, value in defaults.items()}
     follows = {
@@ -186,8 +184,8 @@ def test_what_a_config_leaves_out_is_stock_codes_default(family: Family) -> None
     }
     assert taken == {key: taken[key] if key in follows else value for key, value in sized.items()}
     # What no config of stock code says is a number of labels, or a size that follows from others.
-    of_layers = [key.rpartition(".")[2] for key, value in family.defaults.items() if isinstance(value, OfLayers)]
     missing = {key.rpartition(".")[2] for key, value in sized.items() if value is ...}
+    of_layers = {"global_head_dim", "num_global_key_value_heads"}
     assert missing <= {"num_labels", "classifier_dropout", "head_dim", *family.aliases, *of_layers}
 
 
