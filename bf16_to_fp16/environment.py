@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 SCHEMA = 1  # version of the report's keys
 
-PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy")
+PACKAGES = ("bf16_to_fp16", "torch", "transformers", "safetensors", "numpy", "matplotlib")
 
 HOW_TO_TRAIN = "in a clone of the repository pip install '.[train]'"
 

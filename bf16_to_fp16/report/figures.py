@@ -1,11 +1,16 @@
 """A report's two figures for each stack, with log2 |x| by block: before and after the plan; bound and observed. The
-page draws them."""
+page sets colours."""
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
 
 from ..bounds.kinds import Line, SiteKind, traits
 from ..families.places import FEED_FORWARD as FEED_FORWARDS
@@ -15,24 +20,23 @@ from ..results import BoundEntry, CertificateEntry
 from ..wording import bound_magnitude, infinite, known, magnitude, power
 from .schema import SignalEntry
 
-LEFT, RIGHT, TOP, BOTTOM = 52, 392, 8, 214  # of the plot, in a figure of 400 × 256
-
 
 @dataclass(frozen=True)
 class Series:
-    """``css``: a class. ``mark``: the SVG path of a point's mark."""
-
     name: str
     css: str
-    mark: str
+    marker: str
+    placeholder: str
 
 
-STREAM = Series("residual stream", Line.STREAM, "M-2 0a2 2 0 1 0 4 0a2 2 0 1 0-4 0z")
-ATTENTION = Series("attention's output", Line.ATTENTION, "M0-3 3 0 0 3-3 0z")
-FEED_FORWARD = Series("feed-forward's output", Line.FEED_FORWARD, "M-2-2H2V2H-2z")
-PRODUCT = Series("feed-forward's neurons or gated product", Line.PRODUCT, "M0-3 3 2H-3z")
-SCORES = Series("attention scores and their span; last in the decoder: logits", Line.SCORES, "M0 3 3-2H-3z")
+STREAM = Series("residual stream", Line.STREAM, "o", "#000004")
+ATTENTION = Series("attention's output", Line.ATTENTION, "D", "#000008")
+FEED_FORWARD = Series("feed-forward's output", Line.FEED_FORWARD, "s", "#000005")
+PRODUCT = Series("feed-forward's neurons or gated product", Line.PRODUCT, "^", "#000006")
+SCORES = Series("attention scores and their span; last in the decoder: logits", Line.SCORES, "v", "#000009")
 SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT, SCORES)
+_INK, _GRID, _LIMIT, _PAPER = "#000001", "#000002", "#000003", "#000007"
+_VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s.placeholder: s.css for s in SERIES}
 
 
 @dataclass(frozen=True)
@@ -49,15 +53,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Picture:
-    """One stack's figure. ``lines``: series, "upper" or "lower", and points. ``powers``, ``blocks``: the axes' labels
-    with their places. ``limit``: the height of fp16's limit."""
-
-    stack: str
+    svg: Markup
     words: str
-    lines: Sequence[tuple[Series, str, Sequence[tuple[float, float]]]]
-    powers: Sequence[tuple[float, str]]
-    blocks: Sequence[tuple[float, int]]
-    limit: float
 
 
 def before_and_after(signals: Sequence[SignalEntry]) -> list[Picture]:
@@ -142,35 +139,60 @@ def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str
             most = max((p.lower for p in points if p.lower is not None), default=None)
             values = upper(max(p.upper for p in points)) + ("" if most is None else f", {lower} {magnitude(most)}")
             caption = f"{stack}, largest values: {values}; the limit is 65,504"
-            result.append(drawn(points, stack, caption, low, high))
+            result.append(Picture(themed(drawn(points, stack, low, high), caption), caption))
     return result
 
 
-def drawn(points: Sequence[Point], stack: str, words: str, low: int, high: int) -> Picture:
-    last = max(1, *(point.x for point in points))
+def drawn(points: Sequence[Point], stack: str, low: int, high: int) -> str:
+    """Return one stack's figure as SVG: upper values dashed, lower ones solid. Equal figures have equal bytes."""
+    from matplotlib import rc_context, rcdefaults, rcParams
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import MaxNLocator, MultipleLocator
 
-    def across(block: int) -> float:
-        return round(LEFT + (RIGHT - LEFT) * block / last, 2)
-
-    def up(exponent: float) -> float:
-        return round(TOP + (BOTTOM - TOP) * (high - exponent) / (high - low), 2)
-
-    def place(block: int, value: float) -> tuple[float, float]:
+    def line(mine: Sequence[tuple[int, float]], style: str, width: float, **look: Any) -> None:
         # What is past an end of the axis stands there.
-        return across(block), up(min(high - 0.4, max(low + 0.2, math.log2(value) if value > 0 else low)))
+        y = [min(high - 0.4, max(low + 0.2, math.log2(value) if value > 0 else low)) for _, value in mine]
+        size = 3.6 if len(mine) < 20 else 2.4
+        axes.plot([x for x, _ in mine], y, style, linewidth=width, markersize=size, **look)
 
-    lines: list[tuple[Series, str, list[tuple[float, float]]]] = []
-    for series in SERIES:
-        mine = [point for point in points if point.series is series]
-        lines.append((series, "upper", [place(point.x, point.upper) for point in mine]))
-        lines.append((series, "lower", [place(point.x, point.lower) for point in mine if point.lower is not None]))
-    step, every = 4 if high - low < 40 else 8, math.ceil((last + 1) / 9)
-    exponents = range(low + -low % step, high + 1, step)
-    return Picture(
-        stack,
-        words,
-        lines,
-        powers=[(up(e), "65504" if e == 16 else power(e)) for e in exponents],
-        blocks=[(across(block), block) for block in range(0, last + 1, every)],
-        limit=up(math.log2(FP16_MAX)),
+    with rc_context():
+        rcdefaults()  # ignores the user's matplotlibrc
+        rcParams.update({"svg.fonttype": "none", "svg.hashsalt": stack, "font.size": 9})
+        canvas = Canvas(figsize=(5.2, 3.5), layout="constrained")
+        axes = canvas.add_subplot(facecolor="none")
+        canvas.patch.set_visible(False)
+        axes.axhspan(math.log2(FP16_MAX), high, color=_LIMIT, alpha=0.1, linewidth=0)
+        axes.axhline(math.log2(FP16_MAX), color=_LIMIT, linewidth=1.4)
+        for series in SERIES:
+            mine = [p for p in points if p.series is series]
+            look = {"color": series.placeholder, "marker": series.marker}
+            line([(p.x, p.upper) for p in mine], "--", 0.9, markerfacecolor=_PAPER, **look)
+            line([(p.x, p.lower) for p in mine if p.lower is not None], "-", 1.5, **look)
+        axes.set_ylim(low, high)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
+        axes.yaxis.set_major_locator(MultipleLocator(4 if high - low < 40 else 8))
+        axes.yaxis.set_major_formatter(lambda value, _: "65504" if value == 16 else power(round(value)))
+        axes.set_xlabel(f"{stack} block", color=_INK)
+        # The page enlarges labels on narrow screens, so they need room.
+        axes.set_ylabel("max |x|", color=_INK, labelpad=10)
+        axes.grid(axis="y", color=_GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=_INK, length=0, pad=6)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(_GRID)
+        target = io.StringIO()
+        canvas.savefig(target, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    return target.getvalue()
+
+
+def themed(svg: str, words: str) -> Markup:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for placeholder, variable in _VARIABLES.items():
+        svg = svg.replace(placeholder, f"var(--{variable})")
+    svg = re.sub(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1 %s>", svg, count=1, flags=re.DOTALL)
+    label = Markup('role="img" aria-label="{}" xmlns="{}" xmlns:xlink="{}"').format(
+        words, "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
     )
+    return Markup(svg.replace("%s", str(label), 1))
