@@ -1,5 +1,5 @@
 """Architectures as data: one file for each family or group of similar ones, in the vocabulary of ``types``.
 
 The input is a config and the names and shapes of tensors. ``resolve`` returns a ``Layout``: the role of each tensor,
-the signals that its rows and columns carry, and the connections of the stock class's modules. No other folder depends
-on the name of a family."""
+the activations (signals) with which its rows and columns are rescaled, and the connections of the stock class's
+modules. No other folder depends on the name of a family."""

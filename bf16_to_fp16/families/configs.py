@@ -65,7 +65,7 @@ def of_other_layers(config: Mapping[str, object], before: str, name: str) -> obj
 
 
 def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
-    """Return a key's value; dots in the key lead into nested configs."""
+    """Return the value of a config key, or ``default``; dots in the key lead into nested configs."""
     value: object = config
     for part in key.split("."):
         if not isinstance(value, Mapping) or part not in value:
@@ -89,7 +89,7 @@ def without_value(config: Mapping[str, object], key: str) -> dict[str, object]:
 
 
 def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """Return, by changed key, its values ``before`` and ``after``, if present; dots lead into nested configs."""
+    """Return the keys whose values differ (dotted in nested configs), each with its values ``before`` and ``after``."""
     differing: dict[str, dict[str, object]] = {}
     for key in (k for k in {**before, **after} if before.get(k, ...) != after.get(k, ...)):
         sides = {side: c[key] for side, c in (("before", before), ("after", after)) if key in c}
@@ -102,7 +102,7 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[s
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
-    """Return the config's value for ``key``, or the stock class's default; None where a null turns a part off."""
+    """Return the config's value for ``key``, or the stock class's default; None if a null turns a part off."""
     value = value_or_none(family, config, key)
     if value is None and key not in family.nullable:
         raise UserError(
@@ -138,20 +138,20 @@ def full_config(family: Family, config: Mapping[str, object]) -> dict[str, objec
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
-    """Return a whole number for ``key``, or a mapping's length; raise UserError unless it is at least ``least``."""
+    """Return the integer for ``key``, or a mapping's length; raise UserError unless it is at least ``least``."""
     number = config_value(family, config, key)
     return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
 
 
 def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
-    """Return a whole number in [``least``, 2³¹); raise UserError otherwise. what: the noun for the message."""
+    """Return ``number``; raise UserError unless it is an int in [``least``, 2³¹). what: its noun in the message."""
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
         raise UserError(f"config.json: {key!r} is {shown(number)}, not {what}; take it from the original checkpoint")
     return number
 
 
 def positive(key: str, value: object, what: str, *, zero: bool = False) -> float:
-    """Return a finite number over 0 (``zero``: or 0); raise UserError otherwise. what: the noun for the message."""
+    """Return a finite float over 0 (``zero``: or 0); raise UserError otherwise. what: its noun in the message."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))

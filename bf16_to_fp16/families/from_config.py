@@ -43,7 +43,7 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
     """Return a config's layout, without tensors and signals, and its parts except the head. tensors: how many the
-    checkpoint has; None includes only the first ``EARLY`` layers. Raises UserError for an unusable config.json."""
+    checkpoint has; None stops after ``EARLY`` layers. Raises UserError for an unusable config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
         if (value := config_value(family, config, key)) != only:
@@ -81,7 +81,7 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
 
 
 def check_kinds(family: Family, config: Mapping[str, object]) -> None:
-    """Raise UserError for a value of the wrong type, a dropout outside [0, 1), or ``tie_encoder_decoder``."""
+    """Raise UserError for config values of a wrong type, a dropout outside [0, 1), or ``tie_encoder_decoder``."""
     for key, example in {**{key: default_of(family, key) for key in family.config_keys}, **COMMON}.items():
         value = looked_up(config, key)
         what, number = KINDS.get(type(example)), isinstance(example, float)

@@ -1,16 +1,16 @@
 """Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack, as in Llama, with these differences.
 
-Gemma 3 has norms before and after every sublayer, and norms of queries and keys. The inputs of all norms carry the
-stream's factor, and all share its eps. Gains are stored as gain − 1, so a factor on a gain rounds it
-(``Tensor.offset``); only gains that need a factor get one. The embedding multiplies its output by √d. With images, a
-vision tower's outputs replace tokens in the stream, through a norm and a linear.
+Gemma 3 has norms before and after every sublayer, and norms of queries and keys. All norms share one eps, so rescaling
+multiplies all their inputs by the stream's power of two (its factor). Gains are stored as gain − 1, so a factor on a
+gain rounds it (``Tensor.offset``); only gains that need a factor get one. The embedding multiplies its output by √d.
+With images, a vision tower's outputs replace tokens in the stream, through a norm and a linear.
 
-Gemma 2 has no norms of queries and keys, but soft caps on scores and logits. A factor passes a rotation only if both
-channels of a pair have it, and several query heads share one key head: so queries and keys have one exponent for each
-pair of channels of each key head. A cap bounds the values behind it, and no exponent moves a score.
+Gemma 2 has no norms of queries and keys, but soft caps on scores and logits. A factor commutes with a rotation only if
+both channels of a pair have it, and several query heads share one key head: so queries and keys have one exponent for
+each pair of channels of each key head. A cap bounds its outputs, and rescaling leaves the scores unchanged.
 
-Gemma has a norm only before each sublayer, and no soft caps. With no norm behind them, the output projections carry the
-stream's factor themselves. So only a tied head's gains get a factor and are rounded."""
+Gemma has a norm only before each sublayer, and no soft caps. With no norm behind them, the output projections
+themselves are multiplied by the stream's factor. So only a tied head's gains get a factor and are rounded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: whether heads have norms of queries and keys. cap: see ``Attention``."""
+    """Return the parts of layer ``i``. normed: whether queries and keys have norms. cap: key of the scores' soft
+    cap."""
     llama.check_window(config)
     at = f"layers.{i}"
     own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
@@ -78,7 +79,7 @@ GEMMA3 = replace(
 
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return the parts of a projector: a vision tower's outputs replace scaled embeddings in the stream."""
+    """Return the parts of a projector, which replaces scaled embeddings in the stream by a vision tower's outputs."""
     at = "multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
     wiring = Projector(

@@ -1,15 +1,15 @@
 """GLM-4-0414, GLM-4 and GLM-4.5: causal language models, as Llama, with these differences.
 
-GLM-4 has one matrix for gate and neurons. GLM-4-0414 has norms before and after every sublayer, GLM-4 only before each.
-Gains behind a sublayer are stored themselves, not less 1, so the stream's factor rounds none. Rotary positions rotate
-channels 2i and 2i + 1 of each head's first half; the other channels are not rotated, but count as pairs too.
-``gate_up_proj`` has the rows of the gate first, then those of the neurons; only neurons carry a factor.
+GLM-4 has one matrix, ``gate_up_proj``, with the gate's rows first; only the rows of the up projection can be rescaled.
+GLM-4-0414 has norms before and after every sublayer, GLM-4 only before each. Gains behind a sublayer are stored as they
+are, not minus 1, so rescaling by a power of two rounds none. Rotary positions rotate channels 2i and 2i + 1 of each
+head's first half; the other channels are not rotated, but count as pairs too.
 
 GLM-4.5 has routed experts, and a shared expert for every token; its first layers are dense. The router always computes
 in fp32: sigmoids of its logits and, for the choice alone, a correction that files keep in fp32. If the config says so,
-the weights of a token's experts are divided by their sum. Then a factor multiplies the weights, whose sum is at most
-that factor, or without the division that factor times the number of experts per token. The first half of each head's
-channels is rotated in pairs; the others are not, but count as pairs too."""
+the weights of a token's experts are divided by their sum. Then the config's factor multiplies the weights. Their sum is
+at most that factor or, without the division, that factor times the number of experts per token. The first half of each
+head's channels is rotated in pairs; the others are not, but count as pairs too."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PARTIAL = "partial_rotary_factor"
 
 
 def block(config: Mapping[str, object], i: int, *, behind: bool = True) -> Sequence[Part]:
-    """Return the parts of layer ``i``. behind: whether its sublayers have norms behind them."""
+    """Return the parts of layer ``i``. behind: whether a norm follows each sublayer."""
     at = f"layers.{i}"
     style = Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     wiring = llama.wired_attention(
@@ -64,8 +64,8 @@ UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names 
 
 
 def turned_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
-    """Return how many channels of a head rotary positions rotate, 0 for all. otherwise: the rotated share if the config
-    has none. Raises UserError for channels that cannot form pairs."""
+    """Return how many channels of a head rotary positions rotate, 0 for all. otherwise: the rotated fraction if the
+    config has none. Raises UserError for channels that cannot form pairs."""
     inner = looked_up(config, f"rope_parameters.{PARTIAL}")
     part = positive(PARTIAL, config.get(PARTIAL, otherwise) if inner is None else inner, "a share of a head's channels")
     size = whole_number("head_dim", config["head_dim"], "a number")

@@ -1,4 +1,4 @@
-"""The supported families, and the family that a config's ``model_type`` and classes name."""
+"""The supported families, and look-up of a config's family and stock class."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SAME_CODE = ("T5", "MT5")  # beginnings of classes that are the same code, so th
 
 
 def same_code(name: str) -> tuple[str, ...]:
-    """Return the names of the stock classes with the same code as the class ``name``, which comes first."""
+    """Return ``name`` and then the names of the other stock classes that have the same code."""
     prefix = next((each for each in SAME_CODE if name.startswith(each)), None)
     others = () if prefix is None else tuple(f"{each}{name.removeprefix(prefix)}" for each in SAME_CODE)
     return (name, *(other for other in others if other != name))
@@ -86,13 +86,13 @@ def loading_class(name: str) -> str:
 
 
 def half_call(name: str) -> str:
-    """Return ``.half()``, or "" if it would round what stock code makes in fp32."""
+    """Return ``.half()``, or "" if that would round buffers that stock code keeps in fp32."""
     family = next((family for family in FAMILIES if name in names_of(family)), None)
     return "" if family is not None and family.made_in_fp32 else ".half()"
 
 
 def class_of(config: Mapping[str, object]) -> StockClass:
-    """Return the stock class that a config names first; raise UserError if it names none."""
+    """Return the stock class that a config's ``architectures`` names first; raise UserError if it names none."""
     family, names = family_of(config), architectures(config)
     if not names:
         choices = " or ".join(f'["{stock.names[0]}"]' for stock in family.classes)
@@ -101,16 +101,15 @@ def class_of(config: Mapping[str, object]) -> StockClass:
 
 
 def placed_family(config: Mapping[str, object]) -> Family:
-    """Return a config's family, with its stacks at their module paths in the config's class."""
+    """Return a config's family, with the module paths of the config's stock class."""
     return family_inside(family_of(config), class_of(config).body)
 
 
 def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return the class under whose names ``tensors`` are stored; None if these are names of the config's class, or of
-    no class of the family.
+    """Return the stock class to which the tensor names belong, if it is not the config's class; else None.
 
-    A class with a head has its stacks inside a module. Stock code reads the names of either kind, and initialises
-    missing tensors at random."""
+    A class with a head has its stacks inside a module, and so a prefix in its names. Stock code reads names with and
+    without the prefix, and initialises missing tensors at random."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
@@ -120,7 +119,7 @@ def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockCla
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Return whether a config's ``model_type`` and first class, if any, are supported; may raise UserError."""
+    """Return whether a config's ``model_type`` and first class, if any, are supported; UserError for bad types."""
     family = of_model_type(model_type_of(config))
     return family is not None and all(name in names_of(family) for name in architectures(config)[:1])
 
@@ -143,8 +142,8 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return how many positions of right padding a padded encoder row needs to stay finite in fp16: 0 for any number,
-    inf if padding is not allowed.
+    """Return the least right padding, in positions, with which a padded encoder row stays finite in fp16: 0 if any
+    does, inf if none does.
 
     Under a mask of −inf a padded position that attends to no position is NaN, and so is every position that attends to
     it, masked or not. But padded positions attend to the sums of blocks that the row's tokens do not fill."""
@@ -160,13 +159,13 @@ def spare_padding(config: Mapping[str, object]) -> float:
 
 
 def padding_entry(config: Mapping[str, object]) -> int | None:
-    """Return ``spare_padding`` as reports store it: None, instead of inf, if padding is not allowed."""
+    """Return ``spare_padding`` as reports store it, with None instead of inf."""
     spare = spare_padding(config)
     return None if spare == math.inf else int(spare)
 
 
 def may_be_absent(family: Family) -> frozenset[str]:
-    """Return the tensors that stock code computes or zeroes if a file lacks them."""
+    """Return the names of tensors that stock code computes or zeroes if a file lacks them."""
     parts = (*family.ends, family.tied_head, family.untied_head)
     return frozenset(t.name for part in parts for t in part.tensors if t.absent)
 

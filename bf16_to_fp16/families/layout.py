@@ -1,5 +1,5 @@
-"""A family resolved for one checkpoint: the role of each tensor, the connections of its modules, and the walk along the
-residual stream, sublayer by sublayer."""
+"""A family applied to one checkpoint: the role of each tensor, the connections of its modules, and the sublayers in
+order along the residual stream."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by n
 
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint. ``source``: the stored tensor, None if generated. ``gain``: a factor in addition to
-    the exponents: d^-1/2 for some separated heads, else 1. ``offset``, ``ahead``, ``in_fp32``: as in ``Tensor``."""
+    """A tensor of one checkpoint. ``source``: its stored name, None if generated. ``gain``: a factor besides
+    rescaling's powers of two: d^-1/2 for some separated heads, else 1. ``offset``, ``ahead``, ``in_fp32``: as in
+    ``Tensor``."""
 
     name: str
     source: str | None
@@ -87,7 +88,7 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """A stack of one checkpoint, its sublayers in order of execution. A model's only stack is both encoder and last."""
+    """A stack of one checkpoint, its sublayers in order of execution. For a model's only stack both flags are true."""
 
     is_encoder: bool
     is_last: bool
@@ -97,9 +98,9 @@ class ResolvedStack:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family resolved for one checkpoint. ``tied``: whether the embedding serves as head; None without a
-    language-modelling head. ``dropped``: source tensors that are not carried over, with the reason. ``head_scale``: the
-    factor on the decoder's output before the head."""
+    """A family applied to one checkpoint. ``tied``: whether the embedding serves as head; None without a
+    language-modelling head. ``dropped``: the tensors left out, with the reason. ``head_scale``: the factor on the
+    decoder's output before the head."""
 
     family: Family
     config: Mapping[str, object]
@@ -112,7 +113,7 @@ class Layout:
     topology: tuple[Topology, ...] = ()
     """The encoder's ends and then its sublayers in order, the same for the decoder, and the head."""
     eps_in_memory: Mapping[str, float] = field(default_factory=dict)
-    """Eps by norm, of a model in memory, where it differs from stock code's in a way that no config can say."""
+    """By norm, the eps of a model in memory where no config can express it."""
     held_eps: float | None = None  # of a tool that reads the output without its config, None where that counts
 
     @property
@@ -122,7 +123,7 @@ class Layout:
 
     @property
     def only_class(self) -> str | None:
-        """The name of the one class that the report covers, if other classes need tensors of ``outside``; else None."""
+        """The one class for which the report holds, if ``outside`` has any tensors; else None."""
         return self.stock.names[0] if self.outside else None
 
     @property
@@ -132,7 +133,7 @@ class Layout:
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether a softmax over the outputs gives probabilities."""
+        """Whether the outputs are logits of one choice among several, as a softmax expects."""
         if self.head is None:
             return False
         choices = self.tensors[self.head.linears[-1].weight].shape[0]
@@ -140,7 +141,7 @@ class Layout:
 
     @property
     def projectors(self) -> tuple[Projector, ...]:
-        """The parts that bring another model's outputs into the first stack."""
+        """The parts that add another model's outputs, such as a vision tower's, to the first stack."""
         return tuple(part for part in self.topology if isinstance(part, Projector))
 
     def input_width(self, projector: Projector) -> int:
@@ -181,7 +182,7 @@ class Layout:
         return rows // self.heads(attention)
 
     def cap(self, of: Attention | Head) -> float | None:
-        """Return the c of a soft cap on scores or logits, None without one."""
+        """Return the c of a soft cap c·tanh(x/c) on scores or logits, None without one."""
         cap = config_value(self.family, self.config, of.cap) if of.cap else None
         return None if cap is None else positive(of.cap, cap, "a positive number")
 
@@ -193,11 +194,11 @@ class Layout:
         return near + (length // self.summed(attention) if attention.block else 0)
 
     def summed(self, attention: Attention) -> int:
-        """Return how many positions an attention sums into one; a remainder at the end joins the last sum."""
+        """Return how many positions an attention sums into one key; the last sum may have more."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return the number of experts per token, the largest weight of an expert, and the largest sum of weights."""
+        """Return the number of experts per token, the largest weight of an expert, and the largest sum for a token."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
@@ -209,12 +210,12 @@ class Layout:
         return number, scale, scale if convex else scale * number
 
     def noise(self, experts: Experts) -> float:
-        """Return how far from 1 a router's random factor in training may be; 0 without noise."""
+        """Return the largest distance from 1 of a router's random factor in training; 0 without one."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
         return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", zero=True)
 
     def embedding_scale(self, ends: StackEnds) -> float:
-        """Return stock code's factor on a stack's embedding; 1 for none."""
+        """Return stock code's factor on the output of a stack's embedding; 1 for none."""
         if ends.multiplier:
             return self.multiplier("embedding")
         scaled = config_value(self.family, self.config, ends.switch) if ends.switch else ends.scaled_by
@@ -233,23 +234,23 @@ class Layout:
 
     @property
     def entrances(self) -> Mapping[str, str]:
-        """The stream's name, by the module path of each norm or linear that reads this stream, in order."""
+        """The name of the residual stream that each norm or linear reads, by module path, in order."""
         return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
 
     @property
     def streams_read(self) -> Mapping[str, str]:
-        """The stream's name, by the module path of each norm that reads this stream, in order."""
+        """The name of the residual stream that each norm reads, by module path, in order."""
         linears = {name for name, tensor in self.tensors.items() if len(tensor.shape) == 2}
         return {path: name for path, name in self.entrances.items() if f"{path}.weight" not in linears}
 
     @property
     def reads_stream_itself(self) -> bool:
-        """Whether sublayers read a residual stream without a norm."""
+        """Whether some linears read a residual stream directly, without a norm."""
         return len(self.entrances) > len(self.streams_read)
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of the norms whose input carries a residual exponent, in order."""
+        """Module paths of the norms that read a residual stream, in order."""
         return tuple(self.streams_read)
 
     def eps_of(self, norm: str) -> float:
@@ -293,7 +294,7 @@ class Layout:
 @dataclass(frozen=True)
 class Reader:
     """A sublayer or final norm that reads the residual stream. ``norm``: module path, "" if the sublayer's linears read
-    the stream directly. ``entrance``: the norm or one of these linears. ``site``: the audit's site of the stream there.
+    the stream directly. ``entrance``: the norm or one of these linears. ``site``: the audit's name of the stream there.
     ``sublayer``: None for a final norm. ``is_first``: whether no sublayer has added to the stream yet."""
 
     norm: str
@@ -305,7 +306,7 @@ class Reader:
 
 
 def walk(layout: Layout) -> Iterator[Reader]:
-    """Yield the readers of the residual stream in order of execution, the encoder's first."""
+    """Yield the sublayers and final norms that read the residual stream, in order of execution, the encoder's first."""
     for stack in layout.stacks():
         first = site = layout.stream(stack.ends)
         for sublayer in stack.sublayers:

@@ -2,9 +2,9 @@
 positions and a SiLU gate. Other families of one stack are built from these parts.
 
 They differ in which linears have a bias, in Seed-OSS's dropouts, in ERNIE's pairs of channels, in SmolLM3's layers
-without positions, and in Qwen3's norms of queries and keys, whose inputs carry the stream's factor. Without such norms
-a factor passes a rotation only if both channels of a pair have it, so queries and keys have one exponent for each pair
-of each key head. Gains are stored as they are, so every norm's output can be scaled."""
+without positions, and in Qwen3's norms of queries and keys, whose inputs are multiplied by the stream's power of two.
+Without such norms a power of two commutes with a rotation only if both channels of a pair have it, so queries and keys
+have one exponent for each pair of each key head. Gains are stored as they are, so every norm's output can be scaled."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
-    """Raise UserError for a sliding window in which a position does not attend to itself. In bidirectional attention a
-    window of 0, the position alone, is allowed."""
+    """Raise UserError for a sliding window too small for a position to attend to itself. Bidirectional attention allows
+    0, the position alone."""
     window = looked_up(config, key)
     least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
     if window is not None and not (isinstance(window, int) and window >= least):
@@ -45,7 +45,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def kind_of_layer(config: Mapping[str, object], i: int, every: object) -> object:
-    """Return the kind of layer ``i``. By default every ``every``-th layer is ``FULL``, and the others ``SLIDING``."""
+    """Return the kind of attention in layer ``i``. Default: every ``every``-th is ``FULL``, the others ``SLIDING``."""
     kinds = config["layer_types"]
     if kinds is None and isinstance(every, int):
         return FULL if every > 0 and (i + 1) % every == 0 else SLIDING
@@ -59,7 +59,7 @@ def number(config: Mapping[str, object], key: str) -> int:
 
 
 def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
-    """Return the ``Spread`` by which query heads share value heads. within: the prefix of config keys."""
+    """Return which query heads share each value head, as a ``Spread``. within: the prefix of config keys."""
     heads, kv_heads, size = (
         number(config, f"{within}{key}") for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -73,7 +73,7 @@ def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
 
 
 ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional", "mrope")
-"""Kinds of rotary positions whose cosines and sines have no further factor."""
+"""Kinds of rotary positions that multiply cosines and sines by no further factor."""
 
 
 def rotary_factor(config: Mapping[str, object]) -> float:
@@ -88,7 +88,7 @@ def rotary_factor(config: Mapping[str, object]) -> float:
 
 
 def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str, object]) -> float:
-    """Return the factor on cosines and sines by transformers' ``modeling_rope_utils`` for one ``rotation``."""
+    """Return the factor on cosines and sines that transformers' ``modeling_rope_utils`` uses for one ``rotation``."""
     kind, given = kind_of(rotation), rotation.get("attention_factor")
     if kind in ROTATIONS:
         return 1.0
@@ -147,7 +147,7 @@ def wired_feed_forward(at: str, activation: object, **own: Any) -> FeedForward:
 
 
 def wired_fused(config: Mapping[str, object], at: str, **own: Any) -> FeedForward:
-    """Return a feed-forward whose gate and neurons are rows of one matrix."""
+    """Return the wiring of a feed-forward whose gate and up projections are rows of one matrix."""
     both, count = f"{at}.mlp.gate_up_proj", number(config, "intermediate_size")
     joined = {"gate": both, "linear": both, "fused": (count, count), "act": f"{at}.mlp.activation_fn"}
     return wired_feed_forward(at, config["hidden_act"], **joined, **own)
@@ -168,8 +168,8 @@ def sparse(
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the ``Part`` of a layer's router and gated experts. block: the module of both in the layer. count: config
-    key of the number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
+    """Return the ``Part`` of a layer's router and gated experts. block: the layer's module with both. count: config key
+    of the number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
     inside, plain = f"{at}.{block}", wired_feed_forward(at, config["hidden_act"])
     each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count)))
     wiring = Experts(

@@ -1,10 +1,10 @@
 """Ministral 3 and Mistral 3: the text model of Mistral or Ministral 3, with outputs of a Pixtral tower in its stream.
 
 Ministral 3 is Mistral, except that queries grow with the logarithm of their position after the rotation. A projector
-reads the tower's outputs through a norm and merges each square of patches into one. Two linears with a GELU between
-them make a token of each square. The norm has the text model's eps, which rescaling multiplies by the square of the
-stream's factor, although the tower's outputs carry no factor. So outputs for images drift, which is predicted and
-measured; outputs for text do not."""
+normalises the tower's outputs and merges each square of patches into one vector. Two linears with a GELU between them
+make a token of it. The norm has the text model's eps, which rescaling multiplies by the square of the stream's factor,
+although the tower's outputs are not rescaled. So outputs for images change slightly, which is predicted and measured;
+outputs for text do not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
 
 
 def growth(config: Mapping[str, object]) -> tuple[float, float]:
-    """Return the rate at which queries grow, and from which position; raise UserError for unusable numbers."""
+    """Return (g, n): queries at position p are multiplied by 1 + g·ln(1 + ⌊p/n⌋); raise UserError for bad numbers."""
     rotation = config.get("rope_parameters") or DEFAULT_ROTATION
     given = [rotation.get(key) for key in DEFAULT_ROTATION] if isinstance(rotation, Mapping) else [None]
     numbers = [float(n) for n in given if isinstance(n, (int, float)) and not isinstance(n, bool)]

@@ -1,8 +1,8 @@
-"""Mixtral, Qwen3-MoE and OLMoE: layers as in Llama, in which a router sends each token to several gated experts.
+"""Mixtral, Qwen3-MoE and OLMoE: layers as in Llama, with a router that sends each token to several gated experts.
 
-Router and experts read one norm's output, and their weights are divided by that output's factor. So the router's logits
-keep every bit in fp32, and its choice is the same. The router computes logits in the model's dtype and the softmax in
-fp32. A token gets a weighted sum of its experts' outputs, with weights that sum to at most 1, normalised or not."""
+Router and experts read one norm's output; if that is rescaled by a power of two, their weights are divided by it. So
+the router's logits keep every bit in fp32, and its choice is the same. The router computes logits in the model's dtype
+and the softmax in fp32. A token gets a weighted sum of its experts' outputs, with weights that sum to at most 1."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
 
 
 def olmoe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``; norms of queries and keys are over all heads together."""
+    """Return the parts of layer ``i``; each norm of queries or keys spans all heads."""
     at, style = f"layers.{i}", Style(biased=llama.ATTENTION if config["attention_bias"] else ())
     wiring = llama.wired_attention(config, at, norms_whole=True, **llama.head_norms(at))
     last = llama.sparse(at, config, "num_experts", style, normalised="norm_topk_prob")

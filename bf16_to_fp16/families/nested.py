@@ -1,4 +1,4 @@
-"""A family inside a larger model: its modules are in another module, and its config keys in a nested config."""
+"""Put a family inside a larger model: its modules under a path prefix, its config keys in a nested config."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .wiring import FeedForward, Rotary, Topology
 _KEYS = frozenset(
     {"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling", "switch"}
 )
-"""Fields of a topology that are config keys."""
+"""Fields of a topology whose values are config keys."""
 
 _OF_CONFIG = _KEYS | {"activation", "gives", "scaled_by"}  # fields of a topology that are not paths
 
@@ -29,7 +29,7 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part with its modules inside ``body``; a name such as ":add" is a site of ``body`` itself."""
+    """Return a part with ``body`` before its module paths; a name such as ":add" becomes a site of ``body`` itself."""
 
     def path(name: str) -> str:
         if name.startswith(":"):
@@ -66,7 +66,7 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family) -> Family:
-    """Return a one-stack family with config keys in ``text_config``; ``tie_word_embeddings`` counts outside, too."""
+    """Return a one-stack family that reads ``text_config``, and ``tie_word_embeddings`` in the outer config too."""
 
     def key(name: str) -> str:
         return f"{INNER}.{name}" if name else name
@@ -106,8 +106,8 @@ def keys_inside(family: Family) -> Family:
 
 
 def family_inside(family: Family, body: str) -> Family:
-    """Return a family with its stacks inside the module at ``body``; "" changes nothing. A vision tower and its
-    projector go into the module around ``body``, if any."""
+    """Return a family with its stacks inside the module ``body``; "" changes nothing. A vision tower and its projector
+    go into the module around ``body``, if any."""
     if not body:
         return family
     brings, around = family.brings, body.rpartition(".")[0]

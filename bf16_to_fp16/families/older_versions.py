@@ -1,7 +1,7 @@
 """Make transformers 4.57 read a config.json of transformers 5 correctly.
 
-Version 4.57 ignores ``rope_parameters`` and takes its own defaults. But both versions read the older keys, which can
-stand beside it. Version 4.57 also scales the output of a T5 decoder by d^-1/2 if the tie flag is true, whatever
+Version 4.57 ignores ``rope_parameters`` and takes its own defaults. But both versions read the older keys, which can be
+added beside it. Version 4.57 also scales the output of a T5 decoder by d^-1/2 if the tie flag is true, whatever
 ``scale_decoder_outputs`` says. A difference that no key can remove is described in a sentence."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCALED = ("linear", "dynamic", "llama3", "yarn")  # kinds that 4.57 makes from `
 
 
 def with_older_keys(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the config with added keys from which transformers 4.57 computes the same rotary positions."""
+    """Return the config with older keys added, so that transformers 4.57 computes the same rotary positions."""
     result = dict(config)
     result |= {key: config[other] for key, other in family.aliases.items() if other in config}
     for place in rotations(config):
@@ -75,7 +75,7 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
 
 
 def rotations(config: Mapping[str, object]) -> Iterator[str]:
-    """Yield the prefix of each config that has ``rope_parameters``: "" for the outer config."""
+    """Yield the name of each nested config that has ``rope_parameters``; "" for the outer config."""
     if isinstance(config.get(ROTATION), Mapping):
         yield ""
     inside = ((k, v.get(ROTATION)) for k, v in config.items() if isinstance(v, Mapping))

@@ -1,10 +1,10 @@
 """OLMo 2, OLMo 3 and EXAONE 4: causal language models with a norm behind each sublayer, and none before. As Llama, with
 these differences.
 
-Linears read the stream itself. The columns of v, gate and up are divided by the stream's factor; q, k and both output
-projections carry it into norms that share the config's eps. The gains of the norm behind a sublayer bound its
-contribution to the stream. OLMo's norms of queries and keys are over all heads together. EXAONE's full-attention layers
-have no positions if other layers have a window."""
+Linears read the stream itself. The columns of v, gate and up are divided by the stream's power of two. The outputs of
+q, k and both output projections keep it, since norms with the same eps read them. The gains of the norm behind a
+sublayer bound its contribution to the stream. OLMo's norms of queries and keys span all heads. EXAONE's full-attention
+layers have no positions if other layers have a window."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OLMO3 = replace(
 
 
 def unturned_without_window(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``. If some layers have a window, the others have no positions."""
+    """Return the parts of layer ``i``. If some layers have a window, the others have no rotary positions."""
     kind = llama.kind_of_layer(config, i, config.get("sliding_window_pattern", 4))
     return block(config, i, whole=False, turned=config["sliding_window"] is None or kind == llama.SLIDING)
 

@@ -1,5 +1,5 @@
 """Build the parts of a sublayer, an end or a head from its weights (``Style``) and wiring (``Attention``,
-``FeedForward``). A signal's factor multiplies the weights that write the signal, and divides those that read it."""
+``FeedForward``). A signal's power of two multiplies weights that produce the signal, and divides those that read it."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def to_norm(norm: str) -> Axis:
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return how channels of queries, and of keys, share exponents. The two channels of a rotated pair share one. If
+    """Return which channels of queries, and of keys, share exponents. The two channels of a rotated pair share one. If
     neither all nor half of a head is rotated, all channels of the head share one. share: (key heads, query heads per
     key head, size of a head); () if none share."""
     if wiring.rotary is None:
@@ -103,8 +103,8 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the ``Spread`` of a fused matrix in which only one linear's rows have channels. fused: the row counts of
-    all linears. number: the linear's index. spread: of its rows alone."""
+    """Return the ``Spread`` of a fused matrix that is rescaled only in one linear's rows. fused: the row counts of all
+    linears. number: the linear's index. spread: of its own rows."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -169,10 +169,10 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
 
 
 def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
-    """Return the axes of queries and keys, their norms' gains, the signal that both carry, and the scores' signal.
+    """Return the axes of queries and keys, their norms' gains, the signal that both share, and the scores' signal.
 
-    Normalised queries and keys carry the stream's factor, since their norms share its eps. Only the queries, or the
-    gains of their norm, move the scores."""
+    Queries and keys with norms are rescaled as the stream, since their norms share its eps. Only the queries, or the
+    gains of their norm, rescale the scores."""
     query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
     if wiring.query_norm:
         # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
@@ -197,7 +197,7 @@ def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis
 
 
 def joining(wiring: Attention | FeedForward) -> tuple[ObservationPoint, ...]:
-    """Return the observation points from the output projection to the stream."""
+    """Return where a sublayer's output is observed: at its output projection and any norm behind it."""
     behind = (input_of(wiring.post_norm), output_of(wiring.post_norm)) if wiring.post_norm else ()
     return output_of(wiring.output), *behind
 
@@ -208,8 +208,8 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the ``Part`` of a feed-forward. Factors pass ReLU and the linear branch of a gate exactly, but GELU and
-    SiLU only for large inputs."""
+    """Return the ``Part`` of a feed-forward. Powers of two pass ReLU and the linear branch of a gate exactly, but GELU
+    and SiLU only for large inputs."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"
@@ -293,7 +293,7 @@ def logits(of: Head) -> Signal:
 
 
 def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
-    """Return the ``Part`` of a final norm and a tied head. The norm's gains remove the factor of the embedding."""
+    """Return the ``Part`` of a final norm and a tied head. The norm's gains are divided by the embedding's factor."""
     seen = Signal(RESIDUAL, Kind.RESIDUAL, style.model, (output_of(norm, -1),))
     return Part(
         (seen, replace(logits(of), beside=(output_of(norm),))),
@@ -303,8 +303,8 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
-    """Return the ``Part`` of a final norm and a separate head. sizes: named sizes of the linears' outputs. No factor
-    may leave the first linear: a tanh passes none, and users read the logits."""
+    """Return the ``Part`` of a final norm and a separate head. sizes: named sizes of the linears' outputs. The first
+    linear's output is not rescaled, since a tanh or the user reads it."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

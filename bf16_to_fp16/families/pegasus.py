@@ -1,15 +1,14 @@
 """Pegasus, mBART and BigBird-Pegasus.
 
 Pegasus is pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head. Three deviations from
-T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream causes a drift of about
-eps/(2·s²·var), which the plan weighs. The positions are added to the residual stream and must be scaled with it, so
-they are written even if a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
+T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream by s changes outputs by about
+eps/(2·s²·var) of themselves, which the plan weighs. The positions are added to the residual stream and must be scaled
+with it, so they are written even if a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
 
 mBART has learned positions (with two unused rows before the first), an embedding that multiplies itself by √d with
 ``scale_embedding``, and a norm between the embedding and each stack's stream. That norm removes any factor of its
-input, so the residual stream begins with the norm's gain and bias. The embedding, the positions and a tied head carry
-no factor, and each stack's stream has its own exponent. The norm's eps, which no config holds, does not drift, since
-its input is never scaled.
+input, so the residual stream begins with the norm's gain and bias. The embedding, the positions and a tied head are not
+rescaled, and each stack's stream has its own exponent. The norm's eps, which no config holds, has no effect then.
 
 BigBird-Pegasus has learned positions, other modules in the encoder's attention, and biases by the config. Its embedding
 multiplies itself by √d, its final norms are called ``layernorm_embedding``, and the encoder's scores are divided by
@@ -62,7 +61,7 @@ def attention(at: str, module: str, *, memory: bool = False, style: Style = STYL
 
 
 def neurons(at: str, config: Mapping[str, object]) -> Part:
-    """Return the ``Part`` of a feed-forward; its neurons can carry a factor only with ReLU."""
+    """Return the ``Part`` of a feed-forward; its neurons can be rescaled only with ReLU."""
     stack = at.split(".")[0]
     wiring = FeedForward(
         at=at,

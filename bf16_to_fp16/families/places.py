@@ -20,7 +20,7 @@ _STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 
 
 def attention_names(family: Family) -> set[str]:
-    """Return the last parts of the paths of modules that compute scores."""
+    """Return the last path components of a family's attention modules, such as "SelfAttention"."""
     first = {stack.layers: 1 for stack in family.stacks}
     configs = [full_config(family, {**first, **variant}) for variant in ({}, *family.variants)]
     every = [p.topology for stack in family.stacks for config in configs for p in stack.block(config, 0)]
@@ -33,7 +33,7 @@ def stack_of(path: str) -> str | None:
 
 
 def stack_in(path: str, family: Family | None) -> str | None:
-    """Return ``stack_of(path)``, or else the family's only stack."""
+    """Return ``stack_of(path)`` or, if that is None, "decoder" for a family of one stack."""
     only = STACKS[-1] if family is not None and family.decoder is None else None
     return stack_of(path) or only
 
@@ -44,7 +44,7 @@ def block_of(path: str) -> int | None:
 
 
 def layer_of(site: str) -> str:
-    """Return a site's name up to its layer's number (``encoder.block.3``), or its first module."""
+    """Return a site's name up to its layer's number (``encoder.block.3``), or else its first component."""
     parts = site.partition(":")[0].split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
@@ -59,8 +59,8 @@ _OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
 
 @dataclass(frozen=True)
 class Place:
-    """A site's place, None where unknown. ``stack``: encoder or decoder. ``block``: from 0. ``role``: of the module or
-    operation."""
+    """A site's place, None where unknown. ``stack``: encoder or decoder. ``block``: from 0. ``role``: such as
+    "feed-forward" or "queries"."""
 
     stack: str | None = None
     block: int | None = None
@@ -95,7 +95,7 @@ def _roles(sublayer: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
 
 
 def places_by_name(sites: Iterable[str]) -> dict[str, Place]:
-    """Return each site's place, from its name alone. The operations of an attention all have the role "scores"."""
+    """Return each site's place, from its name alone. All operations inside an attention have the role "scores"."""
     names = list(sites)
     attentions = {name.removesuffix(":scores") for name in names if name.endswith(":scores")}
 

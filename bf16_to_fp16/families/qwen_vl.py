@@ -3,7 +3,7 @@
 Positions on three axes only change the angles of rotary positions. A merger reads four of the tower's outputs at once
 through their norms. Two linears with a GELU between them make a token of the four. In Qwen3-VL, further mergers add
 outputs of earlier tower layers to the stream after its first layers. All these norms have an eps of their own, so only
-each merger's last linear carries the stream's factor, and the tower stays as it is."""
+each merger's last linear is rescaled as the stream, and the tower stays as it is."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def alone(family: Family, name: str, title: str, kind: str) -> Family:
 def with_images(
     text: Family, name: str, title: str, kinds: tuple[str, str], *, key: str = "hidden_size", **own: Any
 ) -> Family:
-    """Return the family of a text model with a vision tower. key: the config key of the tower's width."""
+    """Return a text model's family with a vision tower added. width: the default of the tower's config key ``key``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(

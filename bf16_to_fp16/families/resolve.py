@@ -1,4 +1,4 @@
-"""Resolve a family against a checkpoint: find the role of every tensor.
+"""Apply a family to a checkpoint: find the role of every tensor.
 
 Whether a head is tied is decided from the tensors, because the flag in the config has meant different things:
 transformers 5 writes ``true`` beside a separate head. Every tensor must have a role, since stock code fills a missing
@@ -107,8 +107,8 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
-    """Return the end of an error message about a missing embedding: its remedy. If the tensors have another class's
-    names, stock code can read them and save them under its own names, unless a head is missing."""
+    """Return the remedy in the error message for a missing embedding. If the tensors have another class's names, stock
+    code can read them and save them under its own names, unless a head is missing."""
     other = named_as(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
@@ -258,7 +258,7 @@ def merge_signals(
 
 
 def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
-    """Return a tensor before rescaling, in the file's dtype; in fp32 if it is generated or has a gain folded in."""
+    """Return a tensor before rescaling, in the file's dtype; in fp32 if it is generated or multiplied by a ``gain``."""
     if tensor.source is None:
         assert tensor.generate is not None
         return tensor.generate(tensor.shape[0], tensor.shape[1])
@@ -267,7 +267,7 @@ def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
 
 
 def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the values that stock code computes with: an offset is added in fp32 (fp64 for fp64 weights)."""
+    """Return the values that stock code computes with: ``weight`` plus any offset, in fp32 (fp64 for fp64 weights)."""
     if not tensor.offset:
         return weight
     return (weight if weight.dtype == torch.float64 else weight.float()) + tensor.offset

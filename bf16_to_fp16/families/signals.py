@@ -1,10 +1,10 @@
 """Signals, and the tensors that carry them, as pure data: nothing here computes on weights.
 
-A *signal* flows between weights: the residual stream, one attention's values, the output of one norm. It may carry a
-power of two, one for each channel. A weight that writes a signal is multiplied by the signal's factor along the axis
-that produces it; a weight that reads the signal is divided along the axis that consumes it. The product of queries and
-keys must not change, so queries are multiplied and keys divided. An element's exponent is the sum over its tensor's
-axes. Each axis is ``multiplied_by(signal)``, ``divided_by(signal)`` or None."""
+A *signal* is what flows between weights: the residual stream, one attention's values, the output of one norm. Rescaling
+may multiply each of its channels by a power of two, its factor. A weight that writes a signal is multiplied by the
+factor along the axis that produces it; a weight that reads the signal is divided along the axis that consumes it. The
+product of queries and keys must not change, so queries are multiplied and keys divided. An element's exponent is the
+sum over its tensor's axes. Each axis is ``multiplied_by(signal)``, ``divided_by(signal)`` or None."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """The kind of a signal, which decides how its exponent may be chosen."""
+    """The kind of a signal, which decides which powers of two may rescale it."""
 
     RESIDUAL = "residual"
     """A residual stream: one exponent for all stacks that share an embedding or the config's eps, else one for each."""
@@ -28,26 +28,26 @@ class Kind(StrEnum):
     NEURON = "neuron"  # neurons behind a homogeneous function (ReLU, a gate's linear branch), per channel
     ASYMPTOTIC = "asymptotic"
     """Input of a function that is homogeneous or constant for large |x|, per channel: pre-activations of a gate,
-    queries. A power of two there costs little where all inputs are large, and much elsewhere."""
+    queries. A power of two there changes outputs little where all inputs are large, and much elsewhere."""
     LOGITS = "logits"
-    """Input of a softmax over choices, with a price as ``ASYMPTOTIC``: one exponent where the embedding serves as head,
-    since the norm in front carries it, else one for each choice."""
+    """Input of a softmax over choices; rescaling it changes the function. One exponent where the embedding serves as
+    head, since the norm in front applies it, else one for each choice."""
     COLUMNS = "columns"
-    """The share of queries, or of a gate's pre-activations, that comes from each channel of their input: a power of two
-    there changes nothing for inputs that lack the channel."""
+    """What each input channel contributes to queries or a gate's pre-activations: a power of two there changes nothing
+    for inputs in which the channel is 0."""
     BEFORE_NORM = "before_norm"
-    """Output of a linear that a norm alone reads: one exponent besides the stream's. The norm takes it out again but
+    """Output of a linear that only a norm reads: one exponent in addition to the stream's. The norm removes it, except
     for its eps, so that gradients there need not grow as the stream shrinks."""
     FIXED = "fixed"  # a signal that no power of two can move: states that users read
 
     @property
     def has_price(self) -> bool:
-        """Whether an exponent on the signal is an edit, which changes the function."""
+        """Whether rescaling the signal changes the model's function."""
         return self in (Kind.ASYMPTOTIC, Kind.LOGITS, Kind.COLUMNS)
 
     @property
     def may_be_one_number(self) -> bool:
-        """Whether the signal has a single exponent, so that axes of any length can carry it."""
+        """Whether all channels have the same exponent, so that axes of any length can have it."""
         return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 
@@ -58,21 +58,20 @@ LOGITS = "logits"  # name of the signal that a softmax over choices reads
 Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
 Side = Literal["input", "output"]  # side of a module
 Spread = tuple[int, ...]
-"""How the elements of an axis share the channels of a signal: factors of the axis, outermost first, of which every
-second one only repeats. () where each element has a channel of its own.
+"""How the elements of an axis share the channels of a signal: factors of the axis's length, outermost first, of which
+every second one only repeats. () where each element has a channel of its own.
 
 Values that several query heads read: (heads of values, query heads for each, size of a head). Pairs of channels that a
-rotation turns into one another: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2). A
-negative number at either end stands for so many elements that carry nothing: neurons behind their gates in one matrix,
-(-neurons, neurons).
+rotation mixes: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2). A negative number at
+either end counts elements that are not rescaled: neurons behind their gates in one matrix, (-neurons, neurons).
 """
 
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a tensor along which a signal's factor multiplies (``sign`` 1) or divides (−1). ``spread``: how the
-    axis's elements share the signal's channels. ``others``: further signals on the same elements, or on other elements
-    of the axis if several linears share a matrix."""
+    """A tensor's axis that a signal's power of two multiplies (``sign`` 1) or divides (−1). ``spread``: how the axis's
+    elements share the signal's channels. ``others``: further signals on the same elements, or on other elements of the
+    axis if several linears share a matrix."""
 
     sign: Sign
     signal: str
@@ -80,12 +79,12 @@ class Axis:
     others: tuple[Axis, ...] = ()
 
     def beside(self, *others: Axis) -> Axis:
-        """Return this axis with further signals, on the same or on other elements."""
+        """Return this axis with ``others`` as further signals, on the same or on other elements."""
         return replace(self, others=others)
 
 
 def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
-    """Return one ``Axis`` for each signal that an axis carries; () for None."""
+    """Return an ``Axis`` for each signal that rescales an axis; () for None."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
 
@@ -101,8 +100,8 @@ def divided_by(signal: str, spread: Spread = ()) -> Axis:
 
 @dataclass(frozen=True)
 class ObservationPoint:
-    """A module's input or output where a signal is observed. ``sign``: of the signal's exponent there. ``spread``: how
-    the values there share the signal's channels, if several have the same one."""
+    """A module's input or output where a signal is observed. ``sign``: −1 if the signal's power of two divides the
+    values there. ``spread``: how the values share the signal's channels, if several have the same one."""
 
     sign: Sign
     module: str
@@ -111,7 +110,7 @@ class ObservationPoint:
 
 
 def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
-    """Return the observation point of a signal at a module's output. sign: of the signal's exponent there."""
+    """Return a signal's observation point at a module's output. sign: −1 if the signal divides it."""
     return ObservationPoint(sign, module, "output", spread)
 
 
@@ -126,19 +125,20 @@ def columns_of(signal: str) -> str:
 
 
 def made_by(columns: str) -> str:
-    """Return the signal from whose name ``columns_of`` made this one."""
+    """Return the name of the signal to which a ``COLUMNS`` signal belongs."""
     return columns.removesuffix(columns_of(""))
 
 
 def before(norm: str) -> str:
-    """Return the name of the ``BEFORE_NORM`` signal for the norm at a path."""
+    """Return the name of the ``BEFORE_NORM`` signal for the norm at the path ``norm``."""
     return f"{norm}.input"
 
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal. ``size``: the named size of its channels; with ``spread``, of an axis whose elements share channels.
-    ``seen``: sites where it can be observed. ``beside``: sites where its exponent adds to another signal's."""
+    """Activations that are rescaled together. ``size``: the named size of their channels; with ``spread``, of an axis
+    that shares channels. ``seen``: where it is observed. ``beside``: where another signal's exponent is added to its
+    own."""
 
     name: str
     kind: Kind
@@ -150,7 +150,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its name, the named sizes of its axes, and the signal that each axis carries, or None.
+    """One parameter: its name, the named sizes of its axes, and how signals rescale each axis (None: not at all).
 
     ``absent``: why a file may lack it, "" if it must be there. ``generate``: a function from its shape to its unscaled
     values, if stock code computes them. ``offset``: a number that stock code adds to it, in fp32, before use; exponents

@@ -1,8 +1,8 @@
-"""Axes of tensors where several elements belong to one channel of a signal, or some to none: values that several query
+"""Axes of tensors where several elements share one channel of a signal, or some have none: values that several query
 heads read, channels that a rotation mixes, neurons behind their gates in one matrix.
 
 A ``Spread`` lists factors of the axis length, outermost first; every second factor counts repetitions of a channel. If
-its first or last number is −n, the first or last n elements belong to no channel."""
+its first or last number is −n, the first or last n elements have no channel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .signals import Spread
 
 
 def without_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return the spread's positive factors, between the numbers of elements without a channel at start and end."""
+    """Return the positive factors, between the numbers of elements without a channel at start and end."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after
@@ -35,7 +35,7 @@ def carrying(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return [elements, ...] from [channels, ...], with zeros for elements without a channel."""
+    """Return [elements, ...] from [channels, ...]: each element's channel, or zeros for elements without one."""
     if not spread:
         return values
     before, factors, after = without_ends(spread)
@@ -47,7 +47,7 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def shared(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return the elements of each channel side by side: [channels, elements of each, ...] from [elements, ...]."""
+    """Return the elements grouped by channel: [channels, elements of each, ...] from [elements, ...]."""
     if not spread:
         return values.unsqueeze(1)
     _, factors, _ = without_ends(spread)

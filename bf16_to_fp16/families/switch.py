@@ -1,7 +1,7 @@
 """Switch Transformers: T5 v1.0 with sparse blocks, in which a router sends each token to one of several feed-forwards.
 
-Experts and router read one norm's output, so their weights are divided by that output's factor. The router always
-computes in fp32. No exponent moves its logits, so these keep every bit, and its choice is the same. Neurons have
+Experts and router read one norm's output; if that is rescaled by a power of two, their weights are divided by it. The
+router always computes in fp32. Rescaling leaves its logits equal bit for bit, so its choice is the same. Neurons have
 exponents within each expert."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYERS = {"encoder": "num_layers", "decoder": "num_decoder_layers"}
 
 def is_sparse(config: Mapping[str, object], stack: str, i: int) -> bool:
     """Return whether block ``i`` of a stack has experts, as stock code decides: every n-th block from the second on. n
-    is the number of blocks divided by that of sparse ones, rounded down; with no sparse ones, the number of blocks."""
+    is the number of blocks over that of sparse ones, rounded down; with no sparse ones, the number of blocks."""
     keys = LAYERS[stack], f"num_sparse_{stack}_layers"
     layers, sparse = (number_of(SWITCH, config, key, "a number of layers", least=0) for key in keys)
     step = layers // sparse if sparse else layers

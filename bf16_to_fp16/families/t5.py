@@ -8,7 +8,7 @@ LongT5 is T5 v1.1 with an encoder that attends locally and, with ``transient-glo
 positions. Local attention differs from T5's only in its mask. In transient-global attention the norm's output is summed
 over blocks of positions, and another norm reads the sums. Keys and values are computed from the outputs of both norms.
 All norms share one eps, scaled by the square of the residual stream's factor. So the sums, and with them the output of
-the first norm, must carry the stream's factor too, the same in every channel."""
+the first norm, must be multiplied by that factor too, the same in every channel."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return the ``Part`` of an attention. memory: it reads the encoder. shared: whose position bias it uses."""
+    """Return the ``Part`` of an attention. memory: it attends to the encoder. shared: the attention with its bias."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,

@@ -14,8 +14,8 @@ from .wiring import Projector, StockAttributes, Topology
 @dataclass(frozen=True)
 class Part:
     """Signals and tensors that belong together: a sublayer, an embedding, a head. Parts with a signal of the same name
-    share the signal, and all their observation points count. ``topology``: how the modules are connected; None for
-    outputs that only users read."""
+    share it, and the observation points of all count. ``topology``: how the modules are connected; None for outputs
+    that only users read."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -90,11 +90,11 @@ class Initialisation:
 
 
 MultiplierKind = Literal["embedding", "branch", "scores", "logits"]
-"""What a number of the config multiplies: the embedding, what joins the stream, scores in place of head_dim^-1/2. It
-divides the logits."""
+"""What a config's number multiplies: the embedding, sublayers' outputs (branch), or scores in place of head_dim^-1/2.
+It divides the logits."""
 
 DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
-"""Where a dropout acts: the stream and its summands, these alone, attention weights, neurons, a classifier's input."""
+"""Where a dropout acts: the stream and its summands, these only (branch), attention weights, neurons, head inputs."""
 
 
 INNER = "text_config"  # key of a text model's nested config
@@ -119,21 +119,21 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Sum:
-    """A factor of a size: a sum of products of config keys and numbers."""
+    """A sum of products of config keys and numbers, as a factor of an axis's size."""
 
     products: tuple[tuple[str | int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model family, with everything that the package knows only about this family; pure data."""
+    """Everything that the package knows about one model family, as pure data."""
 
     name: str
     title: str
     config_type: str = ""  # the config's ``model_type``, where it is not the name
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
     sizes: Mapping[str, tuple[str | int | Sum, ...]]
-    """Products of config keys, numbers and sums; a table counts as its length."""
+    """Axis sizes as products of config keys, numbers and sums; a key with a table stands for the table's length."""
     keys: tuple[str, ...] = ()
     """Config keys that the blocks' parts depend on, besides those that another field names."""
     encoder: Stack  # the first stack, or a decoder-only model's stack
@@ -159,7 +159,7 @@ class Family:
     multipliers: Mapping[MultiplierKind, str] = field(default_factory=dict)  # config keys of numbers over 0
     free_keys: tuple[str, ...] = ()
     """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in training;
-    one that ends in ``*`` stands for all keys with that beginning."""
+    one that ends in ``*`` means all keys that begin so."""
     buckets: tuple[str, str] | None = None
     """Config keys of the number of position buckets and of the last one's distance, or None. Stock code computes
     indices outside the table unless there are at least 4 buckets and the distance is over half their number."""
@@ -180,12 +180,12 @@ class Family:
     """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
     blind_padding: bool = False
-    """Whether padding may see no position under a stack's masks: left of a row under a causal mask, or further from the
-    row than a sliding window. Stock masks are finite in fp16, but scores under −16 add up with them to −inf; such a
-    position, with all its scores under −16, is NaN under eager attention."""
+    """Whether padding may attend to no position under a stack's masks: left of a row under a causal mask, or further
+    from the row than a sliding window. Stock masks are finite in fp16, but scores under −16 add up with them to −inf;
+    such a position, with all its scores under −16, is NaN under eager attention."""
 
     older_rotary: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OLDER_ROTARY)
-    """By kind of layer, "" for all: keys of base and scaling ("" for none) by which 4.57 makes rotary positions."""
+    """By kind of layer ("" for all), the config keys of rotary base and scaling ("" for none) in transformers 4.57."""
     older_scales_tied: bool = False  # whether transformers 4.57 multiplies by d^-1/2 just where tied
     older_notes: Mapping[str, str] = field(default_factory=dict)
     """Config keys that transformers 4.57 ignores unless null, each with a sentence that says so."""
@@ -194,7 +194,7 @@ class Family:
     stored_experts: StoredExperts | None = None  # names in files of experts that stock code gathers
     flat: Family | None = None  # the same family for configs with the text model's keys outside
     brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
-    """Returns, by the config, the parts that bring another model's outputs into the first stack; None for no such."""
+    """Returns the parts that add another model's outputs to the first stack; None if there are none."""
 
     @property
     def model_type(self) -> str:
@@ -228,7 +228,7 @@ class Family:
         return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
 
     def giving_states(self, *, decodes: bool) -> str | None:
-        """Return the stock class that returns only last states, if any. decodes: whether it has a decoder."""
+        """Return the name of the stock class without a head, if any. decodes: whether it has a decoder."""
         fitting = (each for each in self.classes if each.gives == ("last_hidden_state",) and each.decodes == decodes)
         return next((each.names[0] for each in fitting), None)
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StockAttributes:
-    """Attributes of stock modules whose values the bounds need, by name; "" if the class has none. ``heads``,
+    """Names of stock modules' attributes whose values the bounds need; "" if the class has none. ``heads``,
     ``head_size``: of an attention. ``groups``: the number of query heads per key head. ``embedding_scale``: the factor
     on the embedding, an attribute of the stack or of the embedding."""
 
@@ -22,7 +22,7 @@ class StockAttributes:
 class Rotary:
     """Rotary positions: each pair of channels of a query or key is rotated by an angle.
 
-    at: the module of cosines and sines, "" for a layer without rotation, which the bounds of a rotation cover too.
+    at: the module of cosines and sines, "" for a layer without rotation, to which the bounds with rotation apply too.
     factor: the largest factor on cosines and sines, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i
     and i + half of the rotated ones. turned: how many channels of a head are rotated, 0 for all; the others stay, but
     count as pairs too. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
@@ -63,10 +63,10 @@ class Attention:
     scale: str = ""  # config key of a number whose power of -1/2 multiplies ``scaled`` scores, "" for head_dim
     cap: str = ""  # config key of the c of a soft cap c·tanh(x/c) on scaled scores, before the mask; null for none
     radius: str = ""
-    """Config key of how far a position sees, "" for no limit. With one, sequences are cut into blocks of radius + 1
-    positions that see themselves and their two neighbours. The stock class masks with −1e10, which is −inf in fp16."""
+    """Config key of the largest distance of a key from its query, "" for no limit. With one, blocks of radius + 1
+    positions attend to themselves and their two neighbours. Stock code masks with −1e10, which is −inf in fp16."""
     block: str = ""
-    """Config key of the number of positions in each sum that makes further keys and values, "" for no sums. A remainder
+    """Config key of the number of positions in each sum that gives further keys and values, "" for no sums. A remainder
     at the end joins the last sum."""
     block_norm: str = ""  # the norm of the sums
     block_bias: str = ""  # tensor of their position bias
@@ -86,8 +86,8 @@ class Attention:
 
     @property
     def scaling(self) -> tuple[str, ...]:
-        """The sites where a number multiplies the scores, or its root queries and keys. Rotary positions make four
-        products before these sites, and growing queries one more."""
+        """The sites where scores are multiplied by a number, or queries and keys by its root. Rotary positions make
+        four products before these sites, and growing queries one more."""
         if self.divides:
             return (f"{self.at}:div",)
         first = 1 if not self.turns else 6 if self.rotary is not None and self.rotary.growth else 5
@@ -201,7 +201,7 @@ class StackEnds:
 
     @property
     def rounds_scale(self) -> bool:
-        """Whether √d is rounded to the embedding's dtype before it multiplies."""
+        """Whether √d is rounded to the embedding's dtype before it multiplies the embedding."""
         return bool(self.scaled_by) and not self.switch and not self.multiplier
 
     @property
@@ -215,7 +215,7 @@ class StackEnds:
 
     @property
     def embedded(self) -> str:
-        """The site of the embedding after everything is added to it."""
+        """The site of the embedding with everything added to it."""
         if self.positions:
             return f"{self.at}:add"
         return self.scaling if self.scaled_by else f"{self.embedding}:embedding"
@@ -257,11 +257,11 @@ class Projector:
     LayerNorm may lose the variation, so its bounds hold for outputs whose mean is at most ``MOST_MEAN``. ``joined``:
     how many of the norm's outputs the first linear reads at once; ``by_channel``: whether their channels are
     interleaved. ``shares_eps``: whether the norm has the text model's eps, which scales with the stream's exponent, so
-    that the norm's output drifts.
+    that the norm's output changes.
 
     ``weight``: tensor of the only linear, [inputs, outputs]; "" if there are modules instead: ``merging`` ("" for
-    none), then those of ``feed_forward``, if any. ``tower``: the other model's module, which stays unknown: its tensors
-    are carried over unchanged, and no bound covers its inside. ``behind``: the sum to which the results are added, ""
+    none), then those of ``feed_forward``, if any. ``tower``: the other model's module, which is not analysed: its
+    tensors are copied unchanged, and no bound covers its inside. ``behind``: the sum to which the results are added, ""
     if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the field with the results in the stock
     class's output, "" for none."""
 
