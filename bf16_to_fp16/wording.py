@@ -144,10 +144,10 @@ def scientific(value: float | None) -> str:
 
 
 def power(exponent: float) -> str:
-    """Return 2^exponent as text, with a fraction before it if the exponent is not whole: 5/8·2⁻³."""
+    """Return 2^exponent as text: 2⁻³, or with eighths before it if the exponent is not whole, 5/8·2⁻³."""
     whole = math.ceil(exponent)
-    fraction = "" if whole == exponent else f"{round(8 * 2 ** (exponent - whole))}/8·"
-    return f"{fraction}2{superscript(whole)}"
+    fraction = "" if whole == exponent else f"{round(8 * 2 ** (exponent - whole))}/8"
+    return "·".join(filter(None, (fraction, f"2{superscript(whole)}" if whole or not fraction else "")))
 
 
 def superscript(exponent: int) -> str:
