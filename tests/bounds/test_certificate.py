@@ -121,7 +121,7 @@ def test_dropout_of_attention_weights_is_in_what_they_gather(kind: str) -> None:
             assert 2 <= more / less < 2.01
 
 
-@pytest.mark.parametrize("kind", ["t5", "gated", "gelu", "pegasus"])
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gated", "pegasus"], ["t5", "gated", "gelu", "pegasus"]))
 def test_the_norm_safe_bound_covers_the_length_of_the_stream(kind: str) -> None:
     model = tiny.build(kind, 4, factor=0.5)
     layout, certificate = certified(model.half(), target="norm-safe")
@@ -146,9 +146,7 @@ def test_the_norm_safe_bound_covers_the_length_of_the_stream(kind: str) -> None:
     assert min(bounds[path] / seen[path] for path in layout.norms) < 100
 
 
-@pytest.mark.parametrize(
-    "kind", exhaustive.beyond(["gated", "pegasus", "gemma3"], [*tiny.FIRST, "gated", "t5-classifier"])
-)
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gated"], [*tiny.FIRST, "gated", "t5-classifier"]))
 def test_certify_fails_before_and_holds_after(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The other kinds' plans scale the same parts; the contract has each kind's couplings."""
     source = tiny.save(tiny.build(kind, 0, **tiny.few_layers(kind)), tmp_path / "source")

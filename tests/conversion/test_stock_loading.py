@@ -34,16 +34,16 @@ KINDS = ("t5", "gated", "silu", "mt5", "umt5", *PEGASUS, *ENCODERS, *HEADS, *LON
 MORE = (
     *("silu", "mt5", "longt5", "llama", "bigbird_pegasus", "t5-encoder", "umt5-encoder", "t5-states"),
     *("t5-token-classifier", "umt5-spans", "longt5-encoder", "switch", "switch-untied", "gemma3-untied"),
-    *("embeddinggemma", "gemma", "mistral", "qwen2", "mixtral", "olmoe"),
+    *("embeddinggemma", "gemma", "mistral", "qwen2", "mixtral", "olmoe", "gemma3", "glm4", "olmo2"),
 )
-"""Those of ``KINDS`` that only ``make test-all`` converts: others have each of their parts."""
+"""Those of ``KINDS`` that only ``make test-all`` converts: others, and ``TURNED``, have each of their parts."""
 DEMO = "t5-gated-bytes"
 DRIFTING = (*PEGASUS, *(kind for kind in CAUSAL if "gemma" in kind))
 VOCABULARY = 384
 NEAR = 1e-5  # largest difference allowed, as a share of the version's own largest logit on the source
 DRIFT = 1e-3
 """The same for ``DRIFTING``, with Pegasus's fixed eps or gains that round: it is 1e-7 to 6e-4 of these models. That it
-is no more than the report predicts, ``test_convert`` shows."""
+is no more than the report predicts, ``test_drift`` shows."""
 
 Pairs = dict[str, tuple[Path, Path]]
 Logits = Callable[[str], dict[str, tuple[Outcome, Outcome]]]

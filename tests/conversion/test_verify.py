@@ -20,6 +20,7 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import bound, fp16_weights
 from bf16_to_fp16.checkpoint.folder import records
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.checkpoint.recorded import CONVERTED_KEY
 from bf16_to_fp16.conversion.comparison import near
 from bf16_to_fp16.families.resolve import resolve
 from bf16_to_fp16.families.signals import Kind
@@ -170,6 +171,10 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
     "the plan's family": (of_report("plan.family", "pegasus"), BOUNDS, "plan", "plan", "is for pegasus"),
     "a head apart": (of_report("plan.untied_head", True), BOUNDS, "plan", "config.json", "separates the head"),
     "other inputs than the seed's": (of_report("inputs.sha256", "0" * 64), RUN, "audit", "inputs", ""),
+    "another plan's mark": (
+        of_config(f"{CONVERTED_KEY}.stream_exponents", [-3]),
+        *(BOUNDS, "plan", "config.json", "is not what the conversion wrote for this plan"),
+    ),
     "no bounds": (
         of_report("certificate.sites", []),
         *(BOUNDS, "certificate", "certificate.sites", "the report says None"),

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
@@ -257,14 +256,6 @@ def test_what_was_moved_further_or_holds_no_numbers_is_not_taken_back(converted:
     (folder / "README.md").write_text("mine")
     command = ["undo", str(folder), str(tmp_path / "back"), "--plan", str(converted / "fp16_report.json")]
     assert main(command) == 0 and (tmp_path / "back" / "README.md").read_text() == "mine"
-
-
-def test_a_config_that_tells_of_another_plan_is_not_verified(converted: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "forged"
-    shutil.copytree(converted, folder)
-    with rewritten(folder / "config.json") as config:
-        config[CONVERTED_KEY]["stream_exponents"] = [-3]
-    assert main(["verify", str(folder), "--no-audit"]) == 1
 
 
 def test_a_converted_folder_is_followed_and_undone_to_the_originals_scale(converted: Path) -> None:
