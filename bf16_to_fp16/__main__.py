@@ -1,4 +1,4 @@
-"""Entry point of ``python -m bf16_to_fp16`` and ``bf16-to-fp16``. Slow imports stand inside ``main``, so that Ctrl-C
+"""Entry point of ``python -m bf16_to_fp16`` and ``bf16-to-fp16``. Slow imports are inside ``main``, so that Ctrl-C
 gives status 130 and no traceback. An uncaught exception is a bug: status 70, traceback in a file."""
 
 import codecs
@@ -89,7 +89,7 @@ def heard() -> Iterator[None]:
 
 
 def open_closed_streams() -> bool:
-    """Open closed standard streams on os.devnull, lest a file get their numbers; return whether stdout was closed."""
+    """Open closed standard streams on os.devnull, so that no file gets their numbers; return whether stdout was."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:

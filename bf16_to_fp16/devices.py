@@ -1,6 +1,6 @@
 """Devices by name, and NVIDIA's cards as their driver reports them: a torch without CUDA sees no card, and its
-``is_bf16_supported`` counts emulation. Work that exhausts device memory continues on the CPU. torch is slow to import,
-so functions import it."""
+``is_bf16_supported`` also counts emulation. Work that exhausts device memory continues on the CPU. torch is slow to
+import, so functions import it."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def shown(device: torch.device) -> str:
 
 
 class Device:
-    """A device, with the CPU for work that the device cannot run. ``used``: the devices that ran each part."""
+    """A device, with the CPU for work that the device cannot run. ``used``: by part of the work, where it ran."""
 
     def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
         self.progress = progress or Progress(quiet=True)

@@ -1,4 +1,4 @@
-"""The versions of the report's keys and of installed packages."""
+"""The version of the report's schema, and versions of installed packages."""
 
 from __future__ import annotations
 

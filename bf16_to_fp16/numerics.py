@@ -29,7 +29,7 @@ GELU_CUBE_BACKWARD_LIMIT = math.sqrt(FP16_MAX / 3)
 
 NORM_FLOOR = 2.0**-17
 """Least mean square of a stream that a norm may square in fp16. Each square then loses at most 2⁻²⁵, and the norm's
-output at most 2⁻⁹ of itself, as much as one rounding to bf16."""
+output at most 2⁻⁹ of itself, as in one rounding to bf16."""
 
 NOISE = 1e-9  # a smaller KL divergence is noise of fp32 logits
 MAX_LENGTH = 32768  # positions for which a certificate holds unless it is asked for another number

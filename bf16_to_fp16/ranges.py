@@ -21,15 +21,15 @@ class ChannelRange:
 @dataclass(frozen=True)
 class NormRange:
     """The range of a norm's input: the largest ‖x‖₂ of a token, and the tokens' variances, fp64 [k, 2]. A row is a
-    variance, rounded to an eighth of a binade, and the share of tokens with it; only ``nn.LayerNorm`` subtracts the
+    variance (rounded to an eighth of a binade) and the fraction of tokens with it; only ``nn.LayerNorm`` subtracts the
     mean."""
 
     norm_max: float
     variances: Tensor
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return, for each variance, the factor by which the norm's output changes, and the share of tokens. The norm's
-        input is scaled by 2^exponent, but eps is not. fixed: the eps of a tool that ignores the model's."""
+        """Return the factor on a norm's output if its input is scaled by 2^exponent but eps is not: [k], by row of
+        ``variances``, and the rows' fractions of tokens. fixed: the eps of a tool that ignores the model's."""
         variance, shares = self.variances.unbind(1)
         scaled = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + scaled)).sqrt(), shares
@@ -44,8 +44,8 @@ class NormRange:
 @dataclass(frozen=True)
 class ScoreRange:
     """An attention's largest |score|. ``product``: of the bare QKᵀ. ``biased``: of any value up to the softmax (scaled,
-    with position bias, before the mask). ``excess_bits``: the bits by which each head's queries must fall so that a
-    bound holds, fp64 [heads]; None if observed."""
+    with position bias, before the mask). ``excess_bits``: by head, log2 of the factor by which queries must shrink for
+    bounds to fit, fp64 [heads]; None if observed."""
 
     product: float
     biased: float
@@ -72,7 +72,7 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 
 @dataclass(frozen=True)
 class Squares:
-    """A norm's largest sum of squares as fp16 may sum it, and the least mean square of any token."""
+    """For a norm that squares its input in fp16: the largest sum of squares, and the least mean square of any token."""
 
     largest: float
     least: float

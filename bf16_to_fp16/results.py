@@ -57,7 +57,7 @@ class Fidelity(ReportObject):
 
     @property
     def exact(self) -> bool:
-        """Whether the outputs in fp32 are equal bit for bit; a KL of 0 alone may come from rounding."""
+        """Whether the outputs in fp32 are equal bit for bit, since a KL divergence of 0 may come from rounding."""
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
 
     @property
@@ -132,7 +132,8 @@ class RunEntry(ReportObject):
 
 
 class GradientSiteEntry(ReportObject):
-    """Gradients of one operation: the largest, at the loss scale, and the share of elements that become 0 in fp16."""
+    """Gradients of one operation: the largest, at the loss scale, and the share of their elements that fp16 turns into
+    0."""
 
     name: str
     amax: Real
@@ -219,7 +220,7 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """The largest values found at a site, by kind of input (``embeddings``: mixtures of tokens) and, ``half``, in fp16.
+    """The largest |x| found at a site, by kind of input (``embeddings``: mixtures of tokens) and, ``half``, in fp16.
     ``worst``: the largest of all. ``ids``: the encoder's and decoder's tokens that give it."""
 
     name: str

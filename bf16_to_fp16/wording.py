@@ -15,7 +15,7 @@ MOST_FACTOR = 1_000_000  # no number is shown for a ratio over this, such as one
 
 
 def infinite(value: float) -> bool:
-    """Return whether a number stands for infinity, as in reports (± the largest double) and pages (±1e308)."""
+    """Return whether a number means infinity, as in reports (± the largest double) and pages (±1e308)."""
     return abs(value) >= 1e308
 
 
@@ -59,15 +59,15 @@ def below_limit(value: float | None) -> str:
 
 
 def reached(value: float | None) -> str:
-    """Return the text of an fp16 site's largest |x|; after an overflow of its value in fp32, or "overflow"."""
+    """Return the text of an fp16 site's largest |x|; after an overflow the fp32 value or, without one, "overflow"."""
     if value is None or not value <= FP16_MAX:
         return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
     return magnitude(value)
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return the text of headroom, or "5.5 × over" if the value is known in fp32. A site that an earlier overflow broke
-    and whose own value fits is "passed on"."""
+    """Return the text of headroom, or of an fp32 value over the limit, "5.5 × over". A site whose own value fits but
+    which an earlier overflow broke is "passed on"."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:

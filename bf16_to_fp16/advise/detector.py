@@ -60,7 +60,7 @@ class _Chunk(NamedTuple):
 
 
 class Detector:
-    """Takes losses one by one with ``update`` and collects ``events``."""
+    """Takes a training run's losses one by one with ``update``, and collects spikes and the like in ``events``."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []  # in the order of their discovery
@@ -94,7 +94,7 @@ class Detector:
     # -- spikes
 
     def _yardstick(self) -> tuple[float, float]:
-        """Return level and robust standard deviation of the calm losses.
+        """Return the level of the calm losses and the robust standard deviation around it.
 
         On a steep fall the scatter about the median is mostly the fall, so a line through the losses replaces the
         median. The level is never below all of the last losses, since a fall flattens out."""

@@ -1,4 +1,4 @@
-"""Find the weights that do not move: an update below half the gap between 16-bit values is lost in rounding.
+"""Find weights that a small update leaves unchanged: below half the gap between 16-bit values it is lost in rounding.
 
 The gap is a power of two, so one histogram of exponents gives the stalled share of a tensor for every learning rate. An
 update of Adam and Lion is about the learning rate; Adafactor's is about the learning rate times the tensor's root mean
@@ -103,7 +103,7 @@ def advise_updates(
 
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
-    """Return how many elements overflow, and how many others start to move at each learning rate."""
+    """Return how many elements overflow the format, and by learning rate how many others start to change there."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):

@@ -1,4 +1,4 @@
-"""The files of a PEFT adapter, and whether it is for the original or the converted checkpoint. Imports no torch."""
+"""Check the files of a PEFT adapter: whether it is for the original or the converted checkpoint. Imports no torch."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return the config of an adapter to convert for ``base``, or with ``back`` for the source of ``base``. Raises
-    UserError if the adapter is for that side already."""
+    """Return the config of an adapter to be rescaled for ``base``, or with ``back`` for the source of ``base``. Raises
+    UserError if the adapter already fits that checkpoint."""
     origin, config = recorded(base)["source"], adapter_config(adapter)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)

@@ -1,6 +1,6 @@
-"""The config and the weight files that stock code would read in a checkpoint's folder. Also the files by which
-sentence-transformers reads an encoder's folder: ``modules.json`` and configs. A module that reads more than the
-encoder's last states is refused (https://sbert.net/docs/package_reference). Imports no torch."""
+"""Find the config and the weight files that stock code would read in a checkpoint's folder. Also check the files by
+which sentence-transformers loads an encoder: ``modules.json`` and configs. A module that reads more than the encoder's
+last states is refused (https://sbert.net/docs/package_reference). Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .sources import RESTORE, check_not_gguf, contained, leaves, shown
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 SINGLE_OR_SHARDED = (WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Files in which stock code looks for weights, in its order."""
+"""Files in which stock code looks for weights; it takes the first that exists."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -146,7 +146,7 @@ LAST_STATES = {  # keys that choose the method and the output read, with the val
 
 
 def check_sentence_encoder(folder: Path) -> None:
-    """Raise UserError unless the encoder runs as its config.json says and other modules read only its last states."""
+    """Raise UserError unless sentence-transformers keeps config.json's settings and reads only the last states."""
     entries = listed_modules(folder)
     if not (folder / MODULES).is_file():
         return

@@ -1,4 +1,4 @@
-"""Read and write files: free space, one-line errors of the disk, and JSON with its limits. Imports no torch."""
+"""Read and write files: check free space, report disk errors in one line, parse JSON strictly. Imports no torch."""
 
 from __future__ import annotations
 

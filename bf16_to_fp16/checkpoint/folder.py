@@ -1,4 +1,4 @@
-"""Copy a checkpoint's files other than its weights. Weights in other formats are left out: they hold old values."""
+"""Copy a checkpoint's files other than its weights. Weights in other formats are left out: they have the old values."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ TEMPLATES = "additional_chat_templates"  # a tokenizer's folder
 def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Copy the files that are neither weights nor code; return the names copied and left out. The source's card becomes
-    ``SOURCE_README.md``, and with ``back`` becomes the card again. tokenizer: the tokenizer's folder, if elsewhere."""
+    """Copy the files that are neither weights nor code; return the names copied and left out. The source's model card
+    becomes ``SOURCE_README.md``; ``back`` renames it again. tokenizer: the tokenizer's folder, if elsewhere."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
     renamed = {"SOURCE_README.md": "README.md"} if back else {"README.md": "SOURCE_README.md"}

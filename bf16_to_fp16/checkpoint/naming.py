@@ -1,5 +1,5 @@
-"""Tensor names, which differ for T5 encoders between stock code and Wan, for models with images between modules and
-files. Also the layouts that ``convert`` writes: a folder, or one file. Imports no torch.
+"""Translate tensor names: of T5 encoders between stock code and Wan, of models with images between modules and files.
+Also the layouts that ``convert`` writes: a folder, or one file. Imports no torch.
 
 Wan's T5 is ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1; its code fixes the eps in fp32."""
 
@@ -61,13 +61,13 @@ WITH_IMAGES = {
     ),
     ("visual.", "model.layers."): (("visual.", "model.visual."), ("model.", "model.language_model.")),
 }
-"""By name prefixes that tell LLaVA's and Qwen2.5-VL's files: each prefix in files, and its prefix in modules.
+"""By name prefixes that identify LLaVA's and Qwen2.5-VL's files: each prefix in files, and its prefix in modules.
 transformers 4.57 reads a vision tower only by its names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return the names in files by names in modules, where the two differ. names: those in files. classes: a class
-    whose name ends in ``Model`` has no head, and its names in modules lack the prefix ``model.``."""
+    """Return tensors' names in files by their names in modules, where the two differ. names: those in files. classes: a
+    class whose name ends in ``Model`` has no head, and its names in modules lack the prefix ``model.``."""
     names = frozenset(names)
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
@@ -120,7 +120,7 @@ FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one fil
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A one-file layout. ``model_type``, ``eps``, ``activation``: fixed by the program that reads it, else unset."""
+    """How a program reads one file. ``model_type``, ``eps``, ``activation``: set if the program fixes them."""
 
     name: str
     readers: str

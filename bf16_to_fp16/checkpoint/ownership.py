@@ -22,7 +22,7 @@ _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
-    """Return by file name the entries of the record that this program wrote in a folder; None for the record itself."""
+    """Return the files that this program's record in a folder lists, with their entries; None for the record itself."""
     for name in RECORDS:
         try:
             entries = loads((folder / name).read_bytes())["output"]["files"]

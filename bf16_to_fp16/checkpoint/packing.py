@@ -1,5 +1,5 @@
-"""Write a converted folder as one file, with the names that a tool expects and its conversion in the metadata. Format:
-https://github.com/huggingface/safetensors#format"""
+"""Write a converted folder as one file, with the tensor names that a tool expects and its conversion in the metadata.
+Format: https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
 

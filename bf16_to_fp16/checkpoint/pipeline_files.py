@@ -27,7 +27,7 @@ NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSU
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``loaded``: library and class by component. ``others``: files to link or copy. ``left_out``: hidden folders."""
+    """``loaded``: (library, class) by component. ``others``: files to link or copy. ``left_out``: hidden folders."""
 
     folder: Path
     source: str

@@ -39,7 +39,7 @@ class Checkpoint:
 
     @property
     def home(self) -> Path:
-        """The folder that holds the source's other files."""
+        """The source's own folder, even where ``folder`` is a temporary copy."""
         return self.own_folder or self.folder
 
     def check_unchanged(self) -> None:

@@ -31,7 +31,8 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return a report's JSON. needed: error messages by dotted key, each of which must exist. version: the schema's."""
+    """Return a report's JSON. needed: required dotted keys, each with its error message. version: the required
+    schema."""
     data = read_json(path, "report", LONGEST_REPORT)
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")

@@ -1,4 +1,4 @@
-"""Build the output folder under a temporary name beside its place, then rename it. It appears whole or not at all."""
+"""Build the output folder under a temporary name beside its place, then rename it, so that it is never incomplete."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out`` without harm to a source. A folder is made as a trial,
+    """Raise UserError unless a folder can be made at ``out`` without harm to a source. A folder is made to find out,
     since permissions alone do not tell whether the file system allows it."""
     with writing(out, ELSEWHERE):
         there = out.is_dir() and not out.is_symlink()
@@ -103,7 +103,7 @@ def check_file(path: Path, mend: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary file's path; that file then replaces ``path``. Devices and links are written directly."""
+    """Yield a temporary path; the file there then replaces ``path``. Devices and links are written directly."""
     if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.absolute().parent, os.W_OK))):
         yield path
         return

@@ -158,7 +158,7 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Return a chunk's values, scaled in place, and a mask of zeros: those before scaling or, with an offset, after."""
+    """Return a chunk's values, scaled in place, and a mask of its zeros: before scaling or, with an offset, after."""
     zero = np.equal(values.numpy(), 0)
     if write.offset:  # adding 0 would turn -0 into 0
         values += write.offset
@@ -178,7 +178,7 @@ def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> t
 
 
 def powers_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 2^exponents, exactly for whole exponents, which torch.ldexp does not promise."""
+    """Return 2^exponents; for whole exponents exactly, which torch.ldexp does not guarantee."""
     whole = exponents.floor()
     fractions = np.exp2((exponents - whole).double().numpy())
     return torch.from_numpy(np.ldexp(fractions, whole.to(torch.int32).numpy())).to(dtype)

@@ -102,7 +102,7 @@ def certify_command(source: str, subfolder: str | None, json_file: str | None, *
 
 
 def exact_next(report: Report, source: str, subfolder: str | None) -> str:
-    """Return a report's next command, with the source's whole path in place of its last part."""
+    """Return a report's suggested next command, with the source's full path, which the report shortens."""
     from ..families.known import named
     from ..report.remedies import next_command
 

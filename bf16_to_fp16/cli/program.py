@@ -27,11 +27,11 @@ from .training import finetune_command, launch_command, recipe_command
 
 
 class _UnreadError(Exception):
-    """Nobody reads the output any more."""
+    """The reader of standard output has closed it, as ``head`` does."""
 
 
 class _Commands(Ordered):
-    """The group of all commands. If nobody reads the output any more, click would exit with 1, which means "unsafe"."""
+    """The group of all commands. When a pipe's reader closes it, click would exit with 1, which here means "unsafe"."""
 
     def invoke(self, context: click.Context) -> Any:
         try:

@@ -24,12 +24,12 @@ FOLLOWING = {
 BOTH_WAYS = (True, "all")  # values of ``use_bidirectional_attention`` with which text is seen from both sides
 
 OTHERWISE: Mapping[str, object] = {"num_labels": 2, "classifier_dropout": 0.1, "global_head_dim": 512}
-"""What stock classes take where neither a config nor its class says it."""
+"""Defaults of stock classes for keys that neither a config nor its class has."""
 
 
 @cache
 def stock_defaults(model_type: str) -> Mapping[str, object]:
-    """Return what the stock config class takes for missing keys: None for what follows from others."""
+    """Return the stock config class's defaults by key; None for values that follow from other keys."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig  # slow to load
 
     if model_type not in CONFIG_MAPPING:
@@ -49,7 +49,7 @@ def stock_defaults(model_type: str) -> Mapping[str, object]:
 
 
 def default_of(family: Family, key: str) -> object:
-    """Return the stock class's value for a missing key, also of a text model whose keys stand outside."""
+    """Return the stock config class's default for ``key``, at the top level or inside ``text_config``."""
     last, stock = key.rpartition(".")[2], stock_defaults(family.model_type)
     places = (key, f"{INNER}.{key}", family.aliases.get(key, key))
     values = (looked_up(stock, place) for place in places)
@@ -57,8 +57,8 @@ def default_of(family: Family, key: str) -> object:
 
 
 def of_other_layers(config: Mapping[str, object], before: str, name: str) -> object:
-    """Return a value of layers of another kind, which newer configs have under its plain name in ``per_layer_config``.
-    before: the prefix of config keys."""
+    """Return the value of ``name``, without its "global_", in ``per_layer_config`` behind the key prefix ``before``, or
+    None."""
     layers, plain = looked_up(config, f"{before}per_layer_config"), name.replace("global_", "")
     own = layers.values() if isinstance(layers, Mapping) else ()
     return next((each[plain] for each in own if isinstance(each, Mapping) and plain in each), None)
