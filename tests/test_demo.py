@@ -97,26 +97,6 @@ def test_the_demo_ends_with_the_table_of_the_readme(demo: Any, pytestconfig: pyt
             assert one == pytest.approx(other, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("convert",),
-        ("convert", "a", "b", "--target", "quarter"),
-        ("audit", "a", "--regime", "fp8"),
-        ("no-such-command",),
-        ("convert", "a", "b", "--no-such-option"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_status_2(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(list(arguments)) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1
-
-
 INTERRUPTED_WHILE_IMPORTING = """
 import os, runpy, signal, sys, time, tomllib
 

@@ -254,12 +254,6 @@ def accelerator(device: torch.device, **deepspeed: Any) -> Any:
 RECIPE: dict[str, Any] = {"source": "s", "out": "o", "data": {"path": "t.txt"}}
 
 
-@pytest.mark.parametrize(("capability", "first"), [((7, 0), "fp32"), ((7, 5), "fp32"), ((8, 0), "bf16")])
-def test_without_bf16_it_is_fp32(capability: tuple[int, int], first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_a(capability, monkeypatch)
-    assert processes.precisions_of(parse_recipe(RECIPE), accelerator(CUDA)) == (first, "fp16")
-
-
 @pytest.mark.parametrize(
     ("config", "wanted"),
     [

@@ -70,7 +70,8 @@ ANSWERED_AT_ONCE = [
     (2, ("recipe nope", "launch none.yaml --gpus 4", "launch none.yaml --gpus 0")),
     (2, ("convert tests out --plan none.json", "convert tests out --finetune none.yaml")),
     (2, ("convert tests out --margin 99", "certify tests --max-length 0", "convert tests out --max-length 0")),
-    (2, ("advise init 512 --lr 1", "advise updates tests --optimizer x")),
+    (2, ("advise init 512 --lr 1", "advise updates tests --optimizer x", "convert", "no-such-command")),
+    (2, ("convert a b --target quarter", "audit a --regime fp8", "convert a b --no-such-option")),
     (2, ("convert nowhere/at/all out", "publish nowhere org/name", "undo nowhere out", "audit tests --device gpu")),
 ]
 """Command lines by their status, that need no model."""

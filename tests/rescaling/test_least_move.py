@@ -258,33 +258,17 @@ def test_what_was_moved_further_or_holds_no_numbers_is_not_taken_back(converted:
     assert main(command) == 0 and (tmp_path / "back" / "README.md").read_text() == "mine"
 
 
-def test_a_converted_folder_is_followed_and_undone_to_the_originals_scale(converted: Path) -> None:
+def test_a_converted_folder_is_undone_to_the_originals_scale(converted: Path) -> None:
     """Its weights are the source's as fp16 holds them, so these are what the original is trained from."""
-    followed = load(converted, torch.float32)
-    safe = make_fp16_safe(followed)
+    model, source = load(converted, torch.float32), load(T5, torch.float32)
+    safe = make_fp16_safe(model)
     assert safe.converted == converted.name and safe.plan.residual_exponent <= -4
     assert str(safe).startswith(f"loaded from the converted folder {converted.name}")
-    original = load(converted, torch.float32)
-    undone = make_fp16_safe(original)
-    undone.undo(original)
-    assert original.config.layer_norm_epsilon == load(T5, torch.float32).config.layer_norm_epsilon
-    assert CONVERTED_KEY not in original.config.to_dict()  # of what is saved now nothing is to be undone
-    pairs = zip(load(T5, torch.float32).parameters(), original.parameters(), strict=True)
+    safe.undo(model)
+    assert model.config.layer_norm_epsilon == source.config.layer_norm_epsilon
+    assert CONVERTED_KEY not in model.config.to_dict()  # of what is saved now nothing is to be undone
+    pairs = zip(source.parameters(), model.parameters(), strict=True)
     assert all(torch.allclose(a, b, rtol=2.0**-11, atol=1e-4) for a, b in pairs)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (original, followed)]
-    safe.follow(optimizers[1], followed)
-    ids = torch.arange(3, 43).view(2, 20)
-    for _ in range(3):
-        losses = []
-        for model, optimizer in zip((original, followed), optimizers, strict=True):
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-    safe.undo(followed)
-    assert all(torch.equal(a, b) for a, b in zip(original.parameters(), followed.parameters(), strict=True))
 
 
 def test_plans_that_follow_each_other_are_one() -> None:
