@@ -1,5 +1,5 @@
-"""Rescale an adapter by the plan that a converted checkpoint records, or back by the plan's inverse. No model is run. A
-certificate covers a checkpoint's weights alone, without an adapter."""
+"""Rescale an adapter by the plan that a converted checkpoint records, or back by the plan's inverse. No model is run,
+and no certificate covers a checkpoint with an adapter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """A written adapter for ``base``. ``finetuned``, ``edited``: whether the converted checkpoint is."""
+    """A written adapter for ``base``. ``finetuned``, ``edited``: whether the checkpoint ``base`` is."""
 
     out: Path
     base: str

@@ -44,7 +44,7 @@ BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether
 @dataclass(frozen=True)
 class Subject:
     """A checkpoint and the inputs of its audit. ``layout``: None for a model of no family, which has no bounds.
-    ``known``: sections of the report that need no run."""
+    ``known``: sections of the report that are made without a run."""
 
     family: str
     attention: Sequence[str]

@@ -89,7 +89,7 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield carried files that differ from the original's. A file that one side lacks counts if stock code reads it."""
+    """Yield copied files that differ from the original's. A file that one side lacks counts if stock code reads it."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
@@ -119,7 +119,7 @@ def near(key: str, recorded: float, again: float) -> bool:
 
 
 def differences(entry: Any, again: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, reason) of every difference of two entries. Table rows are matched by name."""
+    """Yield (dotted key, reason) for every difference between two report entries. Table rows are matched by name."""
     if key.endswith(".observed"):  # by a run, which a certificate computed again has not
         return
     if is_table(entry) and is_table(again):

@@ -1,4 +1,4 @@
-"""Choose edits where no exact plan is enough: the smallest exponents that suffice and hardly change the function."""
+"""Choose edits where no exact plan is enough: powers of two that change the function, but as little as will do."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents that bring a signal under its limit. ``proven``: for every input. ``observed``: for observed
+    """The exponents of 2 that bring a signal under its limit. ``proven``: for every input. ``observed``: for observed
     values, None if these fit already."""
 
     proven: OfChannels
@@ -105,8 +105,8 @@ def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """The source's fp32 outputs on some inputs, and the divergence of its bf16 outputs from them. ``most``: the
-    divergence allowed for edits, in units of bf16's."""
+    """The source's fp32 outputs on some inputs, and the divergence of its bf16 outputs from them. ``most``: how many
+    times bf16's divergence the edits may cause."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
@@ -135,7 +135,7 @@ class Cost:
 @dataclass(frozen=True)
 class Trial:
     """fp32 runs of a source under candidate edits, compared with the unedited source's outputs. ``known``: those
-    outputs, on the conversion's inputs and then on text. ``centring``: the centring of keys, which every run has."""
+    outputs, on the conversion's inputs and then on text. ``centring``: the centring of keys that every run has."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -161,8 +161,8 @@ class Trial:
         return in_step(self.layout, cuts)
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
-        """Return the cost of each trial, all from one walk. what: the name of the trials in progress lines. number: how
-        many edits are compared in all; if many, each runs on fewer inputs."""
+        """Return the cost of each trial, all in one pass over the files. what: the name of the trials in progress
+        lines. number: how many edits are compared in all; if many, each runs on fewer inputs."""
         plans = [dict(trial) for trial in trials]
         # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
@@ -221,8 +221,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits, with a column cut instead of a row where that costs less, and each edit's cost by signal: the
-    cost of this edit alone, or of several cuts that go together. Costs are None if they exceed ``allowed``."""
+    """Return the edits, which scale a weight's columns instead of rows if that costs less, and each edit's cost by
+    signal: of this edit alone, or of several that go together. Costs are None if they exceed ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -254,7 +254,7 @@ def rows_or_columns(
 
 
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
-    """Return ``needed`` with exponents of logits that the head can carry, and whether the head must be separated.
+    """Return ``needed`` with exponents of logits that the head can apply, and whether the head must be separated.
 
     One exponent for all logits keeps their order. One for each logit is used where it costs less, for example if large
     logits are never chosen. A tied head stays tied, with one exponent, if that costs at most ``PRICE_OF_A_PROOF``."""

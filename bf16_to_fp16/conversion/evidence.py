@@ -147,7 +147,7 @@ def searched(
 
 
 def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the inputs to run in fp32 too: all for a plan that drifts or edits, else the smallest."""
+    """Return the inputs to run in fp32 too: for an exact plan only the smallest."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))
@@ -176,7 +176,7 @@ def compare(
     inputs: Sequence[Batch],
     in_fp32: Sequence[Batch],
 ) -> tuple[Fidelity, Plan]:
-    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and measured cost of drift.
+    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and measured effect of eps.
     inputs, in_fp32: the batches that the checkpoint ran in fp16 and in fp32."""
 
     def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:

@@ -19,7 +19,7 @@ from ..wording import counted
 UNLISTED = "is not in the report, so nothing is known of it"
 
 OWN_NAMES = (*SINGLE_OR_SHARDED, "config.json", "generation_config.json", "modules.json", CARD, PAGE, REPORT)
-"""Files that stock code and readers know by name."""
+"""Files that stock code, or a reader of the folder, finds by name."""
 
 
 def present_files(folder: Path) -> list[str]:

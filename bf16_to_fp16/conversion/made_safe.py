@@ -45,8 +45,8 @@ class MadeSafe:
     the name of the converted folder that the model was loaded from; plan then includes that folder's. originals: by
     name, the former values of key biases and position-bias tables that were centred; tables: the centred tables.
     outputs: by name of an output of the class, log2 of the factor that rescaling put on it, for all channels or for
-    each; logits keep their values. inputs: log2 of the factor with which ``inputs_embeds`` must be multiplied. passed:
-    an observed signal over 65504 that no exponent moves, or "". layout, head_gain, original: used by ``adapter``."""
+    each; logits keep their values. inputs: log2 of the factor for ``inputs_embeds``. passed: an observed signal over
+    65504 that no exponent can lower, or "". layout, head_gain, original: used by ``adapter``."""
 
     plan: Plan
     target: str

@@ -126,8 +126,8 @@ def plan_of(
 
 
 def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) -> dict[str, Any]:
-    """Return the fields of ``MadeSafe`` that lead back to the original. For a model loaded from a converted folder,
-    that is the folder's source."""
+    """Return the fields of ``MadeSafe`` from which ``undo`` restores the original. For a model loaded from a converted
+    folder, that is the folder's source."""
     originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
     mark, name = getattr(model.config, CONVERTED_KEY, None), str(model.name_or_path)
     if mark is None:
@@ -284,7 +284,8 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for observed ranges and, given ``bounds``, for any input. All eps scale; nothing drifts."""
+    """Return the best plan for observed ranges and, given ``bounds``, for any input. All eps scale; outputs stay
+    equal."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

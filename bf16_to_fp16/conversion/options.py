@@ -73,8 +73,8 @@ def check_data(data: str | None, *, run_model: bool = True) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of a conversion. The ``help`` of a field's flag explains it; fields without a flag are for Python.
-    ``run_model``: False is ``--no-audit``. ``prove``: bound every signal for every input wherever an exponent can, at
-    any cost of precision."""
+    ``run_model``: False is ``--no-audit``. ``prove``: choose exponents that prove every signal's bound wherever some
+    do, at any cost of precision."""
 
     target: str = option(
         AUTO,
@@ -219,10 +219,10 @@ class Options:
 
 
 FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields(Options) if each.metadata}
-"""The flag of each field that has one."""
+"""The command-line flags by name of their field."""
 
 PUBLISHED = tuple(name for name in FLAGS if name != "device")
-"""The fields that a report's command line has: all that change the output."""
+"""The fields shown in a report's command line: all that change the output."""
 
 
 @dataclass(frozen=True)

@@ -44,9 +44,9 @@ READ_AT_THE_END = classes(
     SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM
     """
 )
-"""Pipeline classes that read the last states alone of an encoder of one stack, by the source of diffusers 0.42.1."""
+"""Pipeline classes that read only the last states of an encoder of one stack, by the source of diffusers 0.42.1."""
 READ_INSIDE = classes("LongCatAudioDiT")
-"""Pipeline classes that read inner states of an encoder of a family with two stacks."""
+"""Pipeline classes that read inner states of an encoder from a family with two stacks."""
 
 
 @dataclass(frozen=True)

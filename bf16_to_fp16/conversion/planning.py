@@ -143,7 +143,7 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
 
 def with_needed_edits(source: Search, decided: Decided) -> Decided:
-    """Return the plan, with edits where no exact plan is enough. Keys are centred first, which costs nothing."""
+    """Return the plan, with edits where no exact plan is enough. Keys are centred first, which is exact."""
     search, opened, exponents = source, source.opened, bounds_of(decided).exponents
     shared = attentions_to_centre(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
     centring = Plan(family=opened.layout.family.name, centred_keys=shared)
@@ -198,7 +198,7 @@ class Search:
         return Decided(layout, plan, target, planned, self.before, ranges_edited=edited, bounds=bounds)
 
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        """Bound the source with only the ``exponents`` of its streams applied, in arithmetic without subnormals."""
+        """Bound the source with only its streams rescaled, by ``exponents``, in arithmetic without subnormals."""
         opened, target = self.opened, self.options.target
         again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
         name = "source" if opened.edits is None else "edited source"
@@ -246,8 +246,8 @@ class Search:
 
     def planned_within(self, layout: Layout, exponents: Mapping[str, int], again: str) -> tuple[Planned, SourceBounds]:
         """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it if
-        a run shows that a fixed eps drifts little. It keeps no margin beside a proof if rounded gains would cost more
-        than bf16 with it. again: the end of the progress line."""
+        a run shows that outputs change little by a fixed eps. A proven stream gets no margin if with it rounded gains
+        would cost more than bf16. again: the end of the progress line."""
         options, bounds = self.options, self.bounds(layout, exponents)
         head = ", with a head apart from the embedding" if layout.tied is False and self.opened.layout.tied else ""
         place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
@@ -349,5 +349,5 @@ def uncorrected(planned: Planned) -> Planned:
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
-    """Return whether a drift's divergence is at most ``share`` of bf16's divergence."""
+    """Return whether the divergence that a fixed eps causes is at most ``share`` times bf16's."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share

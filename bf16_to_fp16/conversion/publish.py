@@ -127,7 +127,7 @@ def publish(
 
     public: allow a public repository. Without it a new repository is private, and an existing public one is refused.
     force: replace files with other content. dry_run: only check. confirm: asked before anything is sent; False stops.
-    Raises UserError; no message holds the token."""
+    Raises UserError; no message contains the token."""
     from huggingface_hub import HfApi, constants, get_token
 
     progress = progress_of(progress)
@@ -200,7 +200,7 @@ def send(
 
 
 def check_other_content(repo: str, held: dict[str, Any], names: list[str], missing: list[str], force: bool) -> None:
-    """Raise UserError where a repository holds anything but an earlier upload of the same files."""
+    """Raise UserError where a repository contains anything but an earlier upload of the same files."""
     same = set(names) - set(missing)
     # People edit these, or another run of the same conversion writes them anew.
     renewed = {CARD, REPORT, PAGE} if REPORT in held else set()

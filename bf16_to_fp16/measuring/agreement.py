@@ -257,7 +257,7 @@ def check_dynamic(parameters: Any, where: str) -> None:
 
 
 class _Agreeing(TorchDispatchMode):
-    """Takes each branch of stock code on a meta tensor's value, such as BigBird-Pegasus's on a mask, as true."""
+    """Takes stock code's branches on a meta tensor's value as true, such as BigBird-Pegasus's on a mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:

@@ -1,6 +1,6 @@
 """Audit a transformers model of an unknown family: where it overflows in fp16, and by how much.
 
-Bounds, conversion, chosen ids and the walk over files need a family. Here each regime's model is loaded whole."""
+Bounds, conversion, chosen ids and runs block by block need a family. Here each regime's model is loaded whole."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class AnyModel:
 
 
 def lost_weights(model: Any) -> list[Site]:
-    """Return a site for each weight with inf or NaN, which the probe may not look up."""
+    """Return a site for each weight with inf or NaN, since the probe may not read the row that has it."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
     return [
         Site(_site_of(n), dtype, FP16_MAX, math.inf, calls=1, nonfinite=count) for n, dtype, count in counts if count

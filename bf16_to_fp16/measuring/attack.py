@@ -92,7 +92,7 @@ class _Adversary:
             table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
             tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scaled_by == "module" else table)
         self.tables = tables * 2 if layout.stock.decodes and len(tables) == 1 else tables
-        """Each side's embedding rows, of which inputs are mixed."""
+        """Embedding rows for encoder and decoder; inputs are mixtures of them."""
         first = layout.stacks()[0].ends
         by_lookup_alone = first.scaled_by == "stack" and first.switch
         self.encoder_scale = layout.embedding_scale(first) if by_lookup_alone else 1.0
@@ -244,7 +244,7 @@ def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
 
 
 def widths_of(sublayer: FeedForward) -> dict[str, str]:
-    """Return a feed-forward's sites, each with a linear whose output is as wide."""
+    """Return a feed-forward's sites, each with the name of a linear that has as many output channels."""
     widths = {sublayer.linear: sublayer.linear}
     if sublayer.gate:
         widths |= {sublayer.gate: sublayer.gate, f"{sublayer.at}:mul": sublayer.linear}

@@ -1,8 +1,8 @@
 """Choose which ids of a large vocabulary the probe runs: special ids, the embedding's longest, shortest and outlier
 rows, and the ids with the largest values inside the model. Random ids fill up the rest.
 
-``forward`` finds these values in fp32, one sublayer after another, with each token alone in its row. Attention then
-returns the token's own value. ``soft_side`` takes its candidates from such runs, too."""
+``forward`` finds these values in fp32, one sublayer after another, on rows of a single token. Attention then returns
+the token's own value. ``soft_side`` takes its candidates from such runs, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..families.wiring import Attention, Experts, FeedForward, Sublayer
 CHOSEN, WHOLE = 256, 384  # how many ids are chosen, and the largest vocabulary that is run whole instead
 SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
 ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "largest alone in the decoder"
-"""Why an id was chosen."""
+"""Reasons for choosing an id: the largest value at some site, as a row of one token."""
 
 _CHANNELS = 24  # channels whose largest and smallest entry is taken
 _MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}  # how many ids each reason brings in
@@ -228,7 +228,7 @@ class Weights:
 
 @dataclass
 class Step:
-    """The outputs of a norm and its sublayer for tokens that stand alone, [tokens, channels].
+    """The outputs of a norm and its sublayer for rows of a single token, [tokens, channels].
 
     ``norm`` is "" and ``sublayer`` None if absent. ``stream``: the norm's input. ``outputs``: the norm's output, a
     router's logits, the linears' outputs, and before the last linear's output the neurons. Of experts, ``outputs`` has

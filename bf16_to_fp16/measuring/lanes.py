@@ -1,4 +1,4 @@
-"""Run a stock model many times in one walk over its files, with one block's weights in memory.
+"""Run a stock model many times in one pass over its files, with one block's weights in memory.
 
 A lane is one run of the model in its own thread. Its model starts without weights and waits at each place: a block, a
 final norm or a head. The walk loads the weights of the first place where a lane waits, lets those lanes through, one
@@ -38,7 +38,7 @@ class _Ended(BaseException):
 
 
 class _Model:
-    """The model of one precision. Its lanes share the parameters, which hold values only at the place being passed."""
+    """The model of one precision. Its lanes share the parameters, which have values only at the place being run."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
@@ -74,7 +74,7 @@ def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) ->
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Yield the modules at which a run waits for weights, in order: blocks, and other modules with parameters."""
+    """Yield the modules whose weights a run waits for, in order: blocks, and other modules with parameters."""
     for name, child in module.named_children():
         below = f"{path}.{name}".removeprefix(".")
         if isinstance(module, nn.ModuleList) or next(child.parameters(recurse=False), None) is not None:

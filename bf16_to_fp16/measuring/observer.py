@@ -45,7 +45,7 @@ class _Frame(Call):
     cubing: bool = False  # whether it is between gelu_new's cube and the tanh that makes its infinities harmless
     unseen: bool = False  # whether a row of its attention weights is fully masked, and NaN
     pending: list[tuple[Site, int, int]] = field(default_factory=list)
-    """NaN of such rows: the site, their number and the output's number."""
+    """NaN of fully masked rows: the site, how many NaN, and the number of the output."""
 
     def site(self, name: str, count: int, dtype: torch.dtype, order: int) -> Site:
         site = self.sites.get((name, count, dtype))
@@ -243,7 +243,7 @@ class SiteObserver(TorchDispatchMode):
         return self._node_frame
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
-        """Measure how far a mask must lower the scores to which it is added."""
+        """Measure how far a mask must lower scores for their weights to vanish."""
         scores = origins.scores_of_mask(args)
         if scores is None:
             return

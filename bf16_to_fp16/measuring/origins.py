@@ -1,5 +1,5 @@
-"""Track which tensors come from constants alone, as masks do, to tell intended infinities from overflows. Observer and
-tap share these rules."""
+"""Track which tensors are computed only from constants, as masks are, to tell intended infinities from overflows.
+Observer and tap share these rules."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the scores to which a mask is added, if the mask's least number is its dtype's least finite one, as in
+    """Return the scores that a mask is added to, if the mask's least number is its dtype's least finite one, as in
     transformers. Return None for any other mask: in fp16 it is −inf and hides every score."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)

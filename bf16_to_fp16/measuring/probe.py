@@ -39,10 +39,10 @@ from .products import FastProducts
 from .tokenizer import tokenised
 
 _PROBE_LOGITS = 2**25
-"""Most logits of the probe, random and short rows apart: about a thousand positions at a vocabulary of 32,128."""
+"""Most logits of the probe, without random and short rows: about a thousand positions at a vocabulary of 32,128."""
 
 _SHORT, _SHORT_DECODER = 8, 4
-"""Most tokens of a short row, and of its decoder row, where each costs the vocabulary's logits."""
+"""Most tokens of a short row, and of its decoder row: each costs logits of the whole vocabulary."""
 
 _BEYOND_WINDOW, _LONGEST_WINDOW = 16, 2048
 """Tokens by which a row exceeds a sliding window; the longest window with such a row, since scores cost its square."""

@@ -20,7 +20,7 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 class FastProducts(TorchDispatchMode):
     """Context manager under which 16- and 32-bit matrix products on the CPU are fp32 products rounded once. A backward
     must run inside it as well. Exact sums come out identical; of others, under 1% of 16-bit elements differ, by one
-    rounding. Other devices and dtypes, convolutions and fused SDPA are left alone."""
+    rounding. Other devices and dtypes, convolutions and fused SDPA stay as they are."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -70,7 +70,7 @@ _kept: Widened | None = None
 
 @contextmanager
 def weights_widened_once() -> Iterator[Widened]:
-    """Yield the dictionary in which products keep the fp32 copies of 16-bit weights. Clear it to free them."""
+    """Yield a dictionary of fp32 copies of 16-bit weights, which products fill and reuse. Clear it to free them."""
     global _kept
     before, _kept = _kept, {}
     try:

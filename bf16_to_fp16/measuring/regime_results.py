@@ -36,7 +36,7 @@ def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a regime ran under one attention. ``sites``: of each forward, or of all together."""
+    """The runs of a regime under one attention implementation. ``sites``: of each forward, or of all together."""
 
     attention: str
     inputs: Sequence[Batch]
@@ -51,7 +51,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Merged:
-    """The sites of one name. One that runs in fp16 once and in fp32 once counts as fp16."""
+    """All measurements under one site name. A site that runs in fp16 once and in fp32 once counts as fp16."""
 
     sites: Sequence[Site]
 

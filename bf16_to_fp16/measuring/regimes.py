@@ -191,7 +191,7 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
-    """Return the batches that a regime runs with one attention implementation, fewer where other runs show the rest.
+    """Return the batches that a regime runs with one attention implementation, fewer where other runs cover the rest.
 
     all_regimes: this run counts for all regimes, since ``half`` has the fp16 operations of ``stock`` and ``amp`` too.
     first: this is the first implementation; others run fewer batches, since they differ in one function only."""
@@ -205,8 +205,8 @@ def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Seque
 
 
 class _RegimeLanes:
-    """A regime's lanes under one attention. keeps: whether to record outputs, and the ranges of norms' inputs. behind:
-    the folder of a sentence encoder, whose further modules run in ``half`` alone."""
+    """A regime's runs under one attention implementation. keeps: whether to record outputs, and the ranges of norms'
+    inputs. behind: the folder of a sentence encoder, whose further modules run only in ``half``."""
 
     def __init__(self, regime: str, attention: str, *, keeps: bool = False, behind: Path | None = None) -> None:
         self.regime, self.attention, self.keeps = regime, attention, keeps

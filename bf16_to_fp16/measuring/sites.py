@@ -37,7 +37,7 @@ class Site:
     zeros: int = 0
 
     def take(self, later: Site, after: int) -> None:
-        """Add the measurements of a later run. after: the number of outputs before that run."""
+        """Add the measurements of a later run. after: how many outputs the earlier runs had."""
         if later.nonfinite and not self.nonfinite:
             self.order = later.order + after
         self.amax = max(self.amax, later.amax)

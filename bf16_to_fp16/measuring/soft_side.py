@@ -1,10 +1,10 @@
 """Search for inputs that edits harm: tokens for which an edited signal is small, so that an edit changes the function
 most.
 
-Candidates come from the weights, by running each id alone (``id_choice``). They are ids whose output of the model or a
-sublayer changes most, and sets of ids between which attention weights change most. Stock code runs each candidate in
-one row, and random pairs. Ids of the worst rows are paired with other ids. What comes out worse than bf16 is run in
-several rows: one bad row can be chance."""
+Candidates come from the weights, by running each id as a row of its own (``id_choice``). They are ids whose output of
+the model or a sublayer changes most, and sets of ids between which attention weights change most. Stock code runs each
+candidate in one row, and random pairs. Ids of the worst rows are paired with other ids. What comes out worse than bf16
+is run in several rows: one bad row can be chance."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ RANKS = 8  # suspects of one site
 IN_PAIRS = 2048  # ids of which all pairs are looked at
 DRAWS = 8  # stochastic roundings whose mean stands for bf16
 TIMES, LEAST = 10.0, 0.01
-"""An edit harms an input from TIMES bf16's divergence on, if its own is over LEAST: by a statistic of AGAIN rows."""
+"""An edit harms an input if its divergence exceeds LEAST and TIMES bf16's, by one statistic of AGAIN rows."""
 
 STATISTICS: tuple[Callable[[Tensor], Tensor], ...] = (torch.mean, *(partial(torch.quantile, q=q) for q in (0.75, 0.5)))
-"""bf16's mean can hide harm to most rows, where bf16 ruins one; the quartiles do not see that one."""
+"""Of rows' divergences. One row that bf16 ruins raises its mean, which hides harm to other rows; quartiles do not."""
 
 LOGITS_TOGETHER = 1 << 25  # of lone tokens, 128 MiB
 HALF_STEP = 2.0**-9  # relative rounding error of bf16
@@ -117,8 +117,8 @@ class Rows:
         return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
 
     def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
-        """Return report entries of the inputs that edits harm, then, for one row of each input, the divergence from
-        fp32 of the edited checkpoint and of a bf16 run."""
+        """Return report entries of the inputs that edits harm. Return also, for one row of each input, the divergence
+        from fp32 of the edited checkpoint and of a bf16 run."""
         rows = self.of(inputs)
         kl, run = self.divergences(rows)
         order = in_order(kl, run)
@@ -169,8 +169,8 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield candidates: ids, and sets of ids, that edits change most when each token stands alone. Each site's worst
-    come first."""
+    """Yield candidates: ids, and sets of ids, that edits change most in rows of a single token. Each site's worst come
+    first."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})

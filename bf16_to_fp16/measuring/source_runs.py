@@ -1,4 +1,4 @@
-"""Run the source in fp32 and bf16 (as it is, edited, or with another eps) to collect the facts for a plan."""
+"""Run the source in fp32 and bf16 (as it is, edited, or with another eps) to get the ranges and outputs for a plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .meter import RangeObserver
 
 @dataclass(frozen=True)
 class Observed:
-    """Results of running the source: each module's fp32 ranges, and the outputs with which others are compared."""
+    """Results of running the source: each module's fp32 ranges, and the outputs to compare others with."""
 
     ranges: Mapping[str, ModuleRange]
     reference: Reference

@@ -27,14 +27,14 @@ from ..families.types import Part, StockClass
 from ..progress import Progress
 
 STOCK_LOCK = threading.RLock()
-"""Held while stock code loads a model and during a walk: both change settings of the whole process, such as torch's
-default dtype."""
+"""Taken while stock code loads a model and during a ``Walk``: both change settings of the whole process, such as
+torch's default dtype."""
 
 
 @cache
 def by_signature(name: str) -> StockClass | None:
     """Return a transformers class's properties as its signature shows them; None for an unknown name. A class that can
-    generate counts as a language model. The names of its output fields stay unknown."""
+    generate counts as a language model. The names of its output fields are not given."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -99,8 +99,8 @@ def ready(model: Any) -> Any:
 
 
 NO_PADDING = -1
-"""Is no id. Stock code that reads a row's last token refuses several rows without a padding token; with this one it
-reads the last token of each, as it does of one."""
+"""A padding token that is no id. Stock code that reads a row's last token refuses several rows without a padding token;
+with this one it reads the last token of each, as it does of one."""
 
 
 def takes_one_row(model: Any) -> bool:

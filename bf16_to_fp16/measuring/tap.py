@@ -27,7 +27,7 @@ _MOVING = (
     | _KEEPING_SHAPE
     | origins.UNINITIALISED
 )
-"""Functions that view or copy values: they have no sites."""
+"""Functions that only view or copy values, so their outputs are no sites."""
 
 # The dispatcher's name of a function, where it differs.
 _BELOW = {
@@ -98,8 +98,8 @@ class Tap:
 
     Left out are copies (``to``, ``clone``, ``cat``), constants, operations without gradients, the statistics of
     ``layer_norm``, dropout's noise, and the inside of fused functions except SDPA's context. A linear with its bias is
-    one site. A cube's input (``:cubed``) is handed over in every dtype. Raises UserError for a compiled model, and in
-    the forward for reentrant gradient checkpointing."""
+    one site. A cube's input (``:cubed``) is passed in every dtype. Raises UserError for a compiled model, and in the
+    forward for reentrant gradient checkpointing."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ def headroom_by_proof(report: schema.Report) -> str:
 
 
 def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return the exceptions to a claim (padding, vision tower, class), in words to follow "every input"."""
+    """Return the exceptions to "every input" (padding, vision tower, class) as words to follow it."""
     aside = tower_aside(family)
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:

@@ -74,7 +74,7 @@ def by_design(site: SiteEntry) -> str:
 
 
 class Distance(NamedTuple):
-    """A finetune's distance from the original on one kind of input (None: infinite), the share of positions with the
+    """A finetune's distance from the original on one kind of input (None: infinite), the fraction of positions with the
     same most likely token, and both numbers for the original in bf16."""
 
     value: float | None

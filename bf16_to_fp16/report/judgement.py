@@ -25,8 +25,8 @@ FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted 
 
 
 def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
-    """Return the reasons why a conversion is unsafe, except values that broke. report: still without a verdict.
-    planned: the planner's result, with the limits that the plan could not hold; None for a replayed plan."""
+    """Return the reasons why a conversion is unsafe, except values that broke. report: without a verdict yet. planned:
+    the planner's result, with the limits that no plan keeps; None for a replayed plan."""
     plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
     over = list[schema.UnsafeEntry]()
     if plan is not None:
@@ -59,8 +59,8 @@ def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.Uns
 
 
 def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return an entry for each output that differs from the source's times its factor. If the plan drifts or edits,
-    inner states do not count, since the class returns them on request only."""
+    """Return an entry for each output that differs from the source's times its factor. If the plan changes the
+    function, inner states do not count, since the class returns them on request only."""
     remedy = remedies.A_BUG if not drifts else remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
     return [
         schema.UnsafeEntry(signal=name, kind="inexact", reason=remedies.OTHER_OUTPUT, remedy=remedy)
@@ -72,7 +72,7 @@ def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeEntry], plan: Plan, *, proven: bool
 ) -> list[schema.UnsafeEntry]:
-    """Return the limits that the plan could not hold. If nothing was run, the certificate decides."""
+    """Return an entry for each limit that the plan cannot keep. If nothing was run, the certificate decides."""
     return [
         schema.UnsafeEntry(
             signal=each.signal,
@@ -119,7 +119,7 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
 def is_exact(
     plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source, edits: Sequence[InexactEntry] = ()
 ) -> bool:
-    """Return whether the function is unchanged: no weight was rounded, added, replaced or edited, and no eps drifts."""
+    """Return whether the function is unchanged: no weight rounded, added, replaced or edited, and every eps scaled."""
     if plan is None or weights is None or edits or source.made:
         return False
     return plan.exact and weights.lossless_fraction == 1
@@ -135,7 +135,7 @@ def too_inexact(
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``, or if an ``exact`` plan's
-    output differs in fp32. Edits of a ``proven`` checkpoint may cost ``MOST_FOR_A_PROOF`` times bf16's error."""
+    output differs in fp32. Edits of a ``proven`` checkpoint may cause ``MOST_FOR_A_PROOF`` times bf16's error."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:

@@ -79,7 +79,7 @@ def inexact(
     excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True, edited: bool = False
 ) -> UnsafeEntry:
     """Return the entry for an output less accurate than bf16's or, of an ``exact`` plan, one that differs by more than
-    fp32's noise. ran: the plan is from observations. edited: edits are the reason."""
+    fp32's noise. ran: the plan was made from observed values. edited: edits are the reason."""
     if exact:
         why, remedy = ANOTHER_FUNCTION, A_BUG
     elif not finite:
@@ -107,8 +107,8 @@ def prices(rare: ExceptionEntry) -> str:
 
 
 def tower_in_fp32(family: str | None, regimes: Mapping[str, RegimeEntry]) -> list[str]:
-    """Return lines of code that put a vision tower and its readers in fp32, if only the tower overflows. Return [] for
-    an audit of autocast alone, whose fp32 stream has no limit."""
+    """Return lines of code that put a vision tower, and the modules that read it, in fp32 if only the tower overflows.
+    Return [] for an audit of autocast alone, whose fp32 stream has no limit."""
     known = named(family)
     projector = None if known is None else known.projector
     broken = [site for regime in regimes.values() for site in regime.broken_sites]

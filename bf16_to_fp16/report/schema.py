@@ -237,7 +237,7 @@ class FinetuneEntry(ReportObject):
 
     @property
     def holds_bounds(self) -> bool:
-        """Whether the finetune trained the bounds, because its recipe asked for a certificate or the run chose to."""
+        """Whether training lowered bounds too, because its recipe asked for a certificate or the run chose to."""
         penalty = self.recipe.get("penalty")
         asked = penalty.get("certify") if isinstance(penalty, Mapping) else None
         return self.settled.get("penalty.certify", asked) is True
@@ -334,7 +334,7 @@ class Report(Versioned):
 
     @property
     def start(self) -> Plan | None:
-        """The plan by which a finetune rescaled the original before training."""
+        """The plan that rescaled the original before training; None without a finetune or such a plan."""
         return None if self.finetune is None else self.finetune.start
 
     @property

@@ -1,4 +1,4 @@
-"""What the steps of a conversion hand to its report: the decision, the written files, the measurements."""
+"""Results of a conversion's steps, from which its report is built: the plan, the written files, the measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from . import schema
 
 @dataclass(frozen=True)
 class Decided:
-    """The plan for one layout (head tied or separated) and target, and the facts behind it. ``planned``, ``bounds``:
+    """The plan for one layout (head tied or separated) and target, and what it was chosen by. ``planned``, ``bounds``:
     None for a replayed plan. ``observed``: of the unedited source; None if nothing ran. ``ranges_edited``: of the
     edited source, if there are edits. ``predicted``: the divergence that each edit causes, by signal."""
 
@@ -59,7 +59,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Measured:
-    """The bounds and runs of the written files. ``plan``: with the drift's predicted and measured values. ``tiers``:
+    """The bounds and runs of the written files. ``plan``: with the effect of eps, predicted and measured. ``tiers``:
     whether each tier's bounds hold. ``half``: the written model's outputs in fp16. ``soft``: inputs that edits harm.
     ``outputs``: each output's error against the source."""
 
