@@ -8,19 +8,19 @@ Root mean squares stand for standard deviations, since weights have means near 0
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from rich.table import Table
 
 from ..errors import UserError
-from ..families.configs import axis_size, default_of, looked_up
-from ..families.known import family_of
-from ..families.types import Family, Initialisation
+from ..families.configs import axis_size
+from ..families.from_config import in_folder
+from ..families.known import family_of, stock_class
 from ..progress import Progress
+from ..quiet import quiet
 from ..report.screen import console
 from ..wording import counted
 
@@ -36,14 +36,35 @@ def rules_for(hidden: int) -> dict[str, Any]:
     return {"hidden_size": hidden, "small": math.sqrt(2 / (5 * hidden)), "megatron": math.sqrt(1 / (3 * hidden))}
 
 
-def deviation(rules: Initialisation, module: str, length: Callable[[str], int], factor: float) -> float | None:
-    """Return a module's initial standard deviation; None without a rule. length: returns the size of a named axis."""
-    names = (module, module.rpartition(".")[2])
-    drawn = next((d for p, d in rules.modules.items() if any(fnmatchcase(name, p) for name in names)), None)
-    if drawn is None:
-        return None
-    root = math.prod(map(length, drawn.over)) ** -0.5
-    return root * factor if drawn.scaled else root
+def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the standard deviations with which the stock class draws its tensors, and the sizes of constants. On the
+    meta device nothing is drawn, but the calls are recorded."""
+    import torch
+    import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from ..measuring.stock import STOCK_LOCK, load_config, ready
+
+    ops = torch.ops.aten
+    filling = (ops.normal_.default, ops.fill_.Scalar, ops.zero_.default, ops.copy_.default)
+    drawn: dict[int, float] = {}
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if call in filling and args[0].nbytes == args[0].untyped_storage().nbytes():  # not one row of a table
+                numbers = [number for number in args[1:] if isinstance(number, (int, float))]
+                drawn[args[0].untyped_storage()._cdata] = abs(numbers[-1]) if numbers else float(call is filling[0])
+            return call(*args, **(kwargs or {}))
+
+    config = load_config(checkpoint.folder)
+    with STOCK_LOCK, torch.device("meta"), torch.no_grad():
+        with patch.object(transformers.PreTrainedModel, "initialize_weights"):
+            model = ready(getattr(transformers, stock_class(checkpoint.config))(config))
+        with Recording():
+            model.initialize_weights()
+    parameters = model.named_parameters(remove_duplicate=False)
+    sizes = {name: drawn.get(parameter.untyped_storage()._cdata) for name, parameter in parameters}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def advise_init(
@@ -62,11 +83,11 @@ def advise_init(
     checkpoint = open_weights(source, subfolder)
     if not checkpoint.config:
         raise UserError(f"{source}: a file alone does not say what its tensors are; give the folder")
-    try:
+    with in_folder(checkpoint.source):
         family = family_of(checkpoint.config)
-    except UserError as error:
-        raise UserError(f"{checkpoint.source}/{error}") from None
-    rows = [beside_rule(checkpoint, family, name) for name in floating_names(checkpoint, progress)]
+    with quiet():
+        rules = stock_deviations(checkpoint)
+    rows = [beside_rule(checkpoint, name, rules.get(name)) for name in floating_names(checkpoint, progress)]
     return {
         "mode": "init",
         "source": checkpoint.source,
@@ -77,7 +98,7 @@ def advise_init(
     }
 
 
-def beside_rule(checkpoint: Checkpoint, family: Family, name: str) -> dict[str, Any]:
+def beside_rule(checkpoint: Checkpoint, name: str, rule: float | None) -> dict[str, Any]:
     from .weight_statistics import tensor_pieces
 
     square, elements, broken = 0.0, 0, 0
@@ -87,12 +108,6 @@ def beside_rule(checkpoint: Checkpoint, family: Family, name: str) -> dict[str, 
         elements += finite.numel()
         broken += part.numel() - finite.numel()
     rms = math.sqrt(square / elements) if elements else 0.0
-    module, _, kind = name.rpartition(".")
-    rule = None  # biases begin at 0
-    if kind == "weight":
-        own, length = family.initialisation, partial(axis_size, family, checkpoint.config)
-        factor = looked_up(checkpoint.config, own.factor) or default_of(family, own.factor)
-        rule = deviation(own, module, length, float(str(factor)))
     times = None if rule is None else rms / rule
     far = broken > 0 or (times is not None and not 1 / FAR <= times <= FAR)
     return {"name": name, "elements": elements + broken, "nonfinite": broken, "rms": rms, "own_rule": rule} | {

@@ -18,7 +18,7 @@ from ..errors import UserError
 from . import parts
 from .configs import BOTH_WAYS, is_nested, kind_of, looked_up, positive, whole_number
 from .signals import Spread, Tensor
-from .types import Deviation, Family, Initialisation, Part, Stack, StockClass, StoredExperts
+from .types import Family, Part, Stack, StockClass, StoredExperts
 from .wiring import Attention, Experts, FeedForward, Head, Rotary, StackEnds, StockAttributes
 
 Biases = Mapping[str, Collection[str]]  # linears with a bias, by the config key that switches it on, "" for always
@@ -290,7 +290,6 @@ LLAMA = Family(
     # `pretraining_tp` cut products in slices in older versions, which changes no product.
     free_keys=("max_position_embeddings", "pretraining_tp", "rope_parameters", "rope_scaling", "rope_theta"),
     attributes=StockAttributes(head_size="head_dim", groups="num_key_value_groups"),
-    initialisation=Initialisation(factor="initializer_range", modules={"*norm": None, "*": Deviation()}),
     untie="copy",
 )
 

@@ -100,7 +100,6 @@ def keys_inside(family: Family) -> Family:
         free_keys=keys(family.free_keys),
         nullable=keys(family.nullable),
         alone={key(name): of for name, of in family.alone.items()},
-        initialisation=replace(family.initialisation, factor=key(family.initialisation.factor)),
         tie_keys=("tie_word_embeddings", *keys(family.tie_keys)),
     )
 

@@ -26,7 +26,7 @@ from .nested import renamed_signals
 from .parts import Style, ends, feed_forward, head, logits, states, table, tied_head, untied_head
 from .parts import attention as attention_part
 from .signals import LOGITS, RESIDUAL, Kind, Signal, Tensor, input_of, multiplied_by, output_of
-from .types import Deviation, Family, Initialisation, Part, Stack, StockClass
+from .types import Family, Part, Stack, StockClass
 from .wiring import Attention, FeedForward, StackEnds, StockAttributes
 
 if TYPE_CHECKING:
@@ -140,23 +140,9 @@ PEGASUS = Family(
     dropout={"stream": "dropout", "attention": "attention_dropout", "neurons": "activation_dropout"},
     free_keys=("encoder_layerdrop", "decoder_layerdrop"),
     attributes=StockAttributes(heads="num_heads", head_size="head_dim", embedding_scale="embed_scale"),
-    initialisation=Initialisation(
-        factor="init_std",
-        modules={
-            "embed_positions": None,
-            "*layer_norm": Deviation(scaled=False),
-            "*layernorm_embedding": Deviation(scaled=False),
-            "*": Deviation(),
-        },
-    ),
     untie="copy",
     ties_all_or_nothing=True,
 )
-
-
-def learned_positions() -> Initialisation:
-    rules = {name: rule for name, rule in PEGASUS.initialisation.modules.items() if rule is not None}
-    return replace(PEGASUS.initialisation, modules=rules)
 
 
 def mbart_ends(at: str, *tensors: Tensor) -> Part:
@@ -208,7 +194,6 @@ MBART = replace(
     tied_head=Part(
         (*FINAL_STATES.signals, logits(HEAD)), (*STYLE.norm(FINAL_NORM, multiplied_by(LOGITS)), LOGITS_BIAS), HEAD
     ),
-    initialisation=learned_positions(),
 )
 
 BLOCKS = (
@@ -262,5 +247,4 @@ BIGBIRD_PEGASUS = replace(
     tied_head=tied_head(BIGBIRD_NORM, HEAD, STYLE, LOGITS_BIAS),
     untied_head=untied_head(BIGBIRD_NORM, head("lm_head.weight"), STYLE, LOGITS_BIAS),
     free_keys=(*PEGASUS.free_keys, "block_size", "num_random_blocks"),
-    initialisation=learned_positions(),
 )

@@ -14,8 +14,8 @@ from ..errors import UserError
 from . import t5
 from .configs import number_of
 from .parts import experts as parts_of_experts
-from .t5 import INPUTS, T5
-from .types import Deviation, Part, Stack
+from .t5 import T5
+from .types import Part, Stack
 from .wiring import Experts, FeedForward
 
 ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
@@ -89,9 +89,6 @@ SWITCH = replace(
     kept_in_fp32=(),
     # Capacity moves no bound: a token has one expert at most, and without one its output is 0.
     free_keys=(CAPACITY, "router_aux_loss_coef", "router_z_loss_coef", "router_ignore_padding_tokens"),
-    initialisation=replace(
-        T5.initialisation, modules={"*.expert_*.wo": INPUTS, **T5.initialisation.modules, "classifier": Deviation()}
-    ),
     ties_all_or_nothing=True,
     encoder_refuses_cache=True,
     variants=({"num_sparse_encoder_layers": 12, "num_sparse_decoder_layers": 12},),

@@ -20,7 +20,7 @@ from ..errors import UserError
 from .parts import Style, ends, feed_forward, head, head_linear, states, table, tied_head, untied_head
 from .parts import attention as attention_part
 from .signals import RESIDUAL, Axis, Kind, Signal, Tensor, input_of, multiplied_by, output_of
-from .types import Deviation, Family, Initialisation, OutputScale, Part, Stack, StockClass
+from .types import Family, OutputScale, Part, Stack, StockClass
 from .wiring import Attention, FeedForward, Head, StackEnds, StockAttributes
 
 STYLE = Style(kv_inner="inner")
@@ -138,13 +138,9 @@ SIZES = {
     "inner": ("num_heads", "d_kv"),
     "ff": ("d_ff",),
     "heads": ("num_heads",),
-    "head": ("d_kv",),
     "buckets": ("relative_attention_num_buckets",),
     "labels": ("id2label",),
 }
-
-# Scores are not scaled: queries begin smaller by 1/√d_kv instead.
-QUERIES, INPUTS = Deviation(("model", "head")), Deviation(("model",))
 
 T5 = Family(
     name="t5",
@@ -172,16 +168,6 @@ T5 = Family(
     dropout={**dict.fromkeys(("stream", "attention", "neurons"), "dropout_rate"), "head": "classifier_dropout"},
     buckets=("relative_attention_num_buckets", "relative_attention_max_distance"),
     attributes=StockAttributes(heads="n_heads", head_size="key_value_proj_dim"),
-    initialisation=Initialisation(
-        factor="initializer_factor",
-        modules={
-            **dict.fromkeys(("shared", "embed_tokens", "lm_head", "layer_norm", "final_layer_norm"), Deviation()),
-            "q": QUERIES,
-            **dict.fromkeys(("k", "v", "relative_attention_bias", "wi", "wi_0", "wi_1"), INPUTS),
-            "o": Deviation(("inner",)),
-            "wo": Deviation(("ff",)),
-        },
-    ),
     untie="scaled",
     older_scales_tied=True,
 )
@@ -258,13 +244,5 @@ LONGT5 = replace(
     keys=(*T5.keys, TYPE, "local_radius", "global_block_size"),
     encoder=Stack("num_layers", long_block),
     kept_in_fp32=(),
-    initialisation=replace(
-        T5.initialisation,
-        modules={
-            **T5.initialisation.modules,
-            "global_relative_attention_bias": INPUTS,
-            "global_input_layer_norm": Deviation(),
-        },
-    ),
     variants=({TYPE: GLOBAL},),
 )

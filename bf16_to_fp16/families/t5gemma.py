@@ -117,5 +117,4 @@ T5GEMMA = replace(
     nullable=(*in_both("attn_logit_softcapping"), *in_both("final_logit_softcapping")),
     alone={f"{stack}.{key}": why for stack in STACKS for key, why in WITHOUT_BIASES.items()},
     attributes=replace(GEMMA2.attributes, embedding_scale=""),
-    initialisation=GEMMA2.initialisation,
 )

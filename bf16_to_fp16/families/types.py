@@ -70,25 +70,6 @@ class OutputScale(StrEnum):
     CONFIG = "config"  # when the config says so: by ``output_scale_key``, in its absence by the tie flag
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """A standard deviation for initialisation: one over the root of the product of the named sizes ``over``; 1 without
-    any. ``scaled``: whether the family's factor multiplies it (see ``Initialisation``)."""
-
-    over: tuple[str, ...] = ()
-    scaled: bool = True
-
-
-@dataclass(frozen=True)
-class Initialisation:
-    """How the stock class draws its weights; biases begin at 0. ``factor``: config key of a number that multiplies
-    deviations. ``modules``: deviations by the last part of a module's name, or by a pattern for its whole name; the
-    first match counts. None for weights that are not drawn."""
-
-    factor: str
-    modules: Mapping[str, Deviation | None]
-
-
 MultiplierKind = Literal["embedding", "branch", "scores", "logits"]
 """What a config's number multiplies: the embedding, sublayers' outputs (branch), or scores in place of head_dim^-1/2.
 It divides the logits."""
@@ -164,7 +145,6 @@ class Family:
     """Config keys of the number of position buckets and of the last one's distance, or None. Stock code computes
     indices outside the table unless there are at least 4 buckets and the distance is over half their number."""
     attributes: StockAttributes
-    initialisation: Initialisation
     untie: Literal["", "copy", "scaled"]
     """How a tied head can be separated: "copy", "scaled" (with the d^-1/2 before the head folded in), or "" (never)."""
     variants: tuple[Mapping[str, object], ...] = ()  # config values with other parts in a block than the defaults

@@ -23,7 +23,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.recorded import CONVERTED_KEY
 from ..errors import UserError, first_line
 from ..families.configs import looked_up, with_value
-from ..families.known import FAMILIES, stock_class
+from ..families.known import stock_class
 from ..families.layout import Layout
 from ..families.resolve import eps_attribute, resolve
 from ..families.types import Family
@@ -33,8 +33,9 @@ from .stock import check_complete, load_config, run_everywhere, without_values
 FREE_KEYS = frozenset(
     f"""
     {CONVERTED_KEY} _name_or_path _output_attentions architectures bos_token_id decoder_start_token_id dtype
-    eos_token_id gradient_checkpointing initializer_range name_or_path output_attentions output_cross_attentions
-    output_hidden_states pad_token_id return_dict tie_word_embeddings transformers_version use_cache
+    eos_token_id gradient_checkpointing init_std initializer_factor initializer_range name_or_path output_attentions
+    output_cross_attentions output_hidden_states pad_token_id return_dict tie_word_embeddings transformers_version
+    use_cache
     """.split()
 )
 """Attributes that any stock config may have and no bound depends on. The loader's report covers tied weights."""
@@ -298,7 +299,6 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
     attributes are left out."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
-    free |= {known.initialisation.factor for known in FAMILIES}
     beginnings = tuple(key.removesuffix("*") for key in free if key.endswith("*"))
     if not layout.stock.decodes:
         free.add("is_encoder_decoder")  # true or false in published encoders

@@ -59,7 +59,7 @@ def module_names() -> set[str]:
 
 
 def config_keys(family: Family) -> set[str]:
-    keys = {*family.config_keys, family.initialisation.factor, family.output_scale_key}
+    keys = {*family.config_keys, family.output_scale_key}
     return keys | {family.eps_key or ""}
 
 
