@@ -57,7 +57,7 @@ class Fidelity(ReportObject):
 
     @property
     def exact(self) -> bool:
-        """Whether the outputs in fp32 are equal bit for bit, since a KL divergence of 0 may come from rounding."""
+        """Whether the outputs in fp32 are equal bit for bit; a KL of 0 may come from rounding."""
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
 
     @property
@@ -132,7 +132,7 @@ class RunEntry(ReportObject):
 
 
 class GradientSiteEntry(ReportObject):
-    """Gradients of one operation: the largest, at the loss scale, and the share of their elements that fp16 turns into
+    """Gradients of one operation: the largest, at the loss scale, and the fraction of elements that fp16 turns into
     0."""
 
     name: str
@@ -166,7 +166,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x| that fp16 must hold; for a broken regime the largest in fp32, if known."""
+        """The largest |x| that fp16 must represent; in a broken regime, the fp32 value if known."""
         broken = self.broken_sites
         limited = [site for site in broken if site.limit is not None] or broken
         return max((site.reached for site in limited), default=self.amax)
@@ -262,8 +262,8 @@ class InexactEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``further``: the share of random
-    pairs of ids on which the edited checkpoint is further from the source than bf16."""
+    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``further``: the fraction of
+    random pairs of ids on which the edited checkpoint is further from the source than bf16."""
 
     ids: Count
     further: float
@@ -289,5 +289,5 @@ class OutputEntry(ReportObject):
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether the error is at most 4 × bf16's and, without ``drifts`` (from edits or eps), at most 1/8."""
+        """Return whether the error is at most 4 × bf16's and, unless ``drifts`` (by edits or eps), 1/8."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

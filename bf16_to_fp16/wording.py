@@ -99,7 +99,7 @@ def excess(value: float | None, decimals: int = 1) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Return a share in percent, rounded down to four decimals: only 1 gives 100%."""
+    """Return a fraction in percent, rounded down to four decimals: only 1 gives 100%."""
     return f"{rounded_down(fraction, 6) * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
 

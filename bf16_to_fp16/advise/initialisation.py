@@ -3,7 +3,7 @@
 "Transformers without Tears" (Nguyen and Salazar, arXiv:1910.05895) draws with a standard deviation of √(2/(5h)) for a
 hidden size h; MT-NLG 530B (Smith et al., arXiv:2201.11990) with √(1/(3h)). A family has the rule of its stock class.
 
-Root mean squares stand for standard deviations, since weights have means near 0; norm gains are compared with 1."""
+Root mean squares are used as standard deviations, since weights have means near 0; norm gains are compared with 1."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Find weights that a small update leaves unchanged: below half the gap between 16-bit values it is lost in rounding.
 
-The gap is a power of two, so one histogram of exponents gives the stalled share of a tensor for every learning rate. An
-update of Adam and Lion is about the learning rate; Adafactor's is about the learning rate times the tensor's root mean
-square. The remedies, cheapest first: round stochastically (Gupta et al., arXiv:1502.02551; Zamirai et al.,
-arXiv:2010.06192); keep an fp32 copy of the weights; or raise the learning rate, and with it, linearly (Goyal et al.,
-arXiv:1706.02677), the batch size."""
+The gap is a power of two, so one histogram of exponents gives a tensor's fraction of unchanged elements for every
+learning rate. An update of Adam and Lion is about the learning rate; Adafactor's is about the learning rate times the
+tensor's root mean square. The remedies, cheapest first: round stochastically (Gupta et al., arXiv:1502.02551; Zamirai
+et al., arXiv:2010.06192); keep an fp32 copy of the weights; or raise the learning rate, and with it, linearly (Goyal et
+al., arXiv:1706.02677), the batch size."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def advise_updates(
     subfolder: str | None = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Return which share of a checkpoint's weights an optimizer's update would not move, with advice.
+    """Return the fraction of a checkpoint's weights that an optimizer's update would leave unchanged, with advice.
 
     rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: of the weights, "bf16" or "fp16".
     The result has ``layers``, their ``total`` and ``advice``. A layer has its name, the number of elements, the
-    ``stalled`` elements and their fraction, ``overflow`` (elements beyond the format) and ``rate_for_half``, the rate
-    at which half the elements move. Raises UserError for a rate that is not positive and finite, an unknown optimizer
-    or dtype, or an unreadable source."""
+    ``stalled`` (unchanged) ones and their fraction, ``overflow`` (elements beyond the format) and ``rate_for_half``,
+    the rate at which half the elements change. Raises UserError for a rate that is not positive and finite, an unknown
+    optimizer or dtype, or an unreadable source."""
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
     for name, given, known in (("optimizer", optimizer, OPTIMIZERS), ("dtype", dtype, FORMATS)):

@@ -74,7 +74,7 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, NeededExponents]:
-    """Return the needed exponents of each signal over its limit. margin_bits: headroom for observed values. If the
+    """Return the exponents that each signal over its limit needs. margin_bits: headroom for observed values. If the
     bound needs more than any exponent gives, only observed values count."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
@@ -92,7 +92,7 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions whose keys to centre: scores exceed the limit, or position biases share a large offset."""
+    """Return the attentions whose keys or position biases to centre: scores over the limit, or a large common bias."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def needless(attention: Attention) -> bool:
@@ -197,7 +197,7 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
-    """Return the edits that bring all needed signals under their limits; None if they cost too much.
+    """Return the edits (inexact rescalings) that bring all signals under their limits; None if they cost too much.
 
     Runs of the source measure the cost. If observed values need every edit in full, the cost has no limit. If they need
     a part of the edits, the limit is 7/4 of bf16's divergence from fp32, or ``max_kl`` if larger. If only a proof needs

@@ -63,7 +63,7 @@ GLM = replace(
 UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names are read
 
 
-def turned_of(config: Mapping[str, object], otherwise: float = 0.5) -> int:
+def rotated_channels(config: Mapping[str, object], otherwise: float = 0.5) -> int:
     """Return how many channels of a head rotary positions rotate, 0 for all. otherwise: the rotated fraction if the
     config has none. Raises UserError for channels that cannot form pairs."""
     inner = looked_up(config, f"rope_parameters.{PARTIAL}")
@@ -82,7 +82,7 @@ def sparse_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     at, style = f"layers.{i}", Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     normed = {"norms_by_position": True, **llama.head_norms(at)} if config["use_qk_norm"] else {}
     wiring = llama.wired_attention(
-        config, at, **normed, rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=turned_of(config))
+        config, at, **normed, rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=rotated_channels(config))
     )
     if i < whole_number("first_k_dense_replace", config["first_k_dense_replace"], "a number of layers", least=0):
         last = feed_forward(llama.wired_feed_forward(at, config["hidden_act"]), style)

@@ -105,7 +105,7 @@ def placed_family(config: Mapping[str, object]) -> Family:
     return family_inside(family_of(config), class_of(config).body)
 
 
-def named_as(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
+def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
     """Return the stock class to which the tensor names belong, if it is not the config's class; else None.
 
     A class with a head has its stacks inside a module, and so a prefix in its names. Stock code reads names with and

@@ -168,8 +168,8 @@ def sparse(
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the ``Part`` of a layer's router and gated experts. block: the layer's module with both. count: config key
-    of the number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
+    """Return the declaration of a layer's router and gated experts. block: the layer's module with both. count: config
+    key of the number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
     inside, plain = f"{at}.{block}", wired_feed_forward(at, config["hidden_act"])
     each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count)))
     wiring = Experts(

@@ -14,7 +14,7 @@ from ..checkpoint.reader import VIEWS, Checkpoint
 from ..checkpoint.single_file import SCRATCH
 from ..json_text import write_json
 from .from_config import in_folder
-from .known import architectures, class_of, family_of, named_as, naming_class
+from .known import architectures, class_by_tensor_names, class_of, family_of, naming_class
 from .llama import STACK
 
 
@@ -44,7 +44,7 @@ def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
 
 def names_under(config: Mapping[str, object], tensors: Collection[str], name: str) -> dict[str, str]:
     config = {**config, "architectures": [name]}
-    family, stock, other = family_of(config), class_of(config), named_as(config, tensors)
+    family, stock, other = family_of(config), class_of(config), class_by_tensor_names(config, tensors)
     if other is None:
         return {each: each for each in tensors}
     around = (body.removesuffix(STACK).rstrip(".") for body in (other.body, stock.body))  # an image tower moves too

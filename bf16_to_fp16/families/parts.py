@@ -113,7 +113,7 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
 
 
 def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
-    """Return the ``Part`` of an attention. share: as in ``pairs``."""
+    """Return the declaration of an attention: signals, tensors and wiring. share: as in ``pairs``."""
     value, scores = f"{wiring.at}.value", f"{wiring.at}.scores"
     normed, gains = style.normalised(wiring.norm)
     own, rows = style.reads(wiring.norm), fused_rows(wiring.fused, 2)
@@ -208,8 +208,8 @@ def with_columns(own: Axis | None, signal: str) -> Axis:
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
-    """Return the ``Part`` of a feed-forward. Powers of two pass ReLU and the linear branch of a gate exactly, but GELU
-    and SiLU only for large inputs."""
+    """Return the declaration of a feed-forward. Powers of two pass ReLU and the linear branch of a gate exactly, but
+    GELU and SiLU only for large inputs."""
     neuron, gate = f"{wiring.at}.neuron", f"{wiring.at}.gate"
     normed, gains = style.normalised(wiring.norm)
     moves = bool(wiring.gate) or wiring.activation == "relu"
@@ -249,7 +249,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
 
 
 def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
-    """Return the ``Part`` of a router and its experts. each: the parts of all feed-forwards, also of shared ones."""
+    """Return the declaration of a router and its experts. each: of all feed-forwards, also of shared ones."""
     routing = f"{wiring.classifier}.routing"
     chosen = multiplied_by(routing)
     router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]
@@ -264,7 +264,7 @@ def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool
 
 
 def projector(wiring: Projector, writer: str, *tensors: Tensor, size: str = "vision") -> Part:
-    """Return the ``Part`` of a projector. writer: the module whose output joins the stream."""
+    """Return the declaration of a projector. writer: the module whose output joins the stream."""
     stream = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(writer),))
     return Part((stream, Signal(wiring.norm, Kind.FIXED, size, (output_of(wiring.norm),))), tensors, wiring)
 
@@ -280,7 +280,7 @@ def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
 
 
 def states(norm: str, style: Style = PLAIN) -> Part:
-    """Return the ``Part`` of a final norm whose output users or another stack read."""
+    """Return the declaration of a final norm whose output users or another stack read."""
     return Part((Signal(f"{norm}.output", Kind.FIXED, style.model, (output_of(norm),)),), style.norm(norm, None))
 
 
@@ -293,7 +293,7 @@ def logits(of: Head) -> Signal:
 
 
 def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Part:
-    """Return the ``Part`` of a final norm and a tied head. The norm's gains are divided by the embedding's factor."""
+    """Return the declaration of a final norm and a tied head. The gains are divided by the embedding's factor."""
     seen = Signal(RESIDUAL, Kind.RESIDUAL, style.model, (output_of(norm, -1),))
     return Part(
         (seen, replace(logits(of), beside=(output_of(norm),))),
@@ -303,7 +303,7 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
-    """Return the ``Part`` of a final norm and a separate head. sizes: named sizes of the linears' outputs. The first
+    """Return the declaration of a final norm and a separate head. sizes: named sizes of the linears' outputs. The first
     linear's output is not rescaled, since a tanh or the user reads it."""
     normed, gains = style.normalised(norm)
     if style.offset:

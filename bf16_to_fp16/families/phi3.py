@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from . import llama
-from .glm4 import PARTIAL, turned_of
+from .glm4 import PARTIAL, rotated_channels
 from .parts import attention, feed_forward
 from .types import Part, Sum
 from .wiring import Rotary
@@ -26,7 +26,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         value=joint,
         dropout=f"{at}.resid_attn_dropout",
         fused=(kv_heads * heads * size, kv_heads * size, kv_heads * size),
-        rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=turned_of(config, 1.0)),
+        rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=rotated_channels(config, 1.0)),
     )
     gated = llama.wired_fused(config, at, dropouts=(f"{at}.resid_mlp_dropout",))
     return attention(wiring, share=(kv_heads, heads, size)), feed_forward(gated)

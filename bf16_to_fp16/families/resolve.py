@@ -20,7 +20,7 @@ from ..errors import UserError
 from .configs import axis_size, default_of, looked_up
 from .experts import experts_apart
 from .from_config import declared, in_folder
-from .known import named_as, of_model_type
+from .known import class_by_tensor_names, of_model_type
 from .layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader, TensorSource
 from .signals import Tensor, carried_by
 from .spread import channels_along
@@ -109,7 +109,7 @@ def computed(name: str, used: Iterable[str]) -> bool:
 def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
     """Return the remedy in the error message for a missing embedding. If the tensors have another class's names, stock
     code can read them and save them under its own names, unless a head is missing."""
-    other = named_as(checkpoint.config, checkpoint.tensors)
+    other = class_by_tensor_names(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
     own, name = stock.names[0], other.names[0]
@@ -252,7 +252,7 @@ def merge_signals(
     for tensor in tensors.values():
         for axis, length in zip(tensor.axes, tensor.shape, strict=True):
             for signal, spread in ((merged[each.signal], each.spread) for each in carried_by(axis)):
-                if not signal.kind.may_be_one_number and signal.size != channels_along(length, spread):
+                if not signal.kind.has_one_exponent and signal.size != channels_along(length, spread):
                     raise AssertionError(f"{tensor.name}: axis of {length} carries {signal.name} of {signal.size}")
     return merged
 
@@ -306,7 +306,7 @@ class ModelTensors:
 
 
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise UserError for a norm whose gains are all 0, since nothing behind it would depend on its input."""
+    """Raise UserError for a norm whose gains are all 0, since its output would not depend on its input."""
     for path in layout.norms:
         tensor = layout.tensors.get(f"{path}.weight")
         name = None if tensor is None else tensor.source

@@ -1,4 +1,4 @@
-"""Signals, and the tensors that carry them, as pure data: nothing here computes on weights.
+"""Signals (activations that are rescaled together) and the tensors that rescale them, as pure data.
 
 A *signal* is what flows between weights: the residual stream, one attention's values, the output of one norm. Rescaling
 may multiply each of its channels by a power of two, its factor. A weight that writes a signal is multiplied by the
@@ -46,8 +46,8 @@ class Kind(StrEnum):
         return self in (Kind.ASYMPTOTIC, Kind.LOGITS, Kind.COLUMNS)
 
     @property
-    def may_be_one_number(self) -> bool:
-        """Whether all channels have the same exponent, so that axes of any length can have it."""
+    def has_one_exponent(self) -> bool:
+        """Whether all channels have the same exponent, so that axes of any length fit."""
         return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 
@@ -89,12 +89,12 @@ def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
 
 
 def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that a signal's factor multiplies, because the weight writes the signal."""
+    """Return an axis multiplied by a signal's power of two: the weight computes the signal."""
     return Axis(1, signal, spread)
 
 
 def divided_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that a signal's factor divides, because the weight reads the signal or makes keys."""
+    """Return an axis divided by a signal's power of two: the weight reads the signal or computes keys."""
     return Axis(-1, signal, spread)
 
 
@@ -120,17 +120,17 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of the ``COLUMNS`` signal of queries or a gate."""
+    """Return the name of the signal that rescales the columns for ``signal``, queries or a gate."""
     return f"{signal}.columns"
 
 
-def made_by(columns: str) -> str:
-    """Return the name of the signal to which a ``COLUMNS`` signal belongs."""
+def signal_of_columns(columns: str) -> str:
+    """Return the name from which ``columns_of`` made ``columns``."""
     return columns.removesuffix(columns_of(""))
 
 
 def before(norm: str) -> str:
-    """Return the name of the ``BEFORE_NORM`` signal for the norm at the path ``norm``."""
+    """Return the name of the signal that the norm at the path ``norm`` reads."""
     return f"{norm}.input"
 
 

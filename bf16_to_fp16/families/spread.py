@@ -13,7 +13,7 @@ import torch
 from .signals import Spread
 
 
-def without_ends(spread: Spread) -> tuple[int, Spread, int]:
+def factors_between_ends(spread: Spread) -> tuple[int, Spread, int]:
     """Return the positive factors, between the numbers of elements without a channel at start and end."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
@@ -23,14 +23,14 @@ def without_ends(spread: Spread) -> tuple[int, Spread, int]:
 def channels_along(length: int, spread: Spread) -> int:
     if not spread:
         return length
-    before, factors, after = without_ends(spread)
+    before, factors, after = factors_between_ends(spread)
     if before + math.prod(factors) + after != length:
         raise AssertionError(f"an axis of {length} elements cannot be spread as {spread}")
     return math.prod(factors[::2])
 
 
 def carrying(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    before, _, after = without_ends(spread)
+    before, _, after = factors_between_ends(spread)
     return values[before : len(values) - after]
 
 
@@ -38,7 +38,7 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
     """Return [elements, ...] from [channels, ...]: each element's channel, or zeros for elements without one."""
     if not spread:
         return values
-    before, factors, after = without_ends(spread)
+    before, factors, after = factors_between_ends(spread)
     once = [1 if place % 2 else size for place, size in enumerate(factors)]
     rows = values.view(*once, *values.shape[1:]).expand(*factors, *values.shape[1:]).flatten(0, len(factors) - 1)
     if not before and not after:
@@ -50,6 +50,6 @@ def shared(values: torch.Tensor, spread: Spread) -> torch.Tensor:
     """Return the elements grouped by channel: [channels, elements of each, ...] from [elements, ...]."""
     if not spread:
         return values.unsqueeze(1)
-    _, factors, _ = without_ends(spread)
+    _, factors, _ = factors_between_ends(spread)
     places = spread_out(torch.arange(math.prod(factors[::2])), factors).argsort(stable=True)
     return carrying(values, spread)[places].unflatten(0, (math.prod(factors[::2]), -1))

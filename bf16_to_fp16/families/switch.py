@@ -32,7 +32,7 @@ def is_sparse(config: Mapping[str, object], stack: str, i: int) -> bool:
 
 
 def experts(at: str, config: Mapping[str, object]) -> Part:
-    """Return the ``Part`` of a router and its experts at ``at``; raise UserError for a router not in fp32."""
+    """Return the declaration of a router and its experts at ``at``; raise UserError for a router not in fp32."""
     if config[DTYPE] != "float32":
         raise UserError(
             f"config.json: {DTYPE!r} is {config[DTYPE]!r}; only a router in float32 chooses the same experts after"

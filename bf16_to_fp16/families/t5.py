@@ -27,7 +27,7 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return the ``Part`` of an attention. memory: it attends to the encoder. shared: the attention with its bias."""
+    """Return the declaration of an attention. memory: it reads the encoder. shared: the attention with its bias."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -48,7 +48,7 @@ def with_table(part: Part, name: str) -> Part:
 
 
 def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
-    """Return the ``Part`` of a feed-forward. projection: the config's ``feed_forward_proj``; "gated-gelu" is
+    """Return the declaration of a feed-forward. projection: the config's ``feed_forward_proj``; "gated-gelu" is
     gelu_new."""
     m, gated = f"{at}.{module}", projection.startswith("gated-")
     return feed_forward(

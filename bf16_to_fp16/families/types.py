@@ -84,7 +84,7 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """The names of experts in files. Files store each expert's linears apart, while stock code fuses all experts in two
+    """The names of experts in files. Files store each expert's linears separately; stock code fuses all experts in two
     tensors. ``inside``: the experts' parent module in files, "" if it has stock code's name. ``at``: the module of the
     fused tensors. ``gates``: the fused tensor of gates and neurons, [experts, 2 · neurons, width]. ``outputs``: the
     fused tensor of outputs, [experts, width, neurons]."""
@@ -114,7 +114,7 @@ class Family:
     config_type: str = ""  # the config's ``model_type``, where it is not the name
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
     sizes: Mapping[str, tuple[str | int | Sum, ...]]
-    """Axis sizes as products of config keys, numbers and sums; a key with a table stands for the table's length."""
+    """Axis sizes as products of config keys, numbers and sums; a key with a table gives the table's length."""
     keys: tuple[str, ...] = ()
     """Config keys that the blocks' parts depend on, besides those that another field names."""
     encoder: Stack  # the first stack, or a decoder-only model's stack
@@ -149,7 +149,7 @@ class Family:
     """How a tied head can be separated: "copy", "scaled" (with the d^-1/2 before the head folded in), or "" (never)."""
     variants: tuple[Mapping[str, object], ...] = ()  # config values with other parts in a block than the defaults
     ties_all_or_nothing: bool = False
-    """Whether stock code that does not tie the head ties no other copy either, so that a file must hold each."""
+    """Whether stock code that does not tie the head ties no other copy either, so that a file must contain each."""
     encoder_refuses_cache: bool = False  # whether stock code raises when a call with ``use_cache`` runs the encoder too
     norm_rounds_once: bool = False  # whether an RMSNorm is rounded only after its gain, and not before it too
     aliases: Mapping[str, str] = field(default_factory=dict)  # config keys of transformers 4.57, with names in 5
@@ -157,7 +157,7 @@ class Family:
     """Config keys with only one supported value: that value, and the message for any other."""
     nullable: tuple[str, ...] = ()  # config keys whose null leaves a part out, and does not mean the default
     made_in_fp32: bool = False
-    """Whether stock code makes numbers in fp32 that no file holds, such as the frequencies of rotary positions:
+    """Whether stock code computes buffers in fp32 that no file has, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
     blind_padding: bool = False
     """Whether padding may attend to no position under a stack's masks: left of a row under a causal mask, or further

@@ -1,6 +1,6 @@
 """Audit a transformers model of an unknown family: where it overflows in fp16, and by how much.
 
-Bounds, conversion, chosen ids and runs block by block need a family. Here each regime's model is loaded whole."""
+Bounds, conversion, chosen ids and runs block by block need a family. Here each regime's whole model is loaded."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Plan one run for each compared batch in ``walk``. Each run returns the model's output on its batch.
+    """Schedule one run for each compared batch in ``walk``. Each run returns the model's output on its batch.
 
     every: a list that the runs fill with all stock outputs on ``smallest_batches``. options: for ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
@@ -79,7 +79,7 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Plan fp32 runs in ``walk``. Each returns the distance of its output, times ``scale``, from the output in
+    """Schedule fp32 runs in ``walk``. Each returns the distance of its output, times ``scale``, from the output in
     ``expected``. Outputs are not kept, since those of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:

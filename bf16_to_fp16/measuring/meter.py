@@ -23,7 +23,7 @@ _STEPS_IN_A_BINADE = 8
 
 class RangeObserver:
     """Measures, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and attentions. Runs
-    of the model and its copies, one at a time, add up. Padding counts, since fp16 must hold it. Scores need
+    of the model and its copies, one at a time, add up. Padding counts, since it can overflow too. Scores need
     ``attn_implementation="eager"``."""
 
     def __init__(self) -> None:

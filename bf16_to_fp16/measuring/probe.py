@@ -285,8 +285,8 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Return rows of 1 to ``longest`` tokens and every special token alone, without and with start or end token; padded
-    on the right, then on the left. Decoder rows are shorter and padded on the right."""
+    """Return rows of 1 to ``longest`` tokens and each special token as a row, without and with start or end token;
+    padded on the right, then on the left. Decoder rows are shorter and padded on the right."""
     vocabulary = stock.vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []

@@ -43,7 +43,7 @@ ATTENTIONS = ("eager", "sdpa")
 
 LOSS_SCALE = 2.0**10
 """Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so the
-scale alone never breaks pure half. It is lower where gradients under AMP need that, as with a dynamic scaler."""
+scale itself never breaks pure half. It is lower where gradients under AMP need that, as with a dynamic scaler."""
 
 
 def audit_folder(
@@ -59,9 +59,9 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Audit the checkpoint in ``folder`` in each regime.
 
-    ``half`` runs all inputs under the first attention; other runs get fewer, unless ``half`` breaks. Forwards walk over
-    the files, with one block's weights in memory; ``train_mode`` loads the model and runs everything. Attentions that
-    the class lacks are left out. Raises UserError for an unusable folder."""
+    ``half`` runs all inputs under the first attention; other runs get fewer, unless ``half`` breaks. Forwards load one
+    block's weights at a time; ``train_mode`` loads the whole model and runs everything. Attentions that the class lacks
+    are left out. Raises UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
@@ -140,7 +140,7 @@ def run_regimes(
     fp32: Sequence[Batch] = (),
     advance: Advance | None = None,
 ) -> Audited:
-    """Run a checkpoint in ``regimes`` in one walk over its files, as ``audit_folder`` does without training. ``stock``
+    """Run a checkpoint in ``regimes`` in one pass over its files, as ``audit_folder`` does without training. ``stock``
     reuses ``half`` if the stock model keeps no weight in fp32. fp32: inputs whose outputs are wanted in fp32 too."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))

@@ -21,7 +21,7 @@ class Site:
     ``nonfinite`` and ``saturated`` (finite, from 64504, fp16 only) count elements; intended ones count as ``benign``.
     ``order``: the number of the output that first broke or, if none broke, of the site's first output. ``limit``: None
     where fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube. ``elements`` and ``zeros``
-    are counted for gradients alone."""
+    are counted only for gradients."""
 
     name: str
     dtype: torch.dtype

@@ -42,7 +42,7 @@ def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> Observed:
     """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: applies edits to a weight; the
-    source then runs in fp32 alone."""
+    source then runs only in fp32."""
 
     def observed(place: torch.device) -> Observed:
         walk = Walk(checkpoint, place)

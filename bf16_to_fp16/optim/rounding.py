@@ -48,8 +48,7 @@ def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 
     """Return a key: three int32 words that determine the random bits of one parameter in one step.
 
     The arguments are any integers of 64 bits; different ones give unrelated words (BLAKE2b). ``block`` is index >>
-    BLOCK_BITS. ``first`` shifts the counters: 0, 1, 2, … then stand for the indices first, first + 1, … of the
-    block."""
+    BLOCK_BITS. ``first`` shifts the counters: 0, 1, 2, … then mean the indices first, first + 1, … of the block."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
     start, second, third = struct.unpack("<3i", digest)
     start = (start + first * _STRIDE) & 0xFFFFFFFF

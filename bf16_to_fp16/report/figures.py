@@ -41,8 +41,8 @@ _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s
 
 @dataclass(frozen=True)
 class Point:
-    """The largest |x| of one kind of signal. ``x``: the block in its stack. ``upper``: the value before the plan, or
-    the bound. ``lower``: the value after the plan, or the largest value found: infinite for an overflow, None if
+    """The largest |x| of one kind of activation. ``x``: the block in its stack. ``upper``: the value before the plan,
+    or the bound. ``lower``: the value after the plan, or the largest value found: infinite for an overflow, None if
     nothing ran."""
 
     series: Series

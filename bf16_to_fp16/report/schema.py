@@ -1,6 +1,6 @@
 """The types of the report, through which it is written, read and checked. Types keep the order of keys and the unknown
-keys of other versions, so that a report read and written again has the same bytes. JSON has no NaN: null stands for it
-where a number may be NaN. ``python -m bf16_to_fp16.report.schema`` makes ``docs/report.schema.json``."""
+keys of other versions, so that a report read and written again has the same bytes. JSON has no NaN: a number that may
+be NaN may be null. ``python -m bf16_to_fp16.report.schema`` makes ``docs/report.schema.json``."""
 
 from __future__ import annotations
 
@@ -192,9 +192,9 @@ class SignalEntry(PlacedEntry):
 
 
 class UnsafeEntry(ReportObject):
-    """A signal that is unsafe or misses a goal, with reason and remedy. ``kind``: "broke" in a run, with ``regimes``,
-    ``nonfinite`` and ``saturated``; "found" over its limit by an attack; "limit": no exponent keeps the margin;
-    "inexact": an output further from fp32 than bf16's; "goal": a recipe's or target's goal was missed."""
+    """A site or output that is unsafe or misses a goal, with reason and remedy. ``kind``: "broke" in a run, with
+    ``regimes``, ``nonfinite`` and ``saturated``; "found" over its limit by an attack; "limit": no exponent keeps the
+    margin; "inexact": an output further from fp32 than bf16's; "goal": a recipe's or target's goal was missed."""
 
     signal: str
     kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = None

@@ -24,7 +24,7 @@ NO_SOURCE = "does not say what the source was; take the one that convert wrote"
 
 
 def read_plan(path: Path, target: str | None = None) -> Report:
-    """Read plan, target, source and finetune from the report of a converted folder, or from a report file alone."""
+    """Read plan, target, source and finetune from the report of a converted folder, or from just a report file."""
     file, data = recorded_plan(path, target)
     return typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file, {}, NO_PLAN)
 

@@ -186,7 +186,7 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
 
 
 def brought_back(report: schema.Report) -> str:
-    """Return in words how many weights ``undo`` restores bit for bit: at least all that fp16 held exactly."""
+    """Return in words how many weights ``undo`` restores bit for bit: at least all that fp16 represents exactly."""
     weights = report.weights
     whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
     if weights is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..families.layout import Layout, TensorReader
-from ..families.signals import Kind, carried_by, made_by
+from ..families.signals import Kind, carried_by, signal_of_columns
 from ..families.wiring import Attention, Sublayer, feed_forwards_of
 from .plan import OfChannels
 
@@ -25,16 +25,16 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
     """Return, by signal, exponents of a few columns that can replace the exponents of rows in ``needed``."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
-        if made_by(signal := columns_read_by(layout, each.gate)) in needed:
+        if signal_of_columns(signal := columns_read_by(layout, each.gate)) in needed:
             v = read_by(layout, weights, each.gate, each.norm)
-            reaches[signal] = gates(v, bits_of(needed[made_by(signal)], len(v)))
+            reaches[signal] = gates(v, bits_of(needed[signal_of_columns(signal)], len(v)))
     for part in layout.topology:
-        if isinstance(part, Attention) and made_by(signal := columns_read_by(layout, part.query)) in needed:
+        if isinstance(part, Attention) and signal_of_columns(signal := columns_read_by(layout, part.query)) in needed:
             q = read_by(layout, weights, part.query, part.norm)
             k = read_by(layout, weights, part.key, "" if part.memory else part.norm)
             heads, kv_heads = layout.heads(part), layout.kv_heads(part)
             k = k.unflatten(0, (kv_heads, -1)).repeat_interleave(heads // kv_heads, 0)
-            bits = bits_of(needed[made_by(signal)], len(q)).view(heads, -1).amax(1)
+            bits = bits_of(needed[signal_of_columns(signal)], len(q)).view(heads, -1).amax(1)
             reaches[signal] = scores(q.unflatten(0, (heads, -1)), k, bits)
     cuts = ((signal, cut(reach, layout.signals[signal].size)) for signal, reach in reaches.items())
     return {signal: exponents for signal, exponents in cuts if exponents is not None}

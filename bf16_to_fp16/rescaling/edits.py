@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..families.layout import Layout, ResolvedTensor, TensorReader, TensorSource
 from ..families.resolve import source_weights
-from ..families.signals import LOGITS, Kind, made_by
+from ..families.signals import LOGITS, Kind, signal_of_columns
 from ..families.wiring import Attention, Experts
 from ..ranges import ModuleRange
 from ..results import InexactEntry
@@ -71,7 +71,7 @@ def sites_of(layout: Layout) -> dict[str, str]:
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}
-    of = {name: made_by(name) if s.kind is Kind.COLUMNS else name for name, s in priced.items()}
+    of = {name: signal_of_columns(name) if s.kind is Kind.COLUMNS else name for name, s in priced.items()}
     return {name: scores.get(of[name]) or priced[of[name]].seen[0].module for name in priced}
 
 

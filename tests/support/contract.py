@@ -100,7 +100,7 @@ def random_plan(layout: Layout, kinds: tuple[Kind, ...], seed: int = 0) -> Plan:
         if signal.kind in kinds and signal.kind is not Kind.RESIDUAL
     }
     one = {
-        n: e[0] or 2 for n, e in exponents.items() if isinstance(e, list) and layout.signals[n].kind.may_be_one_number
+        n: e[0] or 2 for n, e in exponents.items() if isinstance(e, list) and layout.signals[n].kind.has_one_exponent
     }
     exponents |= one
     r = -4 if Kind.RESIDUAL in kinds else 0
@@ -147,7 +147,7 @@ def check_classified(model: Any) -> None:
         for axis, size in zip(tensor.axes, tensor.shape, strict=True):
             for each in carried_by(axis):
                 signal = layout.signals[each.signal]
-                assert signal.kind.may_be_one_number or signal.size == channels_along(size, each.spread)
+                assert signal.kind.has_one_exponent or signal.size == channels_along(size, each.spread)
     for signal in layout.signals.values():
         assert signal.seen or signal.beside or signal.kind.has_price
         for point in signal.seen:
