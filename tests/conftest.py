@@ -41,7 +41,7 @@ SLOW = (
     *("launch", "from_a_wheel", "finetune", "family_contract", "journeys", "stock_loading", "trainer", "demo"),
     *("soft_side", "images", "least_edit", "least_move", "drift", "make_safe", "certificate", "faults", "pipeline"),
     *("convert", "adamw", "determinism", "sentence_encoders", "pipelines", "lanes", "agreement"),
-    *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "gradients", "audit_any"),
+    *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "audit_any"),
     *("adapter", "padding", "regimes", "linears", "attack", "sources", "outputs"),
     *("bound_constraint", "centred_keys", "launching", "bad_input", "follow"),
 )

@@ -121,7 +121,6 @@ def soft_tanh(folder: Path) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def few_rows_and_draws() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(soft_side, "MOST_ROWS", 128)
         patch.setattr(soft_side, "DRAWS", 4)
         yield
 
