@@ -132,7 +132,7 @@ class RunEntry(ReportObject):
 
 
 class GradientSiteEntry(ReportObject):
-    """Gradients of one operation: the largest, at the loss scale, and the fraction of elements that fp16 turns into
+    """Gradients of one operation: the largest, at the loss scale, and the fraction of elements that fp16 rounds to
     0."""
 
     name: str
@@ -142,8 +142,8 @@ class GradientSiteEntry(ReportObject):
 
 class GradientsEntry(ReportObject):
     """The backward pass under fp16 AMP. ``loss_scale``: the largest without overflow (None: every one overflows).
-    ``flushed``: the share of gradient elements that become 0. ``largest``: the site that limits the scale, or overflows
-    at every scale (None: the loss is not finite). ``sites``: the sites that lose the largest shares."""
+    ``flushed``: the fraction of gradient elements that become 0. ``largest``: the site that limits the scale, or
+    overflows at every scale (None: the loss is not finite). ``sites``: the sites that lose the largest fractions."""
 
     loss_scale: Real | None
     flushed: Real
@@ -251,8 +251,8 @@ class AttackEntry(ReportObject):
 class InexactEntry(ReportObject):
     """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: log2 of the edit's
     factor, the least over its channels. ``columns``: the number of input channels that the edit scales; 0 if it scales
-    the signal itself. ``predicted``, ``measured``: the divergence in fp32 from this edit alone, of the source and of
-    the written files; None if not run."""
+    output channels. ``predicted``, ``measured``: the divergence in fp32 from this edit alone, of the source and of the
+    written files; None if not run."""
 
     site: str
     exponent: int | float
@@ -289,5 +289,5 @@ class OutputEntry(ReportObject):
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether the error is at most 4 × bf16's and, unless ``drifts`` (by edits or eps), 1/8."""
+        """Return whether the error is at most 4 × bf16's and, unless ``drifts`` (by edits or eps), at most 1/8."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

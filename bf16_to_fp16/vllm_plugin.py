@@ -54,7 +54,7 @@ def register() -> None:
 
 @cache
 def objection(folder: Path) -> str | None:
-    """Return why a folder is not safe by its report and hashes; None if it is. Each file is hashed once."""
+    """Return why a folder's report and hashes do not prove it safe; None if they do. Each file is hashed once."""
     try:
         report = read_recorded(folder)
         checkpoint = open_checkpoint(folder)

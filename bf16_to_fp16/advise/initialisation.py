@@ -37,8 +37,8 @@ def rules_for(hidden: int) -> dict[str, Any]:
 
 
 def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the standard deviations with which the stock class draws its tensors, and the sizes of constants. On the
-    meta device nothing is drawn, but the calls are recorded."""
+    """Return each tensor's standard deviation in stock initialisation, or the magnitude of a constant. On the meta
+    device nothing is drawn, but the calls are recorded."""
     import torch
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -62,8 +62,8 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """Return the place of every tensor in a ``torch.save`` file; tensors that share storage share bytes. torch reads
-    the pickle onto the meta device, with ``weights_only``, which runs no code. The zip directory gives the offsets."""
+    """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. torch reads the
+    pickle onto the meta device, with ``weights_only``, which runs no code. The zip directory gives the offsets."""
     resave = "load it with torch and save it with safetensors"
     records = zip_records(file)
     try:

@@ -40,7 +40,7 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the place of every tensor in a safetensors file. Raises UserError if its metadata name another library."""
+    """Return the place of every tensor in a safetensors file. Raises UserError for another library's format."""
     tensors, metadata = read_whole_header(file)
     if (made_for := metadata.get("format", "pt")) not in ("pt", "mlx"):  # every transformers reads these as PyTorch's
         raise UserError(

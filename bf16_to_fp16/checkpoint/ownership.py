@@ -54,7 +54,7 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Whether this program wrote a file as a report. False in a checkpoint's folder, whose report ``undo`` needs."""
+    """Whether a file is a report that this program may replace; not one in a checkpoint, since ``undo`` needs it."""
     if any((file.parent / name).exists() for name in BELONGING) or file.stat().st_size > LARGEST_REPORT:
         return False
     data = file.read_bytes()

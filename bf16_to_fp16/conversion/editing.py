@@ -57,8 +57,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents of 2 that bring a signal under its limit. ``proven``: for every input. ``observed``: for observed
-    values, None if these fit already."""
+    """The exponents of 2 that bring activations under their limit. ``proven``: for every input. ``observed``: for
+    observed values, None if these fit already."""
 
     proven: OfChannels
     observed: OfChannels | None

@@ -246,7 +246,7 @@ class Search:
 
     def planned_within(self, layout: Layout, exponents: Mapping[str, int], again: str) -> tuple[Planned, SourceBounds]:
         """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it if
-        a run shows that outputs change little by a fixed eps. A proven stream gets no margin if with it rounded gains
+        a run shows that a fixed eps then changes outputs little. A proven stream gets no margin if gains rounded by it
         would cost more than bf16. again: the end of the progress line."""
         options, bounds = self.options, self.bounds(layout, exponents)
         head = ", with a head apart from the embedding" if layout.tied is False and self.opened.layout.tied else ""

@@ -57,8 +57,7 @@ def default_of(family: Family, key: str) -> object:
 
 
 def of_other_layers(config: Mapping[str, object], before: str, name: str) -> object:
-    """Return the value of ``name``, without its "global_", in ``per_layer_config`` behind the key prefix ``before``, or
-    None."""
+    """Return the value of ``name``, without its "global_", in ``per_layer_config``. before: the prefix of that key."""
     layers, plain = looked_up(config, f"{before}per_layer_config"), name.replace("global_", "")
     own = layers.values() if isinstance(layers, Mapping) else ()
     return next((each[plain] for each in own if isinstance(each, Mapping) and plain in each), None)

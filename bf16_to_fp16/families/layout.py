@@ -198,7 +198,7 @@ class Layout:
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return the number of experts per token, the largest weight of an expert, and the largest sum for a token."""
+        """Return the number of experts per token, the largest weight of one, and the largest sum of a token's."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))

@@ -88,7 +88,7 @@ def alone(family: Family, name: str, title: str, kind: str) -> Family:
 def with_images(
     text: Family, name: str, title: str, kinds: tuple[str, str], *, key: str = "hidden_size", **own: Any
 ) -> Family:
-    """Return a text model's family with a vision tower added. width: the default of the tower's config key ``key``."""
+    """Return a text model's family with a vision tower added. key: name of the tower's width in ``vision_config``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
     ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
     return replace(

@@ -120,7 +120,7 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of the signal that rescales the columns for ``signal``, queries or a gate."""
+    """Return the name of the signal that scales the columns of the weight of ``signal``, queries or a gate."""
     return f"{signal}.columns"
 
 
