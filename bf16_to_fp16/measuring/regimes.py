@@ -9,9 +9,10 @@ by design. Finite logits prove nothing, since stock code clamps residuals."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..progress import Advance
 from .batch import SHORT, Batch, run_batch, values_of, without_blind_padding
 from .fidelity import EveryOutput, Outputs, add_outputs, compared, output_on
 from .gradients import LAST_EXPONENT, measure_gradients, output_and_loss
-from .lanes import Lane, Walk, results_of
+from .lanes import Walk, results_of
 from .meter import NormMeters, metering_norms, norms_seen
 from .observer import SiteObserver
 from .regime_results import RegimeResult, Run, beside_fp32, regime_result
@@ -147,10 +148,10 @@ def run_regimes(
     ran = [regime for regime in regimes if regime != "stock" or not alike]
     pooled = bool(listed_modules(checkpoint.folder))
     behind = checkpoint.folder if runs_behind(checkpoint.folder) else None
+    first = ("half", attention[0])
     seen = {
-        (regime, name): _RegimeLanes(regime, name, keeps=(regime, name) == ("half", attention[0]), behind=behind)
-        for regime in ran
-        for name in attention
+        which: _Runs(*which, meters=which == first, keeps=which == first, behind=behind)
+        for which in product(ran, attention)
     }
     given = {name: without_blind_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():
@@ -174,7 +175,7 @@ def run_regimes(
     for regime in regimes:
         if regime not in results:
             results[regime] = results["half"].model_copy(update={"same_as": "half"})
-    half = seen["half", attention[0]].outputs if "half" in ran else []
+    half = seen[first].outputs if "half" in ran else []
     beside = _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device)
     return Audited(beside, half, results_of(plain), every)
 
@@ -204,32 +205,39 @@ def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Seque
     return list(filter(own, inputs))[: None if all_regimes else 1] or inputs[:1]
 
 
-class _RegimeLanes:
-    """A regime's runs under one attention implementation. keeps: whether to record outputs, and the ranges of norms'
-    inputs. behind: the folder of a sentence encoder, whose further modules run only in ``half``."""
+class _Runs:
+    """A regime's runs under one attention implementation. meters: record the ranges of norms' inputs. keeps: keep
+    outputs. behind: the folder of a sentence encoder, whose further modules run only in ``half``."""
 
-    def __init__(self, regime: str, attention: str, *, keeps: bool = False, behind: Path | None = None) -> None:
-        self.regime, self.attention, self.keeps = regime, attention, keeps
+    def __init__(
+        self, regime: str, attention: str, *, meters: bool = False, keeps: bool = False, behind: Path | None = None
+    ) -> None:
+        self.regime, self.attention, self.meters, self.keeps = regime, attention, meters, keeps
         self.behind = behind if regime == "half" else None
         self.inputs: list[Batch] = []
-        self.lanes: list[Lane[tuple[int, Sequence[Site], Tensor | None]]] = []
+        self.results: dict[int, tuple[int, Sequence[Site], Tensor | None]] = {}
         self.norms: NormMeters = {}
+
+    def of(self, batch: Batch, loss_scale: float | None = None) -> Callable[[nn.Module], None]:
+        """Return a function that runs a model on one more batch."""
+        self.inputs.append(batch)
+        return partial(self._run, len(self.inputs) - 1, loss_scale)
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
         dtype, half = _weights(self.regime)
         for batch in inputs:
-            self.lanes.append(walk.add(partial(self._run, batch), dtype, half=half, attention=self.attention))
-            self.inputs.append(batch)
+            walk.add(self.of(batch), dtype, half=half, attention=self.attention)
 
-    def _run(self, batch: Batch, model: nn.Module) -> tuple[int, Sequence[Site], Tensor | None]:
-        """Return the number of non-finite outputs, the sites, and the output where it is kept."""
-        with SiteObserver(model) as observer, metering_norms(model, self.norms) if self.keeps else nullcontext():
-            output = _forward(model, batch, self.regime)
+    def _run(self, number: int, loss_scale: float | None, model: nn.Module) -> None:
+        batch = self.inputs[number]
+        with SiteObserver(model) as observer, metering_norms(model, self.norms) if self.meters else nullcontext():
+            output = _output(model, batch, self.regime, loss_scale)
         if self.regime == "amp":
             _check_autocast(model, observer)
         sites = observer.sites()
         if output is None:
-            return 0, sites, None
+            self.results[number] = 0, sites, None
+            return
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
         if self.behind is not None and states is not None:
@@ -238,24 +246,24 @@ class _RegimeLanes:
                 vectors(states, batch.attention_mask.to(states.device))
             sites += behind.sites()
         kept = output_on(batch, output) if self.keeps and compared([batch]) else None
-        return _nonfinite(output), sites, kept
+        final = values_of(output)
+        self.results[number] = int(final.numel() - final.detach().isfinite().sum()), sites, kept
 
     @property
     def done(self) -> Run:
-        results = results_of(self.lanes)
-        nonfinite = sum(number for number, *_ in results)
-        return Run(self.attention, self.inputs, [sites for _, sites, _ in results], nonfinite)
+        results = [self.results[number] for number in range(len(self.inputs))]
+        return Run(self.attention, self.inputs, [sites for _, sites, _ in results], sum(n for n, *_ in results))
 
     @property
     def outputs(self) -> list[Tensor]:
-        return [output for *_, output in results_of(self.lanes) if output is not None]
+        return [output for _, (*_, output) in sorted(self.results.items()) if output is not None]
 
 
 def _beside_fp32(
     checkpoint: Checkpoint, inputs: Sequence[Batch], results: dict[str, RegimeResult], device: torch.device | str
 ) -> dict[str, RegimeResult]:
     def run() -> dict[str, float]:
-        walk, seen = Walk(checkpoint, device), _RegimeLanes("fp32", "eager")
+        walk, seen = Walk(checkpoint, device), _Runs("fp32", "eager")
         seen.add(walk, inputs)
         walk.run()
         return {site.name: site.amax for site in sites_of_all(seen.done.sites)}
@@ -270,7 +278,7 @@ def audit_model(
     regime: str,
     attention: Sequence[str] = ATTENTIONS,
     loss_scale: float | None = None,
-    advance: Advance | None = None,
+    advance: Advance = lambda done, total: None,
     seed: int = 0,
     known: Iterable[Site] = (),
 ) -> RegimeResult:
@@ -282,58 +290,33 @@ def audit_model(
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    norms: NormMeters = {}
-    runs, steps = list[Run](), 0
     given = {implementation: without_blind_padding(batches, implementation) for implementation in attention}
+    shares = [_Runs(regime, each, meters=regime == "half" and each == attention[0]) for each in attention]
+    numbers, total = count(1), sum(map(len, given.values()))
     model.train(loss_scale is not None)
     try:
-        for implementation in attention:
-            set_attention(model, implementation)
-            observer, nonfinite = SiteObserver(model), 0
-            with ExitStack() as stack:
-                if regime == "half" and implementation == attention[0]:
-                    stack.enter_context(metering_norms(model, norms))
-                stack.enter_context(observer)
-                stack.enter_context(torch.random.fork_rng(devices=cards))
+        for share in shares:
+            set_attention(model, share.attention)
+            with torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
-                for batch in given[implementation]:
-                    nonfinite += _step(model, batch, regime, loss_scale)
-                    steps += 1
-                    if advance is not None:
-                        advance(steps, sum(map(len, given.values())))
-            if regime == "amp":
-                _check_autocast(model, observer)
-            runs.append(Run(implementation, given[implementation], [observer.sites()], nonfinite))
+                for batch in given[share.attention]:
+                    share.of(batch, loss_scale)(model)
+                    advance(next(numbers), total)
     finally:
         model.train(was_training)
         set_attention(model, stock)
-    return regime_result(runs, norms_seen(norms), known)
+    return regime_result([share.done for share in shares], norms_seen(shares[0].norms), known)
 
 
-def _autocast(model: nn.Module, regime: str) -> torch.autocast:
-    return torch.autocast(next(model.parameters()).device.type, torch.float16, enabled=regime == "amp")
-
-
-def _step(model: nn.Module, batch: Batch, regime: str, loss_scale: float | None) -> int:
-    if loss_scale is None or batch.generate:
-        output = _forward(model, batch, regime)
-    else:
-        with _autocast(model, regime):
-            output, loss = output_and_loss(model, batch)
-        if loss is not None:
-            (loss * loss_scale).backward()
-            model.zero_grad(set_to_none=True)
-    return 0 if output is None else _nonfinite(output)
-
-
-def _forward(model: nn.Module, batch: Batch, regime: str) -> Any:
-    with torch.no_grad(), _autocast(model, regime):
-        return run_batch(model, batch)
-
-
-def _nonfinite(output: Any) -> int:
-    final = values_of(output)
-    return int(final.numel() - final.detach().isfinite().sum())
+def _output(model: nn.Module, batch: Batch, regime: str, loss_scale: float | None) -> Any:
+    """Run a model and, given a scale, the backward of its loss; return its output, None without a head."""
+    trains, place = loss_scale is not None and not batch.generate, next(model.parameters()).device.type
+    with torch.set_grad_enabled(trains), torch.autocast(place, torch.float16, enabled=regime == "amp"):
+        output, loss = output_and_loss(model, batch) if trains else (run_batch(model, batch), None)
+    if loss is not None and loss_scale is not None:
+        (loss * loss_scale).backward()
+        model.zero_grad(set_to_none=True)
+    return output
 
 
 def _check_autocast(model: nn.Module, observer: SiteObserver) -> None:
