@@ -13,9 +13,9 @@ from typing import Any
 
 from .checkpoint.reader import open_checkpoint
 from .conversion.file_checks import check_hashes, check_unread
-from .conversion.locating import read_recorded
 from .errors import UserError
 from .report.schema import REPORT
+from .report.stored import read_written
 
 LOG = logging.getLogger("vllm.bf16_to_fp16")  # below vLLM's own, whose handlers print it
 
@@ -56,7 +56,7 @@ def register() -> None:
 def objection(folder: Path) -> str | None:
     """Return why a folder's report and hashes do not prove it safe; None if they do. Each file is hashed once."""
     try:
-        report = read_recorded(folder)
+        report = read_written(folder)
         checkpoint = open_checkpoint(folder)
     except UserError as error:
         return str(error)

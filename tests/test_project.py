@@ -178,7 +178,7 @@ def test_what_convert_did_not_write_is_refused(tmp_path: Path) -> None:
         "convert whole OUT --adapter of_other": "peft_type is 'PREFIX_TUNING'",
         "undo whole OUT --adapter back": "is for the original checkpoint already",
         "convert whole OUT --adapter there": "is for the converted checkpoint already",
-        "undo whole OUT": "lists something that convert does not write",
+        "undo whole OUT": "is not what convert writes",
         "verify lone.safetensors": "lone.safetensors is not a folder; give a converted folder",
         "undo lone.safetensors OUT": "lone.safetensors is not a folder; give the folder that convert wrote",
         "convert pickle OUT": "pytorch_model.bin: cut short, in torch's format of before 2020",

@@ -1,4 +1,4 @@
-"""Find a converted checkpoint on disk or on the Hub, and read its report."""
+"""Find a converted checkpoint on disk or on the Hub."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from rich.filesize import decimal
 
 from ..checkpoint.files import check_free_space
 from ..checkpoint.hub import fetched, reading_from
-from ..checkpoint.recorded import NEEDED, REPORT, check_below, recorded
+from ..checkpoint.recorded import REPORT, check_below
 from ..checkpoint.sources import CONVERTED, local_folder, subfolder_of
 from ..errors import UserError
 from ..progress import Progress
-from ..report.schema import Report, typed
-from ..report.stored import LISTS_OTHER
+from ..report.stored import read_written
 
 
 def locate(
@@ -48,18 +47,10 @@ def locate(
             f"{repo} has no {inside}{REPORT}, so this program did not convert it; audit and certify take any source"
         )
     folder = download(REPORT)
-    listed = [entry.name for entry in read_recorded(folder).output.files]
+    listed = [entry.name for entry in read_written(folder).output.files]
     wanted = [name for name in listed if name in sizes]
     nbytes = sum(sizes[name] for name in wanted if not (folder / name).exists())  # cached files are not fetched
     check_free_space(repo, nbytes, Path(constants.HF_HUB_CACHE))
     with progress.step(f"Fetching {len(wanted)} files, {decimal(nbytes)}"):
         folder = download(REPORT, *wanted)
     return folder, commit, sorted(set(sizes) - {REPORT, *listed})
-
-
-def read_recorded(folder: Path) -> Report:
-    path = folder / REPORT
-    report = typed(recorded(folder), path, NEEDED, LISTS_OTHER)
-    if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
-        raise UserError(f"{path}: {LISTS_OTHER}")
-    return report

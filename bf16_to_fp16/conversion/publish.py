@@ -23,9 +23,9 @@ from ..report.card import warned
 from ..report.page import render
 from ..report.remedies import CONVERT_AGAIN, TOWER_ALONE, next_command, tower_in_fp32
 from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
+from ..report.stored import read_written
 from ..results import dump
 from .file_checks import check_hashes
-from .locating import read_recorded
 from .verify import Verified, check_contents
 
 MESSAGE = "Upload an fp16 checkpoint rescaled by bf16_to_fp16"
@@ -59,7 +59,7 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     and its hash put into the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``. Report, page
     and card then say that the checkpoint is unsafe."""
     progress, folder = progress_of(progress), written_folder(folder)
-    report, verified = read_recorded(folder), Verified()
+    report, verified = read_written(folder), Verified()
     with progress.step("Hashing the files") as advance:
         problems = list(check_hashes(folder, report, advance=advance))
     edited = (folder / CARD).is_file() and any(name == CARD for name, *_ in problems)

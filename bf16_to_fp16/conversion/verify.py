@@ -40,7 +40,7 @@ from ..report.judgement import reasons_unsafe
 from ..report.observed_tiers import tiers_of
 from ..report.remedies import CONVERT_AGAIN, SHORT, UNSAFE_BY_REPORT, tower_alone, unsafe_sites
 from ..report.steps import Decided
-from ..report.stored import originals
+from ..report.stored import originals, read_written
 from ..rescaling.edits import listed_edits
 from ..rescaling.exponents import check_plan_fits, output_factors
 from ..rescaling.plan import mark_of
@@ -50,7 +50,7 @@ from ..wording import listed
 from .comparison import differences, other_weights, replay_differences
 from .evidence import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
 from .file_checks import check_foreign, check_hashes, check_unread
-from .locating import locate, read_recorded
+from .locating import locate
 from .options import check_data
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
@@ -95,7 +95,7 @@ def verify(
         local_source(original)  # fails before the files are hashed
     on, verified = Device(device, progress), Verified()
     place, revision, extra = locate(source, subfolder, endpoint, progress)
-    report = read_recorded(place)
+    report = read_written(place)
     if original is not None and report.finetune is not None:
         raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
     with progress.step("Hashing the files") as advance:

@@ -352,15 +352,15 @@ def read(model: type[Model], data: Mapping[str, Any]) -> Model:
     return model.model_validate(data)
 
 
-def typed(data: Mapping[str, Any], path: Path, needed: Mapping[str, str], otherwise: str) -> Report:
-    """Return a file's data as a report. needed: error messages by dotted key, or by "key.*" for all keys below it.
-    otherwise: the message for any other error. Raises UserError in one line with the path."""
+def typed(data: Mapping[str, Any], path: Path) -> Report:
     try:
         return read(Report, data)
     except ValidationError as error:
-        steps = [str(step) for step in error.errors()[0]["loc"]]
-        words = needed.get(".".join(steps), needed.get(f"{steps[0]}.*", otherwise))
-        raise UserError(f"{path}: {words}") from error
+        raise UserError(unlike(path, ".".join(map(str, error.errors()[0]["loc"])))) from error
+
+
+def unlike(path: Path, key: str) -> str:
+    return f"{path}: {key} is not what convert writes; convert the source again"
 
 
 def json_schema() -> str:

@@ -10,31 +10,31 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.formats import SAFETENSORS_DTYPES
-from ..checkpoint.recorded import NO_PLAN, REPORT, recorded, recorded_plan
+from ..checkpoint.recorded import REPORT, recorded, recorded_plan
 from ..errors import UserError
 from ..families.layout import Layout
 from ..rescaling.centred import centred_tensors
 from ..rescaling.exponents import check_centred
 from ..rescaling.plan import Plan
-from .schema import Report, Source, typed
+from .schema import Report, Source, typed, unlike
 
 STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spelling
-LISTS_OTHER = "lists something that convert does not write; convert the source again"
-NO_SOURCE = "does not say what the source was; take the one that convert wrote"
 
 
 def read_plan(path: Path, target: str | None = None) -> Report:
     """Read plan, target, source and finetune from the report of a converted folder, or from just a report file."""
     file, data = recorded_plan(path, target)
-    return typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file, {}, NO_PLAN)
+    return typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file)
 
 
 def read_written(folder: Path) -> Report:
     """Read the report of a folder that ``convert`` wrote."""
     path = folder / REPORT
-    report = typed(recorded(folder), path, {"plan.*": NO_PLAN, "source.*": NO_SOURCE}, LISTS_OTHER)
+    report = typed(recorded(folder), path)
     if not {report.source.dtype, *report.source.dtypes.values()} <= STORED:
-        raise UserError(f"{path}: {NO_SOURCE}")
+        raise UserError(unlike(path, "source.dtype"))
+    if any(entry.nbytes is None or entry.sha256 is None for entry in report.output.files):
+        raise UserError(unlike(path, "output.files"))
     return report
 
 

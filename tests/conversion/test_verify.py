@@ -252,15 +252,15 @@ def test_a_change_that_promises_no_more_passes(
 
 
 BROKEN: dict[str, tuple[str, object, str]] = {
-    "inputs": ("inputs", 3, "lists something that convert does not write"),
-    "seed": ("inputs.seed", "x", "lists something that convert does not write"),
+    "inputs": ("inputs", 3, "is not what convert writes"),
+    "seed": ("inputs.seed", "x", "is not what convert writes"),
     "target": ("target", "other", "its certificate names no target and length"),
-    "length": ("certificate.max_length", "x", "lists something that convert does not write"),
-    "files": ("output.files", [{"name": "a", "sha256": "b"}], "lists something that convert does not write"),
-    "verdict": ("verdict", 3, "has no verdict, so convert did not write it"),
+    "length": ("certificate.max_length", "x", "is not what convert writes"),
+    "files": ("output.files", [{"name": "a", "sha256": "b"}], "is not what convert writes"),
+    "verdict": ("verdict", 3, "verdict is not what convert writes"),
     "above": ("output.files.0.name", "../secret", "leaves the folder"),
     "schema": ("schema", 2, "schema 2 is not 1"),
-    "exponent": ("plan.residual_exponent", 2**40, "lists something that convert does not write"),
+    "exponent": ("plan.residual_exponent", 2**40, "is not what convert writes"),
 }
 
 

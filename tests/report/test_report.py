@@ -238,10 +238,14 @@ def test_the_report_of_a_finetune_has_its_recipe_as_written_and_what_became_of_i
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        ("plan", {"family": "t5", "residual_exponent": "much"}, "holds no plan of this program; give an"),
+        (
+            "plan",
+            {"family": "t5", "residual_exponent": "much"},
+            "plan.residual_exponent is not what convert writes",
+        ),
         ("source", {"dtype": "BF16"}, "has no source.sha256, so convert did not write it"),
-        ("source.dtype", "F8_E4M3", "does not say what the source was; take the one that convert wrote"),
-        ("source.made", "all", "does not say what the source was; take the one that convert wrote"),
+        ("source.dtype", "F8_E4M3", "source.dtype is not what convert writes"),
+        ("source.made", "all", "source.made is not what convert writes"),
         ("output", {}, "has no output.files, so convert did not write it"),
         ("output.files", [], "is not what convert wrote (SHA-256); fetch or convert it again"),
     ],
