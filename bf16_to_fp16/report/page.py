@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,9 +15,9 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup, escape
 
 from ..results import SiteEntry
-from ..wording import headroom_by_bound, infinite, magnitude
+from ..wording import headroom_by_bound, infinite
 from . import figures, markdown
-from .facts import by_design, headroom_at, reached_at
+from .facts import headroom_at
 from .schema import Report
 
 MOST_ROWS = 3_000  # rows of the table, by least headroom, so that the page stays under 2 MB
@@ -44,19 +43,11 @@ class SiteRow:
         return headroom_by_bound(bits) if bits is not None and not self.regime else headroom_at(self.site)
 
 
-@dataclass(frozen=True)
-class SiteColumn:
-    """A column of the page's table. ``key``: the number to sort by; None for text."""
-
-    title: str
-    write: Callable[[SiteRow], str]
-    key: Callable[[SiteRow], Any] | None = None
-
-    def sorted_by(self, row: SiteRow) -> str:
-        value = None if self.key is None else self.key(row)
-        if value is None or math.isnan(value):
-            return ""
-        return f"{math.copysign(1e308, value):g}" if infinite(value) else f"{value:.6g}"
+def sort_value(value: float | None) -> str:
+    """Return the text of a number by which the page's script sorts."""
+    if value is None or math.isnan(value):
+        return ""
+    return f"{math.copysign(1e308, value):g}" if infinite(value) else f"{value:.6g}"
 
 
 def site_rows(report: Report) -> list[SiteRow]:
@@ -79,25 +70,6 @@ def site_rows(report: Report) -> list[SiteRow]:
     return sorted(rows, key=lambda row: row.order)
 
 
-def site_columns(report: Report) -> list[SiteColumn]:
-    name = SiteColumn("site", lambda row: row.site.name)
-    headroom = SiteColumn("headroom", lambda row: row.headroom, lambda row: row.site.headroom_bits)
-    bound = SiteColumn("bound", lambda row: "–" if row.bound is None else magnitude(row.bound), lambda row: row.bound)
-    if not report.regimes:
-        return [name, headroom, bound]
-    return [
-        name,
-        SiteColumn("regime", lambda row: row.regime),
-        SiteColumn("max |x|", lambda row: reached_at(row.site), lambda row: row.site.reached),
-        headroom,
-        *([bound] if report.certificate is not None else []),
-        SiteColumn("non-finite", lambda row: f"{row.site.nonfinite:,}", lambda row: row.site.nonfinite),
-        SiteColumn("saturated", lambda row: f"{row.site.saturated:,}", lambda row: row.site.saturated),
-        SiteColumn("dtype", lambda row: row.site.dtype or ""),
-        SiteColumn("by design", lambda row: by_design(row.site)),
-    ]
-
-
 def write_page(path: Path, report: Report) -> None:
     path.write_text(render(report), encoding="utf-8", errors="backslashreplace", newline="\n")
 
@@ -111,7 +83,6 @@ def render(report: Report) -> str:
         changes=markdown.changes_text(report),
         pictures=figures.before_and_after(report.signals),
         bounds=figures.bound_and_observed(report.certificate) if report.certificate else [],
-        columns=site_columns(report),
         rows=rows[:MOST_ROWS],
         hidden=max(0, len(rows) - MOST_ROWS),
     )
@@ -121,11 +92,13 @@ def render(report: Report) -> str:
 def page_templates() -> Environment:
     environment = markdown.templates().overlay(autoescape=True)
     renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
-    environment.filters = environment.filters | {
+    filters: dict[str, Any] = {
         "breakable": lambda name: Markup(re.sub(r"(?<!\d)\.|\.(?!\d)", ".<wbr>", str(escape(str(name))))),
         "with_command": with_command,
+        "sort_value": sort_value,
         "as_html": lambda text: Markup(renderer.render(text)),
     }
+    environment.filters = environment.filters | filters
     environment.globals = environment.globals | {"figures": figures}
     return environment
 
