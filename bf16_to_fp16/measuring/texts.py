@@ -152,14 +152,9 @@ def _ending(path: Path) -> str:
 def hub_rows(name: str) -> Iterator[dict[str, Any]]:
     import datasets
 
-    try:
+    with _plain_errors(name):
         splits = datasets.load_dataset(name, streaming=True)
         yield from islice(splits[next(iter(splits))], _MOST_HUB_ROWS)
-    except Exception as error:  # the Hub and its readers raise many kinds
-        raise UserError(
-            f"{name}: neither a file here nor a readable dataset of the Hub ({first_line(error)});"
-            " check the name or give a local file"
-        ) from error
 
 
 def open_texts(
