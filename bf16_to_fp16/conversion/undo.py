@@ -23,7 +23,7 @@ from ..families.other_class import names_under
 from ..families.resolve import resolve
 from ..json_text import write_json
 from ..progress import Progress, progress_of
-from ..report.schema import Source
+from ..report.schema import Report, Source
 from ..report.stored import originals, read_plan, read_written
 from ..rescaling.apply import set_dtype, writes
 from ..rescaling.edits import edited, listed_edits, without_edits
@@ -60,12 +60,12 @@ def undo(
         names = names_under(checkpoint.config, checkpoint.tensors, before)
         checkpoint = replace(checkpoint, stored_names={n: other for n, other in names.items() if n != other})
     with staged(out, force=force) as work:
-        written = write_weights(checkpoint, report.of_plan, origin, work, progress, start=report.start)
+        written = write_weights(checkpoint, report, work, progress)
         listing = {entry.name: entry.sha256 for entry in report.output.files}
         for name, digest in written.source_sha256.items():
             if listing.get(name) != digest:
                 raise UserError(f"{folder / name}: is not what convert wrote (SHA-256); fetch or convert it again")
-        write_beside(checkpoint, origin, work, report.start)
+        write_beside(checkpoint, report, work)
     return out
 
 
@@ -123,16 +123,9 @@ def class_before(origin: Source) -> str | None:
     return None if origin.dropped else origin.class_in("before")
 
 
-def write_weights(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    origin: Source,
-    work: Path,
-    progress: Progress,
-    start: Plan | None = None,
-) -> Written:
-    """Write the weights, rescaled by the inverse of ``plan``, to ``work``. start: the plan that had rescaled the source
-    before training; its inverse is applied too."""
+def write_weights(checkpoint: Checkpoint, report: Report, work: Path, progress: Progress) -> Written:
+    """Write the weights, rescaled by the inverse of the plan, to ``work``, and by that of the plan before training."""
+    plan, origin, start = report.of_plan, report.source, report.start
     assert origin.dtype is not None  # ``read_written`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16
     layout = resolve(checkpoint)
@@ -156,8 +149,8 @@ def write(checkpoint: Checkpoint, back: list[Write], work: Path, progress: Progr
     return written
 
 
-def write_beside(checkpoint: Checkpoint, origin: Source, work: Path, start: Plan | None = None) -> None:
-    config = config_before(checkpoint.config, origin)
+def write_beside(checkpoint: Checkpoint, report: Report, work: Path) -> None:
+    config, start = config_before(checkpoint.config, report.source), report.start
     if start is not None and not start.eps_held:
         family = resolve(checkpoint).family
         for key in family.eps_keys:

@@ -46,7 +46,8 @@ def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> lis
     most = report.max_kl or 0.0
     worst = next((each for each in report.exceptions if len(each.ids) == 1 and each.kl > most), None)
     if worst is not None:  # a single id with which edits harm every text
-        over.append(remedies.rare_input(worst, bits_between(worst.kl, max(TIMES * worst.kl_bf16, LEAST))))
+        why = f"the edits are wrong wherever {remedies.described(worst)} stands: {remedies.prices(worst)}"
+        over.append(inexact(worst.kl, max(TIMES * worst.kl_bf16, LEAST), why, remedies.ACCEPT))
     return over
 
 
@@ -139,15 +140,22 @@ def too_inexact(
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
-        return [remedies.inexact(bits_between(fp32, NOISE), finite=True, exact=True, ran=ran)]
+        return [inexact(fp32, NOISE, remedies.ANOTHER_FUNCTION, remedies.A_BUG)]
     edited = edits > fp16 / 2
     bf16 = min(bf16, RUINED) if bf16 is not None and edited else bf16
     if bf16 is None or not math.isfinite(bf16) or fp16 <= (most := max(bf16, NOISE, max_kl or 0.0)):
         return []
     if edited and proven and fp16 <= bf16 * MOST_FOR_A_PROOF:
         return []
-    return [remedies.inexact(bits_between(fp16, most), finite=math.isfinite(fp16), ran=ran, edited=edited)]
+    why = remedies.TOO_FEW_BITS, remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
+    if not math.isfinite(fp16):
+        why = remedies.NOT_FINITE, remedies.SOMETHING_INSIDE
+    elif edited:
+        why = remedies.EDITED, remedies.ACCEPT
+    return [inexact(fp16, most, *why)]
 
 
-def bits_between(error: float, other: float) -> float:
-    return math.log2(error / other) / 2 if math.isfinite(error) else FP16_RANGE_BITS
+def inexact(error: float, most: float, reason: str, remedy: str) -> schema.UnsafeEntry:
+    """Return the entry for an output's squared error over ``most``."""
+    bits = math.log2(error / most) / 2 if math.isfinite(error) else FP16_RANGE_BITS
+    return schema.UnsafeEntry(signal=remedies.OUTPUT, kind="inexact", excess_bits=bits, reason=reason, remedy=remedy)

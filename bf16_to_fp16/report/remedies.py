@@ -75,27 +75,6 @@ ACCEPT = f"{FINETUNE}, or accept it with --max-kl"
 IN_PYTORCH = "use it in PyTorch, where it is safe, or keep norms in fp32 in the other runtime"
 
 
-def inexact(
-    excess_bits: float, *, finite: bool, exact: bool = False, ran: bool = True, edited: bool = False
-) -> UnsafeEntry:
-    """Return the entry for an output less accurate than bf16's or, of an ``exact`` plan, one that differs by more than
-    fp32's noise. ran: the plan was made from observed values. edited: edits are the reason."""
-    if exact:
-        why, remedy = ANOTHER_FUNCTION, A_BUG
-    elif not finite:
-        why, remedy = NOT_FINITE, SOMETHING_INSIDE
-    elif edited:
-        why, remedy = EDITED, ACCEPT
-    else:
-        why, remedy = TOO_FEW_BITS, INEXACT if ran else INEXACT_BY_BOUNDS
-    return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=remedy, reason=why)
-
-
-def rare_input(rare: ExceptionEntry, excess_bits: float) -> UnsafeEntry:
-    reason = f"the edits are wrong wherever {described(rare)} stands: {prices(rare)}"
-    return UnsafeEntry(signal=OUTPUT, kind="inexact", excess_bits=excess_bits, remedy=ACCEPT, reason=reason)
-
-
 def described(rare: ExceptionEntry) -> str:
     tokens = [f" {token!r}" for token in rare.tokens]
     names = [f"{i}{token}" for i, token in zip_longest(rare.ids, tokens, fillvalue="")]

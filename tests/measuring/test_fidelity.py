@@ -20,8 +20,8 @@ from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regime_results import RegimeResult
 from bf16_to_fp16.numerics import NOISE
 from bf16_to_fp16.report import schema
-from bf16_to_fp16.report.judgement import conclude, is_exact, passed_limits, too_inexact
-from bf16_to_fp16.report.remedies import INEXACT, OUTPUT, SOMETHING_INSIDE, inexact
+from bf16_to_fp16.report.judgement import conclude, inexact, is_exact, passed_limits, too_inexact
+from bf16_to_fp16.report.remedies import INEXACT, NOT_FINITE, OUTPUT, SOMETHING_INSIDE, TOO_FEW_BITS
 from bf16_to_fp16.rescaling.plan import Drift, Plan, Violation
 from bf16_to_fp16.rescaling.planner import Planned
 from bf16_to_fp16.results import dump
@@ -93,12 +93,13 @@ def apart(kl_bf16: float | None, kl_fp16: float) -> Fidelity:
 
 def test_an_output_further_from_the_source_than_bf16_is_a_violation_by_half_the_bits_of_its_divergence() -> None:
     """A divergence goes with the square of an error: 16 times the divergence is 2 bits."""
-    assert too_inexact(apart(2.0**-12, 2.0**-8)) == [inexact(2.0, finite=True)]
-    assert too_inexact(apart(2.0**-12, math.inf)) == [inexact(40.0, finite=False)]
-    assert too_inexact(apart(0.0, 16 * NOISE)) == [inexact(2.0, finite=True)]
-    for finite, remedy in ((True, INEXACT), (False, SOMETHING_INSIDE)):
-        said = inexact(2.0, finite=finite)
-        assert (said.signal, said.kind, said.excess_bits, said.remedy) == (OUTPUT, "inexact", 2.0, remedy)
+    few_bits, broken = (TOO_FEW_BITS, INEXACT), (NOT_FINITE, SOMETHING_INSIDE)
+    assert too_inexact(apart(2.0**-12, 2.0**-8)) == [inexact(2.0**-8, 2.0**-12, *few_bits)]
+    assert too_inexact(apart(2.0**-12, math.inf)) == [inexact(math.inf, 2.0**-12, *broken)]
+    assert too_inexact(apart(0.0, 16 * NOISE)) == [inexact(16.0, 1.0, *few_bits)]
+    for error, bits in ((16.0, 2.0), (math.inf, 40.0)):
+        said = inexact(error, 1.0, *few_bits)
+        assert (said.signal, said.kind, said.excess_bits, said.remedy) == (OUTPUT, "inexact", bits, INEXACT)
 
 
 @pytest.mark.parametrize(
