@@ -132,8 +132,7 @@ class RunEntry(ReportObject):
 
 
 class GradientSiteEntry(ReportObject):
-    """Gradients of one operation: the largest, at the loss scale, and the fraction of elements that fp16 rounds to
-    0."""
+    """Gradients of one operation: the largest, at the loss scale, and the fraction that becomes 0 in fp16."""
 
     name: str
     amax: Real

@@ -38,8 +38,8 @@ class AnyModel:
 
     @classmethod
     def open(cls, folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
-        """Raise UserError for a class outside transformers, whose code is never run, for a model without token ids as
-        input, and where the class has none of the implementations in ``attention``."""
+        """Open a folder. Raises UserError for a class outside transformers, whose code is never run, for a model
+        without token ids as input, and where the class has none of the implementations in ``attention``."""
         import transformers
 
         config = any_config(folder)

@@ -265,8 +265,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
 
 class _Watch:
-    """The sites to tap, and hooks where the tap has no site of that name: streams, and norms, named as in fp16.
-    ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
+    """Records sites' values by a tap, and by hooks where the tap has no site of that name: streams, and norms, named as
+    in fp16. ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout, self.hooks = model, layout, ExitStack()

@@ -97,7 +97,7 @@ def audit_batches(
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
-    """Return which ids of a large vocabulary the probe runs, by reason; None for a small one, which is run whole."""
+    """Return which ids of a large vocabulary the probe runs, by reason; None for a small one, run completely."""
     if stock.vocabulary_of(config) <= id_choice.WHOLE:
         return None
     with FastProducts():

@@ -182,7 +182,7 @@ class WeightsEntry(ReportObject):
 
 
 class SignalEntry(PlacedEntry):
-    """The largest value of a signal in the source and after the plan, at a module's input or output."""
+    """The largest |x| at a module's input or output, in the source and after rescaling by the plan."""
 
     module: str
     side: str
