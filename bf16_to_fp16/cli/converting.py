@@ -95,9 +95,9 @@ def convert_command(
         read_recipe_for(recipe, source, out, options.target, options.subfolder)
     if folder and out.suffix == ".safetensors":
         raise UserError(f"{out} names a file, and a folder is written; give a folder, or --layout single")
-    from ..conversion.convert import convert_by, convert_to_file
+    from ..conversion.convert import convert_by
 
-    run = convert_by if folder or dry_run else convert_to_file
+    run = convert_by
     if recipe is not None:
         from ..finetuning.run import convert_or_finetune
 

@@ -85,10 +85,8 @@ def convert(
 
     ``options`` are the fields of ``Options``. dry_run: plan only, write nothing. force: replace an existing ``out``.
     Raises UserError for unusable input; ``out`` then does not exist."""
-    asked = Options(**options)
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    run = convert_by if asked.layout == FOLDER_LAYOUT or dry_run else convert_to_file
-    return run(asked, source, place, progress=progress)
+    return convert_by(Options(**options), source, place, progress=progress)
 
 
 @quiet()
@@ -100,8 +98,15 @@ def convert_by(
     provenance: Provenance | None = None,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    progress = progress_of(progress)
     options.check()
+    if options.layout == FOLDER_LAYOUT or place.dry_run:
+        return convert_to_folder(options, source, place, progress_of(progress), provenance)
+    return convert_to_file(options, source, place, progress_of(progress))
+
+
+def convert_to_folder(
+    options: Options, source: str | Path, place: Destination, progress: Progress, provenance: Provenance | None = None
+) -> Conversion:
     place.check(source)
     asked = None if options.target == AUTO else options.target
     stored = None if options.plan is None else read_plan(Path(options.plan), asked)
@@ -225,24 +230,15 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
     return "; ".join(steps)
 
 
-@quiet()
-def convert_to_file(
-    options: Options,
-    source: str | Path,
-    place: Destination,
-    *,
-    progress: Progress | bool | None = None,
-) -> Conversion:
+def convert_to_file(options: Options, source: str | Path, place: Destination, progress: Progress) -> Conversion:
     """Convert to one file in the layout of ``options``. A temporary folder is made beside the file first, so weights
     take twice the space. The folder's config has the eps of the tool that will read the file. So stock code measures
     what that tool computes."""
-    progress = progress_of(progress)
-    options.check()
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
-        done = convert_by(options, source, Destination(folder), progress=progress)
+        done = convert_to_folder(options, source, Destination(folder), progress)
         report, plan = read(Report, done.report), done.plan
         summary = {
             "layout": options.layout,
