@@ -89,7 +89,7 @@ def heard() -> Iterator[None]:
 
 
 def open_closed_streams() -> bool:
-    """Open closed standard streams on os.devnull, so that no file gets their numbers; return whether stdout was."""
+    """Open closed standard streams on os.devnull, so no file takes their place; return whether stdout was closed."""
     closed = sys.stdout is None
     for number in (0, 1, 2):
         try:

@@ -223,7 +223,7 @@ class ModuleFindings:
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Yield what ``linear`` returns for each of ``reads``. fused: row counts of linears in one matrix, else ()."""
+        """Record linears; yield what ``linear`` returns. reads: its arguments. fused: rows of each in one matrix."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return

@@ -34,7 +34,7 @@ def stock_defaults(model_type: str) -> Mapping[str, object]:
 
     if model_type not in CONFIG_MAPPING:
         raise UserError(
-            f"config.json: model_type {model_type!r} needs a newer transformers: pip install -U transformers"
+            f"config.json: model_type {model_type!r} needs a newer transformers; pip install -U transformers"
         )
 
     def values(config: Any) -> dict[str, object]:
@@ -137,7 +137,7 @@ def full_config(family: Family, config: Mapping[str, object]) -> dict[str, objec
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
-    """Return the integer for ``key``, or a mapping's length; raise UserError unless it is at least ``least``."""
+    """Return ``whole_number`` of the value for ``key`` or, if that is a mapping, of the number of its entries."""
     number = config_value(family, config, key)
     return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
 

@@ -50,7 +50,7 @@ def kind_of_layer(config: Mapping[str, object], i: int, every: object) -> object
     if kinds is None and isinstance(every, int):
         return FULL if every > 0 and (i + 1) % every == 0 else SLIDING
     if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) <= i:
-        raise UserError("config.json: 'layer_types' has too few kinds; take it from the original checkpoint")
+        raise UserError(f"config.json: 'layer_types' has no entry for layer {i}; take it from the original checkpoint")
     return kinds[i]
 
 

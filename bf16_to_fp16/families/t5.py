@@ -27,7 +27,7 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return the declaration of an attention. memory: it reads the encoder. shared: the attention with its bias."""
+    """Return an attention's declaration. memory: it reads the encoder. shared: the one whose position bias it adds."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,

@@ -171,7 +171,7 @@ class ActivationPenalty:
         return max(self._last.items(), key=lambda item: item[1].excess_bits)
 
     def drop_step(self) -> None:
-        """Discard the calls of an unfinished optimizer step. Call it on every rank or on none."""
+        """Forget all forwards of an unfinished optimizer step. Call it on every rank or on none."""
         self._forget()
         self._largest.clear()
         self._calls = 0

@@ -243,8 +243,8 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     config = accelerator.state.deepspeed_plugin.deepspeed_config
     if any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16")):
         raise UserError(
-            "DeepSpeed's fp16 and bf16 keep weights in 16 bits, in which nothing is trained here; put torch_autocast"
-            " with dtype float16 in their place in the JSON"
+            "DeepSpeed's fp16 and bf16 sections keep weights in 16 bits, and finetune needs them in fp32; put"
+            " torch_autocast with dtype float16 in their place in the JSON"
         )
     cast = config.get("torch_autocast", {})
     dtype = str(cast.get("dtype")) if cast.get("enabled") else "float32"

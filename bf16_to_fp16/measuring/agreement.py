@@ -62,9 +62,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     for key in layout.family.tie_keys if layout.tied else ():
         if not (tie := looked_up(layout.config, key, True)):
             raise UserError(
-                f"{where}: {key!r} is {shown(tie)}, and {layout.family.head} is missing or the embedding itself:"
-                " transformers 4 would fill it with random numbers; use the whole original checkpoint and its"
-                " config.json"
+                f"{where}: {key!r} is {shown(tie)}, and there is no separate {layout.family.head}: transformers 4"
+                " would fill it with random numbers; use the whole original checkpoint and its config.json"
             )
     refused, asked = refusals(layout, type(config), attributes(config), where), set[str]()
     with refusing(checkpoint, refused, asked):

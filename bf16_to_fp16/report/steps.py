@@ -59,8 +59,8 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Measured:
-    """The bounds and runs of the written files. ``plan``: with the effect of eps, predicted and measured. ``tiers``:
-    whether each tier's bounds hold. ``half``: the written model's outputs in fp16. ``soft``: inputs that edits harm.
+    """The bounds and runs of the written files. ``plan``: the plan with its measured drift. ``tiers``: whether each
+    tier's certificate holds. ``half``: the written model's outputs in fp16. ``soft``: inputs that edits harm.
     ``outputs``: each output's error against the source."""
 
     certificate: Certificate

@@ -22,7 +22,7 @@ STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spe
 
 
 def read_plan(path: Path, target: str | None = None) -> Report:
-    """Read plan, target, source and finetune from the report of a converted folder, or from just a report file."""
+    """Return a report, or a folder's, with plan, target and origin only. target: the one that the plan must be for."""
     file, data = recorded_plan(path, target)
     return typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file)
 

@@ -47,8 +47,8 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
 
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
-    """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit, except that centred keys
-    change the rounding of sums. Names and tied head must be as in ``layout``. A norm whose input is scaled by 2^r gets
+    """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit, but for sums that a plan's
+    ``centred_keys`` round anew. Names and tied head must be as in ``layout``. A norm whose input is scaled by 2^r gets
     its eps times 4^r, even if no config key holds that eps."""
     check_plan_fits(layout, plan)
     stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))

@@ -188,8 +188,8 @@ class Costs(WeightLosses):
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's cheapest exponent, plus 24, where each step away from 0 costs a little. The channels
-        that lose least by exponent 0 get 0, as long as their losses sum to at most ``spare``."""
+        """Return each channel's cheapest exponent, as its index in ``EXPONENTS``; each step away from 0 costs a little.
+        ``moves_least``: channels that lose least by exponent 0 get 0, while their losses sum to at most ``spare``."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)
