@@ -94,8 +94,7 @@ def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> di
         info = tensors.get(name)
         if info is None or len(info.shape) != 2 or 0 in info.shape:
             raise UserError(
-                f"{where}: no matrix {name}, from which its config could be told; give its config.json with --config"
-                " FILE"
+                f"{where}: no matrix {name}, from which its config could be told; give the checkpoint's folder"
             )
         return info.shape[0], info.shape[1]
 

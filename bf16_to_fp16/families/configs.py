@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checkpoint.sources import shown
 from ..errors import UserError
-from .types import INNER, Family, Sum
+from .types import INNER, Family
 
 _NOWHERE = object()
 
@@ -158,12 +158,12 @@ def positive(key: str, value: object, what: str, *, zero: bool = False) -> float
 
 
 def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
-    def size(factor: str | int | Sum) -> int:
-        if isinstance(factor, Sum):
-            return sum(math.prod(map(size, product)) for product in factor.products)
+    """Return the size of a named axis. name: several, joined by "+", for the rows of a matrix of several linears."""
+
+    def size(factor: str | int) -> int:
         return factor if isinstance(factor, int) else number_of(family, config, factor, "a size")
 
-    return math.prod(map(size, family.sizes[name]))
+    return sum(math.prod(map(size, family.sizes[part])) for part in name.split("+"))
 
 
 def is_nested(rotation: Mapping[str, object]) -> bool:

@@ -29,7 +29,7 @@ class Expert(nn.Module):
 class ExpertsApart(nn.ModuleList):
     def __init__(self, gathered: Any, names: StoredExperts) -> None:
         super().__init__()
-        for both, output in zip(getattr(gathered, names.gates), getattr(gathered, names.outputs), strict=True):
+        for both, output in zip(gathered.gate_up_proj, gathered.down_proj, strict=True):
             gate, linear = both.chunk(2)
             self.append(Expert(names, gate, linear, output, gathered.act_fn))
         self.train(gathered.training)
@@ -54,10 +54,10 @@ def experts_apart(model: Any, family: Family | None) -> Any:
     if stored is None:
         return model
     for path, module in list(model.named_modules()):
-        gathered = getattr(module, stored.at, None)
-        if not isinstance(getattr(gathered, stored.gates, None), nn.Parameter):
+        gathered = getattr(module, "experts", None)
+        if not isinstance(getattr(gathered, "gate_up_proj", None), nn.Parameter):
             continue
-        setattr(module, stored.at, ExpertsApart(gathered, stored))
+        module.experts = ExpertsApart(gathered, stored)
         if stored.inside:
             before, _, name = path.rpartition(".")
             layer = model.get_submodule(before)

@@ -111,14 +111,7 @@ GEMMA3_WITH_IMAGES = replace(
     config_type="gemma3",
     classes=llama.image_classes("Gemma3ForConditionalGeneration", "Gemma3Model", STYLE),
     sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
-    free_keys=(
-        *TEXT.free_keys,
-        "vision_config.*",
-        "boi_token_index",
-        "eoi_token_index",
-        "image_token_index",
-        "mm_tokens_per_image",
-    ),
+    free_keys=(*TEXT.free_keys, *llama.IMAGE_KEYS),
     brings=projector,
 )
 

@@ -124,11 +124,6 @@ GEMMA4_WITH_IMAGES = replace(
     config_type="gemma4",
     classes=llama.image_classes("Gemma4ForConditionalGeneration", "Gemma4Model"),
     sizes={**TEXT.sizes, "vision": ("vision_config.hidden_size",)},
-    free_keys=(
-        *TEXT.free_keys,
-        "vision_config.*",
-        *(f"{kind}_token_id" for kind in ("audio", "boa", "boi", "eoi", "image", "video")),
-        "eoa_token_index",
-    ),
+    free_keys=(*TEXT.free_keys, *llama.IMAGE_KEYS),
     brings=projector,
 )

@@ -46,7 +46,6 @@ GLM4 = replace(
     name="glm4",
     title="GLM-4-0414",
     classes=llama.classes("Glm4"),
-    sizes={**llama.LLAMA.sizes, "gate_and_ff": ("intermediate_size", 2)},
     keys=("hidden_act", "attention_bias"),
     encoder=llama.layers(block),
     free_keys=(*llama.LLAMA.free_keys, PARTIAL),

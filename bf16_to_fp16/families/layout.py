@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
+from ..checkpoint.headers import TensorInfo
 from ..errors import UserError
 from .configs import config_value, default_of, looked_up, number_of, positive
 from .signals import Axis, Kind, ObservationPoint, carried_by
@@ -23,17 +24,6 @@ NOT_A_CHOICE = ("regression", "multi_label_classification")
 """A classifier's ``problem_type`` values whose logits are no choice of one among several."""
 
 
-class TensorMetadata(Protocol):
-    """Dtype and shape of a stored tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """The dtype as safetensors spells it: BF16, F32."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
 class TensorSource(Protocol):
     """A source of tensors: a checkpoint on disk, or a model in memory."""
 
@@ -45,7 +35,7 @@ class TensorSource(Protocol):
     def config(self) -> Mapping[str, object]: ...
 
     @property
-    def tensors(self) -> Mapping[str, TensorMetadata]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> torch.Tensor: ...
 

@@ -251,6 +251,13 @@ def classes(
     )
 
 
+IMAGE_KEYS = (  # config keys of the tower and of ids around images, on which no bound depends
+    *("vision_config.*", "mm_tokens_per_image", "vision_feature_layer", "vision_token_id"),
+    *(f"{kind}_token_id" for kind in ("audio", "boa", "boi", "eoi", "image", "video", "vision_end", "vision_start")),
+    *(f"{kind}_token_index" for kind in ("boi", "eoa", "eoi", "image")),
+)
+
+
 def image_classes(conditional: str, bare: str, style: parts.Style = parts.PLAIN) -> tuple[StockClass, ...]:
     return (
         StockClass((conditional,), body=INSIDE, auto="AutoModelForImageTextToText"),

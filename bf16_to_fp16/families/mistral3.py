@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..errors import UserError
 from .configs import looked_up
-from .llama import INSIDE, MISTRAL, block, classes, heads, image_classes, layers
+from .llama import IMAGE_KEYS, INSIDE, MISTRAL, block, classes, heads, image_classes, layers
 from .nested import keys_inside
 from .parts import Style
 from .parts import projector as projector_records
@@ -127,6 +127,6 @@ MISTRAL3 = replace(
         "merged": ("vision_config.hidden_size", ACROSS, ACROSS),
     },
     keys=(*TEXT.keys, TEXT_TYPE, "multimodal_projector_bias", "projector_hidden_act"),
-    free_keys=(*TEXT.free_keys, "vision_config.*", "image_token_index", "vision_feature_layer"),
+    free_keys=(*TEXT.free_keys, *IMAGE_KEYS),
     brings=projector,
 )

@@ -137,8 +137,8 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
         values, read, carried = to_norm(alone), None, style.before(alone, wiring.value, style.kv_inner)
         stream += [output_of(wiring.value), input_of(wiring.value_norm)]
     if wiring.fused:
-        joint = queries.beside(*queries.others, keys, values)
-        linears = *style.linear(wiring.query, "qkv", columns, joint, own), *inner
+        joint, size = queries.beside(*queries.others, keys, values), f"{style.inner}+{style.kv_inner}+{style.kv_inner}"
+        linears = *style.linear(wiring.query, size, columns, joint, own), *inner
     else:
         linears = (
             *style.linear(wiring.query, style.inner, style.model, queries, with_columns(own, scores) if taken else own),
@@ -239,7 +239,7 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
         ),
         tensors=(
             *gains,
-            *style.linear(wiring.linear, f"gate_and_{style.ff}" if wiring.fused else style.ff, style.model, out, own),
+            *style.linear(wiring.linear, f"{style.ff}+{style.ff}" if wiring.fused else style.ff, style.model, out, own),
             *style.linear(wiring.output, style.model, style.ff, to_norm(wiring.post_norm), back),
             *gated,
             *style.behind(wiring),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from . import llama
 from .glm4 import PARTIAL, rotated_channels
 from .parts import attention, feed_forward
-from .types import Part, Sum
+from .types import Part
 from .wiring import Rotary
 
 
@@ -37,11 +37,6 @@ PHI3 = replace(
     name="phi3",
     title="Phi-3, Phi-4",
     classes=llama.classes("Phi3"),
-    sizes={
-        **llama.LLAMA.sizes,
-        "qkv": (Sum((("num_attention_heads",), (2, "num_key_value_heads"))), "head_dim"),
-        "gate_and_ff": ("intermediate_size", 2),
-    },
     keys=("hidden_act",),
     encoder=llama.layers(block),
     dropout={**llama.LLAMA.dropout, "branch": "resid_pdrop"},

@@ -7,13 +7,13 @@ each merger's last linear is rescaled as the stream, and the tower stays as it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from .configs import looked_up
-from .llama import INSIDE, QWEN2, QWEN3, STACK, heads, image_classes
+from .llama import IMAGE_KEYS, INSIDE, QWEN2, QWEN3, STACK, heads, image_classes
 from .nested import keys_inside
 from .parts import PLAIN, Style, projector, states
 from .signals import RESIDUAL, multiplied_by
@@ -76,55 +76,51 @@ def of_qwen3(config: Mapping[str, object]) -> Sequence[Part]:
     return parts
 
 
-def alone(family: Family, name: str, title: str, kind: str) -> Family:
-    return replace(
-        family,
-        name=name,
-        title=title,
-        classes=(StockClass((kind,), end=states("norm", PLAIN), gives=("last_hidden_state",)),),
-    )
+def text_model(family: Family, name: str, title: str, kind: str) -> Family:
+    states_only = StockClass((kind,), end=states("norm", PLAIN), gives=("last_hidden_state",))
+    return replace(family, name=name, title=title, classes=(states_only,))
 
 
 def with_images(
-    text: Family, name: str, title: str, kinds: tuple[str, str], *, key: str = "hidden_size", **own: Any
+    text: Family,
+    title: str,
+    kinds: tuple[str, str],
+    brings: Callable[[Mapping[str, object]], Sequence[Part]],
+    *,
+    key: str = "hidden_size",
+    flat: bool = False,
 ) -> Family:
-    """Return a text model's family with a vision tower added. key: name of the tower's width in ``vision_config``."""
+    """Return a text model's family with a vision tower added. key: of the tower's width. flat: whether older configs
+    have the text model's keys outside."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id")
-    return replace(
-        text,
-        name=name,
-        title=title,
-        classes=image_classes(*kinds),
-        sizes={**text.sizes, "vision": (wide,), "merged": (wide, across, across)},
-        free_keys=(*text.free_keys, "vision_config.*", *ids),
-        **heads(body=INSIDE),
-        **own,
-    )
+
+    def around(inner: Family) -> Family:
+        return replace(
+            inner,
+            name=text.name.removesuffix("_text"),
+            title=title,
+            classes=image_classes(*kinds),
+            sizes={**inner.sizes, "vision": (wide,), "merged": (wide, across, across)},
+            free_keys=(*inner.free_keys, *IMAGE_KEYS),
+            brings=brings,
+            **heads(body=INSIDE),
+        )
+
+    return replace(around(keys_inside(text)), flat=around(text) if flat else None)
 
 
-QWEN2_VL_TEXT = alone(QWEN2, "qwen2_vl_text", "Qwen2-VL (text)", "Qwen2VLTextModel")
-QWEN2_5_VL_TEXT = alone(QWEN2, "qwen2_5_vl_text", "Qwen2.5-VL (text)", "Qwen2_5_VLTextModel")
-QWEN3_VL_TEXT = alone(QWEN3, "qwen3_vl_text", "Qwen3-VL (text)", "Qwen3VLTextModel")
-IN_QWEN2 = ("qwen2_vl", "Qwen2-VL", ("Qwen2VLForConditionalGeneration", "Qwen2VLModel"))
-OF_QWEN2: dict[str, Any] = {"key": "embed_dim", "brings": partial(of_qwen2, layer_norm_eps=1e-6)}
+QWEN2_VL_TEXT = text_model(QWEN2, "qwen2_vl_text", "Qwen2-VL (text)", "Qwen2VLTextModel")
+QWEN2_5_VL_TEXT = text_model(QWEN2, "qwen2_5_vl_text", "Qwen2.5-VL (text)", "Qwen2_5_VLTextModel")
+QWEN3_VL_TEXT = text_model(QWEN3, "qwen3_vl_text", "Qwen3-VL (text)", "Qwen3VLTextModel")
 QWEN2_VL = with_images(
-    keys_inside(QWEN2_VL_TEXT),
-    *IN_QWEN2,
-    **OF_QWEN2,
-    flat=with_images(QWEN2_VL_TEXT, *IN_QWEN2, **OF_QWEN2),
+    QWEN2_VL_TEXT,
+    "Qwen2-VL",
+    ("Qwen2VLForConditionalGeneration", "Qwen2VLModel"),
+    partial(of_qwen2, layer_norm_eps=1e-6),
+    key="embed_dim",
+    flat=True,
 )
-IN_QWEN2_5 = ("qwen2_5_vl", "Qwen2.5-VL", ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel"))
 QWEN2_5_VL = with_images(
-    keys_inside(QWEN2_5_VL_TEXT),
-    *IN_QWEN2_5,
-    brings=of_qwen2,
-    flat=with_images(QWEN2_5_VL_TEXT, *IN_QWEN2_5, brings=of_qwen2),
+    QWEN2_5_VL_TEXT, "Qwen2.5-VL", ("Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLModel"), of_qwen2, flat=True
 )
-QWEN3_VL = with_images(
-    keys_inside(QWEN3_VL_TEXT),
-    "qwen3_vl",
-    "Qwen3-VL",
-    ("Qwen3VLForConditionalGeneration", "Qwen3VLModel"),
-    brings=of_qwen3,
-)
+QWEN3_VL = with_images(QWEN3_VL_TEXT, "Qwen3-VL", ("Qwen3VLForConditionalGeneration", "Qwen3VLModel"), of_qwen3)

@@ -8,13 +8,15 @@ a checkpoint or of a model in memory (``ModelTensors``)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..checkpoint.headers import FLOATING_DTYPES
+from ..checkpoint.formats import SAFETENSORS_NAMES
+from ..checkpoint.headers import FLOATING_DTYPES, TensorInfo
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
 from .configs import axis_size, default_of, looked_up
@@ -281,21 +283,15 @@ def source_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
     return lambda name: unscaled(checkpoint, layout.tensors[name])
 
 
-@dataclass(frozen=True)
-class _Stored:
-    dtype: str
-    shape: tuple[int, ...]
-
-
 class ModelTensors:
     def __init__(self, model: Any) -> None:
         experts_apart(model, of_model_type(model.config.model_type))
         self.source = type(model).__name__
         self.config: dict[str, object] = model.config.to_dict() | {"architectures": [self.source]}
         self._state = model.state_dict()
-        names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
         self.tensors = {
-            name: _Stored(names.get(t.dtype, str(t.dtype)), tuple(t.shape)) for name, t in self._state.items()
+            name: TensorInfo(name, SAFETENSORS_NAMES.get(t.dtype, str(t.dtype)), tuple(t.shape), Path(), 0, t.nbytes)
+            for name, t in self._state.items()
         }
 
     def read(self, name: str) -> torch.Tensor:

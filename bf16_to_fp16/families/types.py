@@ -85,24 +85,12 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 @dataclass(frozen=True)
 class StoredExperts:
     """The names of experts in files. Files store each expert's linears separately; stock code fuses all experts in two
-    tensors. ``inside``: the experts' parent module in files, "" if it has stock code's name. ``at``: the module of the
-    fused tensors. ``gates``: the fused tensor of gates and neurons, [experts, 2 · neurons, width]. ``outputs``: the
-    fused tensor of outputs, [experts, width, neurons]."""
+    tensors. ``inside``: the experts' parent module in files, "" if it has stock code's name."""
 
     gate: str = "gate_proj"
     linear: str = "up_proj"
     output: str = "down_proj"
     inside: str = ""
-    at: str = "experts"
-    gates: str = "gate_up_proj"
-    outputs: str = "down_proj"
-
-
-@dataclass(frozen=True)
-class Sum:
-    """A sum of products of config keys and numbers, as a factor of an axis's size."""
-
-    products: tuple[tuple[str | int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +101,8 @@ class Family:
     title: str
     config_type: str = ""  # the config's ``model_type``, where it is not the name
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
-    sizes: Mapping[str, tuple[str | int | Sum, ...]]
-    """Axis sizes as products of config keys, numbers and sums; a key with a table gives the table's length."""
+    sizes: Mapping[str, tuple[str | int, ...]]
+    """Axis sizes as products of config keys and numbers; a key with a table gives the table's length."""
     keys: tuple[str, ...] = ()
     """Config keys that the blocks' parts depend on, besides those that another field names."""
     encoder: Stack  # the first stack, or a decoder-only model's stack
