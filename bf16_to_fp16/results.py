@@ -261,10 +261,13 @@ class InexactEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``further``: the fraction of
-    random pairs of ids on which the edited checkpoint is further from the source than bf16."""
+    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``covered``: the least
+    fraction, over edited gates and heads, of these ids or their pairs, each alone, at which the edit changes no more
+    than bf16's rounding may; None where neither is edited. ``further``: the fraction of random pairs of ids on which
+    the edited checkpoint is further from the source than bf16."""
 
     ids: Count
+    covered: float | None = None
     further: float
 
 

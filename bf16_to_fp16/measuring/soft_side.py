@@ -73,7 +73,8 @@ def soft_side(
     carried = affordable(layout)
     ids = order[: max(IN_PAIRS // 2, carried)].sort().values
     with FastProducts():
-        suspects = list(dict.fromkeys(suspected(source, layout, edits_of(layout, plan), ids)))
+        candidates, covered = suspected(source, layout, edits_of(layout, plan), ids)
+    suspects = list(dict.fromkeys(candidates))
     alone = list(dict.fromkeys(s[:1] for s in suspects))[:IN_TEXT]
     together = [s for s in suspects if len(s) > 1]
     most = max(LEAST_ROWS, min(MOST_ROWS, carried // LENGTH))
@@ -92,7 +93,7 @@ def soft_side(
     parts = dict.fromkeys((i,) for each in harmed if len(each.ids) > 1 for i in each.ids)
     if untried := [part for part in parts if part not in inputs][:IN_TEXT]:
         harmed += rows.harmed(untried)[0]
-    search = SearchEntry(ids=len(ids), further=float((kl > run)[-len(pairs) :].float().mean()))
+    search = SearchEntry(ids=len(ids), covered=covered, further=float((kl > run)[-len(pairs) :].float().mean()))
     different = {tuple(each.ids): each for each in harmed}.values()
     return SoftSide(sorted(different, key=lambda each: -each.kl), search)
 
@@ -168,27 +169,37 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
     return row
 
 
-def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> Iterator[tuple[int, ...]]:
-    """Yield candidates: ids, and sets of ids, that edits change most in rows of a single token. Each site's worst come
-    first."""
+def suspected(
+    source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
+) -> tuple[list[tuple[int, ...]], float | None]:
+    """Return candidates: ids, and sets of ids, that edits change most in rows of a single token, each site's worst
+    first. Return also the least fraction, over edited gates and heads, of ids or pairs at which an edit changes no more
+    than bf16's rounding may; None where only outputs are edited."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
     changed = {name.rpartition(".")[0] for name in changed_by(layout, priced)}
+    outputs: list[tuple[int, ...]] = []
     by_site: list[list[tuple[int, ...]]] = []
+    covered: list[float] = []
     for step, after in zip(*(forward(weights, ids.tolist()) for weights in (plain, edited)), strict=True):
         parts = () if step.sublayer is None else (step.sublayer, *feed_forwards_of(step.sublayer))
         if step.sublayer is None:
             if step.stack.is_last and step.norm == step.stack.ends.norm:
                 change = change_of_output(plain, edited, step.outputs[0], after.outputs[0])
-                yield from ((i,) for i in first_of(change, ids))
+                outputs += [(i,) for i in first_of(change, ids)]
         elif any(not changed.isdisjoint(vars(part).values()) for part in parts):
             if isinstance(step.sublayer, Attention):
-                by_site += list(pairs_at(plain, edited, step.sublayer, step, ids))
+                for sets, fraction in pairs_at(plain, edited, step.sublayer, step, ids):
+                    by_site.append(sets)
+                    covered.append(fraction)
             else:
-                first = first_of(change_at(plain, edited, step), ids)
+                change = change_at(plain, edited, step)
+                first = first_of(change, ids)
                 by_site.append([*((i,) for i in first), tuple(first[:4])])
-    yield from (each for rank in zip_longest(*by_site) for each in rank if each)
+                covered.append(float((change <= 1).float().mean()))
+    in_turn = [each for rank in zip_longest(*by_site) for each in rank if each]
+    return outputs + in_turn, min(covered, default=None)
 
 
 def first_of(change: Tensor, ids: Tensor) -> list[int]:
@@ -226,8 +237,9 @@ def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Ten
 
 def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
-) -> Iterator[list[tuple[int, ...]]]:
-    """Yield, for every edited head, the sets of ids between which its attention weights change most."""
+) -> Iterator[tuple[list[tuple[int, ...]], float]]:
+    """Yield, for every edited head, the sets of ids between which its attention weights change most, and the fraction
+    of pairs whose weights change no more than bf16's rounding may."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])
@@ -249,7 +261,10 @@ def pairs_at(
             continue
         before, after = scores(q, k), scores(other, k)
         noise = HALF_STEP * scale * ((q.square() @ k.square().t()).sqrt() + before.abs())
-        moved = (beside_own_key(before) - beside_own_key(after)).abs() / (1 + noise + noise.diagonal()[:, None])
+        noise = noise + noise.diagonal()[:, None]  # of the difference of two scores
+        change = (beside_own_key(before).sigmoid() - beside_own_key(after).sigmoid()).abs()
+        of_scores = (beside_own_key(before) - beside_own_key(after)).abs()
+        moved = change / (1 + noise)
         best = moved.flatten().topk(min(4 * RANKS, moved.numel())).indices
         of_best = zip((best // len(some)).tolist(), (best % len(some)).tolist(), strict=True)
         pairs = [(t, u) for t, u in of_best if t != u]
@@ -257,7 +272,8 @@ def pairs_at(
         by_key, by_both = k.norm(dim=1), q.norm(dim=1) * k.norm(dim=1)
         soft = [each.argsort()[:n].tolist() for each in (by_both, by_key) for n in (3, 6)]
         sets = [tuple(usual), *(tuple(each) for each in soft), *pairs[:RANKS], tuple(usual[:1])]
-        yield [tuple(ids[some[list(each)]].tolist()) for each in sets if each]
+        covered = (change <= HALF_STEP) | (of_scores <= noise)
+        yield [tuple(ids[some[list(each)]].tolist()) for each in sets if each], float(covered.float().mean())
 
 
 def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool) -> Tensor:
@@ -267,7 +283,7 @@ def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool)
 
 
 def beside_own_key(scores: Tensor) -> Tensor:
-    return (scores - scores.diagonal()[:, None]).sigmoid()
+    return scores - scores.diagonal()[:, None]
 
 
 def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool, actual: Outputs) -> Tensor:

@@ -246,8 +246,12 @@ def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
             rows.append((f"further {what}", f"{number - most}, each milder, in the report"))
     if report.searched is not None:
         tokens = f"{counted(report.searched.ids, 'token')} tried, {counted(len(report.exceptions), 'exception')} found"
-        share = percent(report.searched.further)
+        share, covered = percent(report.searched.further), report.searched.covered
         rows.append(("rare input", f"{tokens}; on {share} of random pairs the edits are further off than bf16"))
+        if covered is not None:
+            rows.append(
+                ("covered", f"each edit is within bf16's rounding on {percent(covered)} of lone tokens or pairs")
+            )
     return rows
 
 
