@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from rich.table import Table
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..families.configs import axis_size
 from ..families.from_config import in_folder
 from ..families.known import family_of, stock_class
@@ -58,8 +58,14 @@ def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
 
     config = load_config(checkpoint.folder)
     with STOCK_LOCK, torch.device("meta"), torch.no_grad():
-        with patch.object(transformers.PreTrainedModel, "initialize_weights"):
-            model = ready(getattr(transformers, stock_class(checkpoint.config))(config))
+        try:
+            with patch.object(transformers.PreTrainedModel, "initialize_weights"):
+                model = ready(getattr(transformers, stock_class(checkpoint.config))(config))
+        except Exception as error:  # each class raises its own
+            raise UserError(
+                f"{checkpoint.source}/config.json: stock code cannot make the model ({first_line(error)}); take it from"
+                " the original checkpoint"
+            ) from error
         with Recording():
             model.initialize_weights()
     parameters = model.named_parameters(remove_duplicate=False)

@@ -32,7 +32,7 @@ def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     at, style = f"layers.{i}", Style(biased=llama.ATTENTION if config["attention_bias"] else ())
     wiring = llama.wired_attention(config, at, norms_by_position=True, **llama.head_norms(at))
     dense, step = config["mlp_only_layers"], llama.number(config, "decoder_sparse_step")
-    if not isinstance(dense, Sequence):
+    if not isinstance(dense, list):
         raise UserError(f"config.json: 'mlp_only_layers' is {dense!r}, not a list of layers; take it from the original")
     if i in dense or step < 1 or (i + 1) % step:
         last = feed_forward(llama.wired_feed_forward(at, config["hidden_act"]), style)

@@ -221,8 +221,9 @@ def resolve_tensor(
             return None
         # Defaults of keys that the config lacks may imply other tensors.
         missing = [key for key in sorted(family.config_keys) if looked_up(checkpoint.config, key) is None]
-        words = [(key, word) for key in missing if isinstance(word := default_of(family, key), str)]
-        unsaid = [f"{key!r} (stock code takes {word!r})" for key, word in words]
+        taken, counts = {key: default_of(family, key) for key in missing}, {stack.layers for stack in family.stacks}
+        taken = {key: value for key, value in taken.items() if isinstance(value, str) or key in counts}
+        unsaid = [f"{key!r} (stock code takes {value!r})" for key, value in taken.items()]
         says = f", with the config.json that says {' and '.join(unsaid)}" if unsaid else ""
         raise UserError(
             f"{checkpoint.source}: tensor {record.name} is missing, and stock code would fill it with random numbers;"

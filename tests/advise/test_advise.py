@@ -281,6 +281,10 @@ def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         (["updates", "{tmp}/none"], "none does not exist"),
         (["updates", "{tmp}/empty.csv"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
         (["init", "0"], "the hidden size is 0; give a positive number"),
+        (
+            ["init", "{tmp}/other"],
+            "other/config.json: stock code cannot make the model ('zzz'); take it from the original",
+        ),
     ],
 )
 def test_bad_input_is_one_line(
@@ -288,6 +292,11 @@ def test_bad_input_is_one_line(
 ) -> None:
     ids = weights(tmp_path, w=torch.arange(3))
     (tmp_path / "empty.csv").write_text("")
+    rotation = {"rope_type": "zzz"}
+    other = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": rotation}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(other))
+    save_file({"a": torch.zeros(1)}, tmp_path / "other" / "model.safetensors")
     assert message in refused(capsys, "advise", *(a.format(t5=T5, tmp=tmp_path, ids=ids) for a in arguments))
 
 

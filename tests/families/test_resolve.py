@@ -40,12 +40,17 @@ def test_no_class_or_an_unsupported_one_of_a_known_type_lists_the_known_ones_and
     assert stock_class({"model_type": "t5", "architectures": ["T5WithLMHeadModel"]}) == "T5ForConditionalGeneration"
 
 
-def test_a_tensor_that_is_missed_for_what_the_config_leaves_out_is_told_with_it() -> None:
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("feed_forward_proj", r"wi\.weight is missing, .* says 'feed_forward_proj' \(stock code takes 'relu'\)$"),
+        ("num_layers", r"layer_norm\.weight is missing, .* says 'num_layers' \(stock code takes 6\)$"),
+    ],
+)
+def test_a_tensor_that_is_missed_for_what_the_config_leaves_out_is_told_with_it(key: str, said: str) -> None:
     source = ModelTensors(tiny.build("gated"))
-    del source.config["feed_forward_proj"]
-    with pytest.raises(
-        UserError, match=r"wi\.weight is missing, .* says 'feed_forward_proj' \(stock code takes 'relu'\)$"
-    ):
+    del source.config[key]
+    with pytest.raises(UserError, match=said):
         resolve(source)
 
 
@@ -60,7 +65,7 @@ STATED: list[tuple[str, str, object]] = [
     *((kind, "attention_bias", True) for kind in ("gemma", "gemma2", "gemma3")),
     *(("gemma3", "attn_logit_softcapping", 50.0), ("olmoe", "clip_qkv", 8.0), ("glm4_moe", "n_group", 2)),
     *(("switch", "router_dtype", dtype) for dtype in ("float16", "bfloat16")),
-    *(("switch", "dense_act_fn", "gated-gelu"), ("qwen3_moe", "mlp_only_layers", 3)),
+    *(("switch", "dense_act_fn", "gated-gelu"), *(("qwen3_moe", "mlp_only_layers", value) for value in (3, "0"))),
 ]
 """Values for parts that no record states."""
 OTHERS: list[tuple[str, str, object]] = [
