@@ -203,6 +203,14 @@ def test_kinds_of_layers_that_4_57_turns_by_one_base_are_said_where_theirs_diffe
     assert [("full_attention" in note) for note in differences(layout, written)] == [True] * (base != 1e4)
 
 
+def test_every_family_with_one_kind_of_rotation_tells_transformers_4_its_base() -> None:
+    for family in FAMILIES:
+        rotation = CONFIG_MAPPING[family.model_type]().to_dict().get("rope_parameters") or {}
+        if "rope_theta" in rotation and not any(isinstance(value, dict) for value in rotation.values()):
+            written = with_older_keys(family, {"rope_parameters": {"rope_theta": 500.0}})
+            assert written.get("rope_theta") == 500.0, family.name
+
+
 @pytest.mark.parametrize(
     ("rotation", "told", "differs"),
     [
