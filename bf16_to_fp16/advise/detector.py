@@ -212,8 +212,8 @@ def _fall(values: list[float]) -> tuple[float, float]:
 
 
 def events(losses: Iterable[tuple[int, float]]) -> list[Event]:
-    """Return the events of a curve of (step, loss), sorted by start. A step number below the last one is a restart of
-    the run there: earlier losses from that step on are dropped."""
+    """Return a loss curve's spikes, divergences and plateaus, sorted by start. A step number below the last one is a
+    restart of the run there: earlier losses from that step on are dropped."""
     curve: list[tuple[int, float]] = []
     for step, loss in losses:
         if curve and step < curve[-1][0]:

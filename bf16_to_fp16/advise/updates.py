@@ -103,7 +103,7 @@ def advise_updates(
 
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
-    """Return how many elements overflow the format, and by learning rate how many others start to change there."""
+    """Return how many elements overflow the format and, by learning rate, how many others change from that rate on."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):

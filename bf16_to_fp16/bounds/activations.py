@@ -23,6 +23,6 @@ def check_bounded(layout: Layout, folder: str = "") -> None:
     for sublayer in layout.feed_forwards:
         if sublayer.activation not in LOWEST:
             raise UserError(
-                f"{where}: activation {sublayer.activation!r} has no bound, as {', '.join(LOWEST)} have;"
-                " take it from the original checkpoint, or run it as it is: bf16-to-fp16 audit"
+                f"{where}: activation {sublayer.activation!r} has no bound, only {', '.join(LOWEST)} have;"
+                " take the key from the original checkpoint, or run the checkpoint as it is: bf16-to-fp16 audit"
             )

@@ -87,7 +87,7 @@ def summed_scores(
 
     exact, partial: bounds of the exact product and of its partial sums. error: bound of the product's error from errors
     of query and key. span: bound of the difference between two exact products of one query. All four are fp64 [heads].
-    terms: the bounds of query and key added, fp64 [heads, channels]. scale: the factor on the finished products."""
+    terms: by channel, the query's bound plus the key's, fp64 [heads, channels]. scale: factor on finished products."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial

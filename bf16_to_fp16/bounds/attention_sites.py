@@ -129,7 +129,7 @@ class AttentionSites:
         return most
 
     def scored(self, scores: attention.ScoreBounds, factors: float) -> None:
-        """Record the sites from query·key products to attention weights. factors: a bound of all queries and keys."""
+        """Record the sites from query·key products to attention weights. factors: bound of query and key elements."""
         sublayer, findings = self.sublayer, self.findings
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, scores.product, scores.partial)
         scaled = self.rounded(scores.product * self.scale) if sublayer.scaled else scores.product

@@ -137,7 +137,7 @@ class GatedNeurons:
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
-        """Return the result of ``row`` divided by ``scale``."""
+        """Return a bound of |out·neurons| for the row at index ``number``, divided by ``scale``."""
         wide = out.double()
         values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
@@ -206,8 +206,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the bounds of ``rows`` in two terms, fp64 [term, sign of ``out``, d]: that of w·n, divided by
-        ``scale``, and that of the constants c and m in the class's description."""
+        """Return the bounds of ``rows`` as two terms, fp64 [term, sign of ``out``, d]. The first, from w·n, is divided
+        by ``scale``; the second, from the class's constants c and m, is not."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)

@@ -42,8 +42,8 @@ class Rows:
 
 @dataclass
 class LiveWeights:
-    """The weights of a model in training. read: returns a tensor's present value. means: by LayerNorm, a bound of its
-    input's mean |x|. finds_means: whether ``normalised`` computes the means anew."""
+    """The weights of a model in training. read: returns a tensor's present value. means: for each LayerNorm's
+    path, a bound of its input's mean |x|. finds_means: whether ``normalised`` computes these bounds anew."""
 
     layout: Layout
     read: TensorReader

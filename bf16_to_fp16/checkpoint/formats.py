@@ -83,7 +83,7 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
         dtype = SAFETENSORS_NAMES.get(tensor.dtype, str(tensor.dtype))
         if dtype not in SAFETENSORS_DTYPES or not tensor.is_contiguous() or tensor.is_sparse:
             raise UserError(
-                f"{file}: tensor {shown(name)} is {dtype} with strides, or of a kind unknown here; {resave}"
+                f"{file}: tensor {shown(name)} is sparse, not contiguous or of an unknown dtype ({dtype}); {resave}"
             )
         begin = int(getattr(tensor.untyped_storage(), "_checkpoint_offset", -1))
         skip, nbytes = int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize

@@ -120,11 +120,11 @@ def variant_of(name: str) -> str | None:
     return next((piece for piece in pieces if piece not in ("safetensors", "bin", "index", "json")), None)
 
 
-def files_loaded(sizes: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return the files that ``from_pretrained`` would load: safetensors before .bin, the default before a variant."""
+def files_loaded(paths: Iterable[str], parts: Iterable[str]) -> list[str]:
+    """Return the files that loading ``parts`` takes: safetensors before .bin, the default before a variant."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}
-    for path in sorted(sizes):
+    for path in sorted(paths):
         folder, _, name = path.partition("/")
         if not name:
             if any(fnmatch(path, pattern) for pattern in (*SMALL_FILES, "LICENSE*")):

@@ -125,8 +125,8 @@ class ReferenceOutputs:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of edits: the divergence that they cause on the conversion's inputs and, as ``share``, the largest ratio
-    of divergence to allowed divergence on any inputs."""
+    """The cost of edits. ``divergence``: what they cause on the conversion's inputs. ``share``: the larger ratio of
+    divergence to ``ReferenceOutputs.price``, on these inputs or on text."""
 
     divergence: float
     share: float

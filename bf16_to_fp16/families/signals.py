@@ -101,7 +101,7 @@ def divided_by(signal: str, spread: Spread = ()) -> Axis:
 @dataclass(frozen=True)
 class ObservationPoint:
     """A module's input or output where a signal is observed. ``sign``: −1 if the signal's power of two divides the
-    values there. ``spread``: how the values share the signal's channels; () where each has its own."""
+    values there. ``spread``: which values share one of the signal's channels, as a ``Spread``; () if none do."""
 
     sign: Sign
     module: str

@@ -14,7 +14,7 @@ from .signals import Spread
 
 
 def factors_between_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return the positive factors, between the numbers of elements without a channel at start and end."""
+    """Return how many first elements have no channel, the positive factors, and how many last ones have none."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after

@@ -253,11 +253,11 @@ class Projector:
 
     ``at``: the module that contains norm and linears. ``pool``: the site that averages the other model's outputs before
     the norm, "" for none. ``add``: the site where the results replace embeddings, or join the stream. ``norm``: module
-    path, with an eps of its own. ``layer_norm_eps``: of a LayerNorm, None for an RMSNorm. Beside a large mean a
-    LayerNorm may lose the variation, so its bounds hold for outputs whose mean is at most ``MOST_MEAN``. ``joined``:
-    how many of the norm's outputs the first linear reads at once; ``by_channel``: whether their channels are
-    interleaved. ``shares_eps``: whether the norm has the text model's eps, which scales with the stream's exponent, so
-    that the norm's output changes.
+    path of the norm. ``layer_norm_eps``: the eps of a LayerNorm, None for an RMSNorm. A LayerNorm may lose small
+    differences beside a large mean, so its bounds hold only for means of at most ``MOST_MEAN``. ``joined``: how many
+    of the norm's outputs the first linear reads at once; ``by_channel``: whether their channels are interleaved.
+    ``shares_eps``: whether the norm reads the text model's eps from the config. That eps scales with the stream's
+    exponent, so the norm's output changes.
 
     ``weight``: tensor of the only linear, [inputs, outputs]; "" if there are modules instead: ``merging`` ("" for
     none), then those of ``feed_forward``, if any. ``tower``: the other model's module, which is not analysed: its
@@ -287,10 +287,10 @@ class ImageInput:
     """How a stock class takes an image: seven config keys, then three arguments ("" for none).
 
     ``token``: key of the id that the image's vectors replace. ``channels``: key of the number of channels, "" for 3.
-    ``size``: key of the image's height and width in pixels; "" where the model takes any size, and the audit's image
-    has two merged patches each way. ``tokens``: key of the number of such ids for one image, "" for four. ``patch``:
+    ``size``: key of the image's height and width in pixels; "" where the model takes any size: the audit's image
+    is then two tokens high and wide. ``tokens``: key of the number of such ids for one image, "" for four. ``patch``:
     key of a patch's height and width in pixels. ``merged``: key of the number of patches, in height and in width, that
-    make a token. ``frames``: key of the number of times that each pixel is given; "" for whole images.
+    make a token. ``frames``: key of the number of equal video frames that an image is given as; "" for whole images.
 
     ``marks``: the argument that is 1 at these ids. ``sizes``: the argument with an image's size: for whole images in
     pixels, else as the numbers of frames and of patches in height and width. ``places``: the argument with column and

@@ -44,7 +44,7 @@ class Command:
 
 
 def next_command(recipe: Recipe, steps: int, *, more: bool, command: Command) -> str:
-    """Return a sentence with the next command: twice the steps of this run (``more``), or a new, slower run."""
+    """Return a sentence with the next command: twice this run's steps (``more``), or a new run at half the rate."""
     if more:
         return f"go on: {command.line(schedule__steps=2 * steps)}"
     folder = (recipe.checkpointing.folder or f"{recipe.out}.run") + "-2"

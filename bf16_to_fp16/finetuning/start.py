@@ -84,8 +84,8 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
     """Return whether a few batches, and under a penalty the probe, are finite everywhere in the recipe's precision.
 
-    Raises UserError if they are not and training could not change that: without a penalty, or if they are not finite in
-    the first steps' precision either, since a penalty on an infinity has no gradient."""
+    Raises UserError if they are not and training cannot mend it. That is so without a penalty, or where they overflow
+    in the precision of the first steps too: a penalty on an infinity has no gradient."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     if recipe.penalty.form != "none":

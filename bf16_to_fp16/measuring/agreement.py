@@ -89,8 +89,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     if scales != (layout.head_scale != 1.0):
         raise UserError(
             f"{where}: stock code {'multiplies' if scales else 'does not multiply'} the decoder's output by"
-            " d^-1/2 before the head, but the keys that the bounds use say otherwise; take it from the original"
-            " checkpoint"
+            " d^-1/2 before the head, but the config keys that the bounds use say otherwise; take the file from the"
+            " original checkpoint"
         )
 
 
@@ -174,7 +174,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
             same(part.scaling_module, names.embedding_scale, layout.embedding_scale(part))
     for feed_forward in layout.feed_forwards:
         activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
-        if type(activation) is not type(expected) or functions(activation) != functions(expected):
+        if type(activation) is not type(expected) or own_attributes(activation) != own_attributes(expected):
             raise UserError(
                 f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, but by the keys that"
                 f" the bounds use it is {feed_forward.activation!r}; take it from the original checkpoint"
@@ -202,8 +202,8 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
         )
 
 
-def functions(module: nn.Module) -> dict[str, object]:
-    """Return an activation's attributes for comparison; a ``partial`` as a tuple, since == fails on equal partials."""
+def own_attributes(module: nn.Module) -> dict[str, object]:
+    """Return a module's public attributes but ``training``; a ``partial`` as a tuple, since == fails on equal ones."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 

@@ -79,7 +79,7 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Schedule fp32 runs in ``walk``. Each returns the distance of its output, times ``scale``, from the output in
+    """Schedule fp32 runs in ``walk``. Each multiplies its output by ``scale`` and returns the difference from that in
     ``expected``. Outputs are not kept, since those of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:

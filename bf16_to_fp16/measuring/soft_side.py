@@ -2,9 +2,9 @@
 most.
 
 Candidates come from the weights, by running each id as a row of its own (``id_choice``). They are ids whose output of
-the model or a sublayer changes most, and sets of ids between which attention weights change most. Stock code runs each
-candidate in one row, and random pairs. Ids of the worst rows are paired with other ids. What comes out worse than bf16
-is run in several rows: one bad row can be chance."""
+the model or a sublayer changes most, and sets of ids between which attention weights change most. Stock code runs one
+row for each candidate, and for random pairs of ids. Ids of the worst rows are paired with other ids. What comes out
+worse than bf16 is run in several rows: one bad row can be chance."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class Measured:
 def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
-    """Return the largest value of every observed signal, scores included, in the source and after the plan. edited:
-    ranges of the edited source, for centred keys and their scores, which no exponent predicts."""
+    """Return the largest value of every observed signal, and of all scores, in the source and after the plan. edited:
+    ranges in the source with its edits, used for centred keys and their scores, since centring is no scaling."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {
