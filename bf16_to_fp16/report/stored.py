@@ -16,6 +16,7 @@ from ..families.layout import Layout
 from ..rescaling.centred import centred_tensors
 from ..rescaling.exponents import check_centred
 from ..rescaling.plan import Plan
+from ..targets import TARGETS
 from .schema import Report, Source, typed, unlike
 
 STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spelling
@@ -24,7 +25,10 @@ STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spe
 def read_plan(path: Path, target: str | None = None) -> Report:
     """Return a report, or a folder's, with plan, target and origin only. target: the one that the plan must be for."""
     file, data = recorded_plan(path, target)
-    return typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file)
+    report = typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file)
+    if report.target not in (None, *TARGETS):
+        raise UserError(unlike(file, "target"))
+    return report
 
 
 def read_written(folder: Path) -> Report:

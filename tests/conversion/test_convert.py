@@ -100,6 +100,9 @@ def test_a_plan_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     for dry_run in (True, False):
         with pytest.raises(UserError, match="use the plan of this checkpoint"):
             convert(source, tmp_path / "out", plan=plan, dry_run=dry_run)
+    plan.write_text(plan.read_text().replace('"half"', '"x"'))
+    with pytest.raises(UserError, match="target is not what convert writes"):
+        convert(source, tmp_path / "out", plan=plan)
     assert not (tmp_path / "out").exists()
 
 
