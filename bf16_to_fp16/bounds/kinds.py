@@ -58,7 +58,7 @@ class Line(StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a site's kind determines. ``remedy``: what lowers its bound. ``line``: its curve in figures, None if not
+    """How sites of one kind are treated. ``remedy``: what lowers its bound. ``line``: its curve in figures, None if not
     drawn. ``limit_in_training``: under 65504 if gelu_new's derivative overflows earlier."""
 
     remedy: Remedy = Remedy.RESCALE

@@ -1,4 +1,4 @@
-"""Choose edits where no exact plan is enough: powers of two that change the function, but as little as will do."""
+"""Choose edits where no exact plan is enough: factors that change the function, but as little as will do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ..ranges import ModuleRange
 from ..rescaling.centred import centrable, centred, shared_biases, tables_of
 from ..rescaling.columns import column_exponents, in_step
 from ..rescaling.edits import MOST_FOR_A_PROOF, RUINED, excess_of_signals, exponents_for, least
-from ..rescaling.plan import OfChannels, Plan
+from ..rescaling.plan import OfChannels, Plan, takes_fractions
 from ..rescaling.weight_losses import CHANNEL_RANGE
 from ..wording import counted
 
@@ -82,7 +82,7 @@ def needed_edits(
     for name, bits in possible.items():
         passed = torch.minimum(bits, seen[name]) if name in seen else torch.zeros(1)
         proven, observed = (bool((x > 0).any()) and bool((x <= CHANNEL_RANGE).all()) for x in (bits, passed))
-        steps = 8 if name.endswith(".scores") else 2  # no weight takes the factor of scores back
+        steps = 8 if takes_fractions(name) else 2
         enough = exponents_for(passed, steps) if observed else None
         if proven:
             needed[name] = NeededExponents(exponents_for(bits, steps), enough)

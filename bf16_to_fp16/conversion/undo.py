@@ -124,7 +124,7 @@ def class_before(origin: Source) -> str | None:
 
 
 def write_weights(checkpoint: Checkpoint, report: Report, work: Path, progress: Progress) -> Written:
-    """Write the weights, rescaled by the inverse of the plan, to ``work``, and by that of the plan before training."""
+    """Write the weights to ``work``, with the plan undone, and the plan of a finetune's start too."""
     plan, origin, start = report.of_plan, report.source, report.start
     assert origin.dtype is not None  # ``read_written`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16

@@ -125,7 +125,7 @@ def columns_of(signal: str) -> str:
 
 
 def signal_of_columns(columns: str) -> str:
-    """Return the name from which ``columns_of`` made ``columns``."""
+    """Return the signal of queries or a gate, from the name of the signal that scales their columns."""
     return columns.removesuffix(columns_of(""))
 
 

@@ -262,8 +262,8 @@ def pairs_at(
         before, after = scores(q, k), scores(other, k)
         noise = HALF_STEP * scale * ((q.square() @ k.square().t()).sqrt() + before.abs())
         noise = noise + noise.diagonal()[:, None]  # of the difference of two scores
-        change = (beside_own_key(before).sigmoid() - beside_own_key(after).sigmoid()).abs()
-        of_scores = (beside_own_key(before) - beside_own_key(after)).abs()
+        gaps, edited_gaps = beside_own_key(before), beside_own_key(after)
+        change = (gaps.sigmoid() - edited_gaps.sigmoid()).abs()
         moved = change / (1 + noise)
         best = moved.flatten().topk(min(4 * RANKS, moved.numel())).indices
         of_best = zip((best // len(some)).tolist(), (best % len(some)).tolist(), strict=True)
@@ -272,7 +272,7 @@ def pairs_at(
         by_key, by_both = k.norm(dim=1), q.norm(dim=1) * k.norm(dim=1)
         soft = [each.argsort()[:n].tolist() for each in (by_both, by_key) for n in (3, 6)]
         sets = [tuple(usual), *(tuple(each) for each in soft), *pairs[:RANKS], tuple(usual[:1])]
-        covered = (change <= HALF_STEP) | (of_scores <= noise)
+        covered = (change <= HALF_STEP) | ((gaps - edited_gaps).abs() <= noise)
         yield [tuple(ids[some[list(each)]].tolist()) for each in sets if each], float(covered.float().mean())
 
 

@@ -15,7 +15,7 @@ from ..families.signals import LOGITS, RESIDUAL, Axis, Kind, before, carried_by
 from ..families.spread import channels_along, spread_out
 from .centred import centrable
 from .channels import folded
-from .plan import OfChannels, Plan
+from .plan import OfChannels, Plan, takes_fractions
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
         known = layout.signals.get(signal)
         single = Kind.RESIDUAL, Kind.BEFORE_NORM
         several = not isinstance(exponent, int | float) and known is not None and known.kind in single
-        fraction = not signal.endswith(".scores") and tensor_of(exponent).is_floating_point()
+        fraction = not takes_fractions(signal) and tensor_of(exponent).is_floating_point()
         if known is None or known.kind is Kind.FIXED or signal == RESIDUAL or several or fraction:
             raise UserError(
                 f"the plan scales {signal!r}, which this checkpoint does not have, or not by such exponents;"

@@ -25,6 +25,11 @@ EditExponent = Exponent | Annotated[float, RANGE]
 OfChannels = float | Sequence[float]  # exponents of a signal: one for all its channels, or one for each
 
 
+def takes_fractions(signal: str) -> bool:
+    """Whether a signal's exponents need not be whole: no other weight takes back the factor of scores."""
+    return signal.endswith(".scores")
+
+
 class Drift(BaseModel):
     """The change of the output caused by a norm eps that cannot be scaled, or by gains that are rounded after an offset
     was subtracted.
