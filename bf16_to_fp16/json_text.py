@@ -1,4 +1,4 @@
-"""Parse JSON from other programs: every unusable text raises the same error."""
+"""Write JSON, which has neither infinity nor NaN."""
 
 from __future__ import annotations
 
@@ -7,25 +7,6 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-
-def loads(text: str | bytes) -> Any:
-    """Parse a JSON text. Raises json.JSONDecodeError also for nesting that is too deep, integers of thousands of
-    digits, invalid Unicode, and lone surrogates, which UTF-8 cannot encode."""
-    try:
-        value = json.loads(text)
-        if ("\\u" in text) if isinstance(text, str) else (b"\\u" in text):
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except json.JSONDecodeError:
-        raise
-    except RecursionError as error:
-        raise json.JSONDecodeError("nested too deeply", "", 0) from error
-    except UnicodeEncodeError as error:
-        raise json.JSONDecodeError("half a character", "", 0) from error
-    except ValueError as error:
-        raise json.JSONDecodeError(str(error), "", 0) from error
-    return value
 
 
 def write_json(path: Path, data: Mapping[str, object]) -> None:

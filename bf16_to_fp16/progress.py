@@ -1,5 +1,5 @@
-"""Progress on standard error: a bar on a terminal (by rich, which respects ``NO_COLOR``) or in a notebook, else lines.
-Also the escaping of hidden characters in printed text."""
+"""Progress on standard error: a bar on a terminal (by rich, which respects ``NO_COLOR``), else lines. Also the
+escaping of hidden characters in printed text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
@@ -43,7 +42,7 @@ class VisibleConsole(Console):
 
 
 class Progress:
-    """Shows progress on standard error or in a notebook; nothing if ``quiet``, the default for library calls."""
+    """Shows progress on standard error; nothing if ``quiet``, the default for library calls."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)
@@ -58,8 +57,7 @@ class Progress:
     @contextmanager
     def step(self, text: str) -> Iterator[Advance]:
         """Announce a step; yield a function that updates its progress bar."""
-        notebook = self.console.is_jupyter and find_spec("ipywidgets") is not None  # which draws the bars there
-        if not self.console.is_terminal and not notebook:
+        if not self.console.is_terminal:
             self.say(text)
             yield lambda done, total: None
             return

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -138,17 +137,6 @@ def test_an_interrupt_while_importing_is_status_130(entry: str, module: str, swa
     assert done.returncode == 130
     assert [line for line in done.stderr.splitlines() if line and "Auditing" not in line] == ["interrupted"]
     assert done.stdout == ""
-
-
-def test_a_caller_of_the_command_line_keeps_its_own_handler_of_interrupts(capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        for handler in (signal.default_int_handler, signal.SIG_IGN):
-            signal.signal(signal.SIGINT, handler)
-            assert cli.main(["families"]) == 0
-            assert signal.getsignal(signal.SIGINT) is handler
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])

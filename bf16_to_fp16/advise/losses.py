@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from typing import Any
 from rich.table import Table
 
 from ..errors import UserError, first_line
-from ..json_text import loads
 from ..report.screen import console
 from .detector import CAUSES, WINDOW, events
 
@@ -52,13 +52,13 @@ def _rows(text: str, suffix: str) -> list[Any]:
     if suffix == ".csv":
         return list(csv.DictReader(io.StringIO(text, newline=""), strict=True))
     if suffix == ".json":
-        return list(loads(text)["log_history"])
+        return list(json.loads(text)["log_history"])
     if suffix != ".jsonl":
         raise ValueError(f"unknown kind of log {suffix!r}")
     *lines, last = [line for line in text.split("\n") if line.strip()] or [text]
-    rows = [loads(line) for line in lines]
+    rows = [json.loads(line) for line in lines]
     try:
-        return [*rows, loads(last)]
+        return [*rows, json.loads(last)]
     except ValueError:
         if not rows:
             raise

@@ -12,21 +12,18 @@ from .recorded import recorded
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 NOTE = "fp16_adapter.json"  # in a converted adapter's folder, the checkpoint that it is for; PEFT ignores the file
 
-OTHER_FORMS = (  # config keys of adapters that add something else than B·A to a named weight
+OTHER_FORMS = (  # config keys of adapters that do something else than add B·A to a named weight
     *("arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config"),
-    *("target_parameters", "use_bdlora", "use_qalora", "velora_config"),
+    *("target_parameters", "use_bdlora", "use_dora", "use_qalora", "velora_config"),
 )
-
-KINDS = ("LORA", "IA3", "PROMPT_TUNING")  # ``peft_type`` values that can be rescaled
 
 
 def adapter_config(folder: Path) -> dict[str, Any]:
     if not (folder / CONFIG).is_file():
         raise UserError(f"{folder}: no {CONFIG}; give the folder of an adapter, as PEFT's save_pretrained writes it")
     config = read_json(folder / CONFIG, "config")
-    kind = config.get("peft_type")
-    if kind not in KINDS:
-        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only {' and '.join(KINDS)} can be taken over")
+    if (kind := config.get("peft_type")) != "LORA":
+        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only LoRA can be taken over")
     used = [key for key in OTHER_FORMS if config.get(key)]
     if used:
         raise UserError(f"{folder / CONFIG}: {used[0]} changes more than B·A on a weight; train plain LoRA")

@@ -4,13 +4,13 @@ last states is refused (https://sbert.net/docs/package_reference). Imports no to
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..json_text import loads
 from .files import nested_value, read_json
 from .sources import RESTORE, check_not_gguf, contained, leaves, shown
 
@@ -98,7 +98,7 @@ def listed_modules(source: Path) -> list[Mapping[str, Any]]:
     if not listing.is_file():
         return []
     try:
-        listed = list(loads(listing.read_text(encoding="utf-8")))
+        listed = list(json.loads(listing.read_text(encoding="utf-8")))
         kinds = {str(m["path"]): str(m.get("type", "")).rpartition(".")[2] for m in listed if m["path"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import UserError, shortened
-from ..json_text import loads
 from ..quiet import quiet_downloads
 from .contents import SINGLE_OR_SHARDED
 from .files import read_json
@@ -185,7 +185,7 @@ def hub_files(source: str, folder: Path) -> dict[str, int]:
 
 def module_folders(folder: Path) -> list[str]:
     try:
-        listing = loads((folder / "modules.json").read_text(encoding="utf-8"))
+        listing = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
         return [str(module["path"]) for module in listing if module["path"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []

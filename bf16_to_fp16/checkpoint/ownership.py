@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from ..json_text import loads
 
 RECORDS = ("fp16_report.json", "fp16_pipeline.json", "fp16_adapter.json")  # of a checkpoint, a pipeline, an adapter
 
@@ -25,7 +24,7 @@ def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
     """Return the files that this program's record in a folder lists, with their entries; None for the record itself."""
     for name in RECORDS:
         try:
-            entries = loads((folder / name).read_bytes())["output"]["files"]
+            entries = json.loads((folder / name).read_bytes())["output"]["files"]
             record = {str(entry["name"]): entry for entry in entries}
         except (OSError, ValueError, LookupError, TypeError):
             continue
@@ -47,7 +46,7 @@ def files_of(folder: Path) -> Iterator[str]:
 def is_made_from(folder: Path, other: Path) -> bool:
     """Whether ``folder`` was converted from ``other``: its report names weights that the record in ``other`` lists."""
     try:
-        hashes = set(loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
+        hashes = set(json.loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
     return any(entry and entry.get("sha256") in hashes for entry in listed_files(other).values())

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from ..checkpoint.files import FULL_OR_FAILING
+from ..checkpoint.hub import chain
 from ..conversion.options import FOLDER
 from ..errors import INTERRUPTED, UserError, shortened
 from ..progress import Progress, show
@@ -26,22 +25,16 @@ from .shared import SAFE, UNREAD, UNSAFE, USAGE, Ordered, json_file, write_resul
 from .training import finetune_command, launch_command, recipe_command
 
 
-class _UnreadError(Exception):
-    """The reader of standard output has closed it, as ``head`` does."""
-
-
 class _Commands(Ordered):
     """The group of all commands. When a pipe's reader closes it, click would exit with 1, which here means "unsafe"."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
-        except BrokenPipeError as error:
-            raise _UnreadError from error
-        except SystemExit as stop:  # rich turns a broken pipe into it
-            if isinstance(stop.__context__, BrokenPipeError):
-                raise _UnreadError from stop
-            raise
+        except (BrokenPipeError, SystemExit) as stop:
+            if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):  # which rich raises
+                raise
+            raise click.exceptions.Exit(UNREAD) from stop
 
 
 @click.group(
@@ -97,24 +90,6 @@ def demo_command(out: Path, json_file: str | None) -> int:
     return SAFE if all(r["verdict"] == "safe" for r in reports) else UNSAFE
 
 
-def refusing_shared_paths(command: click.Command) -> Callable[..., Any]:
-    """Return a command's callback that refuses to write a report to the path of another argument."""
-    run = command.callback
-    assert run is not None
-    paths = {p.name: p.opts[0] for p in command.params if isinstance(p.type, click.Path) and p.name is not None}
-
-    @functools.wraps(run)
-    def checked(**values: Any) -> Any:
-        given = {name: os.path.realpath(value) for name in paths if isinstance(value := values[name], (str, Path))}
-        for report in ("json_file", "html"):
-            others = {path for name, path in given.items() if name != report}
-            if values.get(report) not in (None, "-") and given[report] in others - {os.devnull}:
-                raise UserError(f"{values[report]} is given twice; choose another file for {paths[report]}")
-        return run(**values)
-
-    return checked
-
-
 COMMANDS: tuple[click.Command, ...] = (
     convert_command,
     audit_command,
@@ -131,22 +106,11 @@ COMMANDS: tuple[click.Command, ...] = (
 )
 for command in COMMANDS:
     app.add_command(command)
-    for each in command.commands.values() if isinstance(command, click.Group) else [command]:
-        each.callback = refusing_shared_paths(each)
 
 
 def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, terminate)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else tokenizers warn in every process that is forked
-    interrupts: list[int] = []
-
-    def interrupt(number: int, _: Any) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # not where it is ignored, as in a shell's background
-        signal.signal(signal.SIGINT, interrupt)
     try:
         status = app(args=arguments, prog_name="bf16-to-fp16", standalone_mode=False)
         sys.stdout.flush()
@@ -159,22 +123,16 @@ def main(arguments: list[str] | None = None) -> int:
         return complain(f"{error.format_message()}{hint}")
     except (KeyboardInterrupt, click.Abort) as stop:
         return interrupted(stop.__cause__ or stop)  # click.Abort names the interrupt as its cause
-    except (BrokenPipeError, _UnreadError):
-        return unread()
+    except BrokenPipeError:
+        return UNREAD
     except Exception as error:
         # A compiled module whose import is interrupted raises errors of its own.
-        if interrupts:
+        if any(isinstance(each, KeyboardInterrupt) for each in chain(error)):
             return interrupted(KeyboardInterrupt())
-        if isinstance(error, OSError) and error.filename is None and error.errno in FULL_OR_FAILING:
-            return complain(
-                f"a disk or the standard output is full or fails ({error.strerror}); choose another place for it"
-            )
-        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
-            return complain(f"{shortened(error.filename)}: {error.strerror}; give another path")
+        if isinstance(error, OSError) and error.errno in (*FULL_OR_FAILING, errno.ENAMETOOLONG, errno.EACCES):
+            place = shortened(error.filename or "standard output")
+            return complain(f"{place}: {error.strerror}; choose another place for it")
         raise
-    finally:
-        if before is signal.default_int_handler:
-            signal.signal(signal.SIGINT, before)
 
 
 def terminate(*_: object) -> NoReturn:
@@ -186,18 +144,6 @@ def interrupted(stop: BaseException) -> int:
     if int(os.environ.get("RANK", "0")) == 0:  # under a launcher the first process says it for all
         print(str(stop) or "interrupted", file=sys.stderr)
     return INTERRUPTED
-
-
-def unread() -> int:
-    """Return the status of a process that SIGPIPE ended, as in ``| head``. Unwritten output goes to os.devnull, since
-    the interpreter would fail on it at exit."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            os.dup2(nowhere, stream.fileno())
-    return UNREAD
 
 
 def complain(message: str) -> int:

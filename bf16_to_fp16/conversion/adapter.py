@@ -10,6 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from ..checkpoint.adapter_config import CONFIG, NOTE, TENSORS, config_for
 from ..checkpoint.folder import carry_over, records
@@ -23,35 +24,20 @@ from ..json_text import write_json
 from ..report.schema import Source
 from ..report.stored import read_written
 from ..report.uses import whole_plan
-from ..rescaling.adapters import Scaled, scaled_adapter
+from ..rescaling.adapters import scaled_adapter
 from ..rescaling.edits import edits_of
 from ..rescaling.plan import Plan, inverse
-from ..wording import counted
 from .undo import config_before
 
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """A written adapter for ``base``. ``finetuned``, ``edited``: whether the checkpoint ``base`` is."""
+    """A written adapter for ``base``."""
 
     out: Path
     base: str
-    tensors: Mapping[str, Scaled]
-    finetuned: bool = False
-    edited: bool = False
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        finetuned = "the converted checkpoint was finetuned: the two sides compute what their own weights make of it"
-        edited = "the conversion has edits, whose cost was measured without an adapter: compare the two sides with it"
-        tensors = self.tensors.values()
-        lists = {
-            "in fp32, since their dtype would lose bits": sum(t.widened for t in tensors),
-            "rounded, by a factor that is no power of two": sum(not t.exact for t in tensors),
-            "over 65504, so not for fp16": sum(t.overflows for t in tensors),
-        }
-        notes = (f"{counted(number, 'tensor')} {what}" for what, number in lists.items() if number)
-        return (*[finetuned] * self.finetuned, *[edited] * self.edited, *notes)
+    tensors: Mapping[str, Tensor]
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"out": str(self.out), "base": self.base, "tensors": len(self.tensors), "notes": list(self.notes)}
@@ -60,8 +46,7 @@ class ConvertedAdapter:
 def convert_adapter(
     adapter: str | Path, out: str | Path, base: str | Path, *, back: bool = False, force: bool = False
 ) -> ConvertedAdapter:
-    """Write an adapter (LoRA, IA3, soft prompt) that was trained on the source of ``base`` for use on ``base``; return
-    the result.
+    """Write a LoRA adapter that was trained on the source of ``base`` for use on ``base``; return the result.
 
     base: a folder that ``convert`` wrote. back: the other direction, from ``base`` to its source. With an exact plan
     both sides compute the same function. Raises UserError for another kind of adapter, a pickle, an adapter that
@@ -79,7 +64,12 @@ def convert_adapter(
     on = (origin.path or str(base)) if back else str(base)
     place = {"base_model_name_or_path": on, "revision": origin.revision if back else None}
     rescaled = rescale_adapter(adapter, out, layout, applied, gain, config | place, back=back, force=force)
-    return ConvertedAdapter(out, on, rescaled, run is not None, edited=bool(edits_of(layout, plan).exponents))
+    notes = []
+    if run is not None:
+        notes.append("the converted checkpoint was finetuned: the two sides compute what their own weights make of it")
+    if edits_of(layout, plan).exponents:
+        notes.append("the conversion has edits, whose cost was measured without an adapter: compare the two sides")
+    return ConvertedAdapter(out, on, rescaled, tuple(notes))
 
 
 def rescale_adapter(
@@ -92,7 +82,7 @@ def rescale_adapter(
     *,
     back: bool,
     force: bool,
-) -> dict[str, Scaled]:
+) -> dict[str, Tensor]:
     try:
         tensors = load_file(adapter / TENSORS)
         if not tensors:
@@ -105,7 +95,7 @@ def rescale_adapter(
         raise UserError(f"{adapter / TENSORS}: {reason}") from error
     with staged(out, force=force) as work:
         carry_over(adapter, work, back=back)
-        save_file({n: t.values.contiguous() for n, t in rescaled.items()}, work / TENSORS, metadata={"format": "pt"})
+        save_file({n: t.contiguous() for n, t in rescaled.items()}, work / TENSORS, metadata={"format": "pt"})
         write_json(work / CONFIG, config)
         note = {"for": "original" if back else "converted", "base": config["base_model_name_or_path"]}
         write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from ..checkpoint.files import sync, sync_tree
 from ..environment import HOW_TO_TRAIN
 from ..errors import UserError
-from ..json_text import finite, loads
+from ..json_text import finite
 from .recipe import Recipe
 
 STATE, TENSORS = "state.pt", "model.safetensors"
@@ -155,7 +155,7 @@ class RunLog:
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
         try:
-            step = int(loads(line)["step"])
+            step = int(json.loads(line)["step"])
         except (ValueError, KeyError, TypeError):
             continue
         if line.endswith("\n"):

@@ -15,7 +15,6 @@ from typing import Any
 
 from ..checkpoint.sources import local_path
 from ..errors import UserError, first_line
-from ..json_text import loads
 
 TARGET_COLUMN = "target"  # the column of what the model should answer
 _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may be larger than the disk
@@ -93,9 +92,12 @@ def jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}: line {number} is not JSON ({error.msg}); put one object on each line") from error
+            row = json.loads(line)
+            if "\\u" in line:  # a lone surrogate is valid JSON, but UTF-8 cannot encode it
+                json.dumps(row, ensure_ascii=False).encode()
+        except ValueError as error:
+            reason = f"is not JSON ({first_line(error)})"
+            raise UserError(f"{path}: line {number} {reason}; put one object on each line") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}: line {number} is not an object; put one object on each line")
         yield row

@@ -2,13 +2,13 @@
 
 The plan multiplies rows and columns of a weight by powers of two. The update B·A becomes (2^rows B)·(A 2^columns), so
 fp32 outputs keep every bit. Tensors stored whole (``modules_to_save``, biases, rows of an embedding) are scaled as the
-checkpoint's are. A DoRA magnitude, the length of a row, can be scaled only if all columns have one exponent. Tensor
-names: https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md"""
+checkpoint's are. Tensor names:
+https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,12 +16,9 @@ from torch import Tensor
 from ..checkpoint.naming import in_modules
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
-from .exponents import axis_exponents, check_plan_fits, correction_of, exponents_of
+from .apply import scale
+from .exponents import axis_exponents, check_plan_fits, correction_of
 from .plan import Plan
-
-UNMOVED, PROMPT = ".ia3_l", "prompt_embeddings"
-"""IA3's factors of channels, which no plan changes, and the rows of prompt tuning, which replace embeddings."""
-
 
 PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
@@ -29,13 +26,11 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 @dataclass(frozen=True)
 class AdapterTensor:
     """One kind of tensor in an adapter. ``axes``: for each of its axes the matching axis of the checkpoint's tensor,
-    None for the rank. ``scaled``: whether a gain on the checkpoint's tensor must multiply this one too. ``magnitude``:
-    whether it holds the lengths of rows, or of an embedding's columns."""
+    None for the rank. ``scaled``: whether a gain on the checkpoint's tensor must multiply this one too."""
 
     suffix: str
     axes: tuple[int | None, ...]
     scaled: bool = True
-    magnitude: bool = False
 
 
 PARTS = (
@@ -44,8 +39,6 @@ PARTS = (
     AdapterTensor(".lora_B.bias", (0,)),
     AdapterTensor(".lora_embedding_A", (None, 0), scaled=False),
     AdapterTensor(".lora_embedding_B", (1, None)),
-    AdapterTensor(".lora_magnitude_vector", (0,), magnitude=True),
-    AdapterTensor(".lora_magnitude_vector.weight", (0,), magnitude=True),
     AdapterTensor(".token_adapter.trainable_tokens_delta", (None, 1)),
     AdapterTensor(".base_layer.weight", (0, 1)),
     AdapterTensor(".base_layer.bias", (0,)),
@@ -76,21 +69,11 @@ def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Adapter
         )
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """An adapter's tensor after scaling. ``exact``: no bit is lost. ``widened``: stored in fp32 to keep its bits.
-    ``overflows``: some values are over 65504."""
-
-    values: Tensor
-    exact: bool
-    widened: bool
-    overflows: bool
-
-
 def scaled_adapter(
     tensors: Mapping[str, Tensor], layout: Layout, plan: Plan, head_gain: float = 1.0
-) -> dict[str, Scaled]:
-    """Return an adapter's tensors, by name, scaled for the checkpoint that ``plan`` makes.
+) -> dict[str, Tensor]:
+    """Return an adapter's tensors, by name, scaled for the checkpoint that ``plan`` makes; in fp32 where their dtype
+    would lose bits.
 
     layout: the converted checkpoint's, even if ``plan`` is the inverse and leads back to the source. head_gain: the
     factor in a head that was separated from the embedding. Raises UserError for a tensor that cannot be rescaled."""
@@ -98,20 +81,9 @@ def scaled_adapter(
     embedding = layout.tensors[layout.family.embedding]
     shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))
     named = dict.fromkeys(shared, embedding) | dict(layout.tensors)
-    embeddings = {part_of(name)[0] for name in tensors if name.endswith(".lora_embedding_A")}
     scaled = {}
     for name, values in tensors.items():
-        if name.endswith(UNMOVED):
-            scaled[name] = multiplied(name, values, torch.zeros(1, dtype=torch.int32), 1.0)
-            continue
-        if name == PROMPT:
-            check_shape(name, values, embedding, AdapterTensor("", (None, 1)))
-            columns = exponents_of(replace(embedding, axes=(None, embedding.axes[1]), offset=0.0), plan)
-            scaled[name] = multiplied(name, values, columns.full(tuple(values.shape)), 1.0)
-            continue
         stated, part = part_of(name)
-        if part is not None and part.magnitude and stated in embeddings:
-            part = replace(part, axes=(1,))  # PEFT transposes an embedding's weight
         target = in_modules(stated, named)
         if target not in named:
             raise UserError(
@@ -124,7 +96,7 @@ def scaled_adapter(
 
 def on_tensor(
     name: str, values: Tensor, tensor: ResolvedTensor, part: AdapterTensor | None, plan: Plan, factor: float
-) -> Scaled:
+) -> Tensor:
     part = part or AdapterTensor("", tuple(range(len(tensor.shape))))
     check_shape(name, values, tensor, part)
     exponents = axis_exponents(tensor, plan)
@@ -133,40 +105,13 @@ def on_tensor(
         if axis is not None:
             shape = [-1 if i == position else 1 for i in range(values.dim())]
             total = total + torch.as_tensor(exponents[axis]).view(shape)
-    if part.magnitude:
-        total = total + common_exponent(name, tensor.name, exponents[0 if part.axes == (1,) else 1])
     # A whole tensor includes the offset; an update of one does not.
     offset = tensor.offset if not part.suffix else 0.0
-    return multiplied(name, values, total, factor * correction_of(tensor, plan) if part.scaled else 1.0, offset)
-
-
-def common_exponent(name: str, target: str, exponent: float | Tensor) -> float:
-    """Return the common exponent of a weight's columns, for its DoRA magnitude; raise UserError if they differ."""
-    if not isinstance(exponent, Tensor):
-        return exponent
-    first = float(exponent[0])
-    if bool((exponent != first).any()):
-        raise UserError(
-            f"{name}: this DoRA magnitude cannot be rescaled, since the columns of {target} are multiplied by different"
-            " powers of two; merge the adapter into the original and convert that"
-        )
-    return first
-
-
-def multiplied(name: str, values: Tensor, exponents: Tensor, factor: float, offset: float = 0.0) -> Scaled:
-    double = values.double()
-    wanted = torch.ldexp(double + offset if offset else double, exponents.double()) * factor
-    wanted = wanted - offset if offset else wanted  # subtracting 0 would change the sign of -0
+    wanted = values.to(torch.float64, copy=True)
+    scale(wanted, total, offset, factor * correction_of(tensor, plan) if part.scaled else 1.0)
     stored = wanted.to(values.dtype)
-    same = bool((stored.double() == wanted).all())
-    widened = not same and values.dtype != torch.float32
-    if widened:
+    if not torch.equal(stored.double(), wanted):
         stored = wanted.float()
     if not bool(torch.isfinite(stored).all()):
         raise UserError(f"{name} holds inf or NaN, or would after scaling; take the adapter as it was trained")
-    return Scaled(
-        values=stored,
-        exact=same or bool((stored.double() == wanted).all()),
-        widened=widened,
-        overflows=bool((stored.abs() > torch.finfo(torch.float16).max).any()),
-    )
+    return stored

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import replace
@@ -24,7 +25,6 @@ from bf16_to_fp16.families.signals import Kind
 from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.finetuning import start
 from bf16_to_fp16.finetuning.recipe import parse_recipe
-from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
 from bf16_to_fp16.report.schema import PAGE, REPORT, Report, read
@@ -182,7 +182,7 @@ def test_what_stands_on_shared_values_and_on_gains_less_1_moves_as_the_weights_d
     with torch.no_grad():
         weight.copy_(b @ a)
         apply(model, layout, plan)
-    moved = [found[name].values for name in names]
+    moved = [found[name] for name in names]
     assert torch.allclose(moved[1] @ moved[0], weight, rtol=1e-6) and not torch.equal(moved[0], a)
     assert torch.equal(moved[2], gain) and not torch.equal(moved[2], given[names[2]])
 
@@ -214,7 +214,7 @@ def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Conv
         exponents = torch.tensor(plan.exponents[f"{attention.at}.query_key"])
         wanted = torch.ldexp(centred_bias(source_weights(checkpoint, layout), layout, attention), -exponents.double())
         assert torch.equal(written[name], wanted.half())
-    report = loads((out / REPORT).read_bytes())
+    report = json.loads((out / REPORT).read_bytes())
     assert report["plan"]["centred_keys"] == plan.centred_keys and set(report["source"]["replaced"]) == set(biases)
     assert report["source"]["made"] == []
     carried = sum(tensor.numel() for name, tensor in written.items() if name not in biases)
@@ -232,7 +232,7 @@ def test_centred_biases_are_written_and_give_what_the_sources_do(converted: Conv
 def test_a_changed_original_is_noticed_by_undo_and_verify(converted: Converted, tmp_path: Path) -> None:
     source, out, _ = converted
     assert verify(out, original=source)["problems"] == []
-    replaced = loads((out / REPORT).read_bytes())["source"]["replaced"]
+    replaced = json.loads((out / REPORT).read_bytes())["source"]["replaced"]
     name, other = sorted(replaced)[:2]
     short = {"values": base64.b64encode(b"ab").decode(), "sha256": hashlib.sha256(b"ab").hexdigest()}
     changes: tuple[Callable[[dict[str, Any]], object], ...] = (
@@ -349,7 +349,7 @@ def test_an_adapter_follows_on_centred_keys_with_a_bias_of_its_own() -> None:
         return model
 
     before = outputs(with_adapter(deepcopy(base), adapter.values()))
-    moved = [scaled_adapter(adapter, layout, plan)[name].values for name in names]
+    moved = [scaled_adapter(adapter, layout, plan)[name] for name in names]
     after = outputs(with_adapter(apply(deepcopy(base), layout, plan), moved))
     assert all((x - y).abs().max() <= 1e-12 * x.abs().max() for x, y in zip(before, after, strict=True))
     assert (before[0] - outputs(base)[0]).abs().max() > 1e-4 * before[0].abs().max()

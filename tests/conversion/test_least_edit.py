@@ -17,7 +17,6 @@ from support.forging import copied
 
 from bf16_to_fp16 import cli, convert, undo, verify
 from bf16_to_fp16.checkpoint.files import sha256_of
-from bf16_to_fp16.json_text import loads
 from bf16_to_fp16.report.facts import inexactness
 from bf16_to_fp16.report.judgement import too_inexact
 from bf16_to_fp16.report.schema import CARD, PAGE, REPORT, Report, read
@@ -194,7 +193,7 @@ def test_max_kl_accepts_what_costs_more_than_bf16(tmp_path: Path) -> None:
     kl = max([kl, *(entry["kl"] for entry in plain["exceptions"] if len(entry["ids"]) == 1)])  # accepted as well
     most, out, plan = f"{2 * kl:.2g}", tmp_path / "out", tmp_path / "plain"
     assert cli.main(["convert", str(source), str(out), "--max-kl", most, "--plan", str(plan)]) == 0
-    report = loads((out / REPORT).read_bytes())
+    report = json.loads((out / REPORT).read_bytes())
     assert report["verdict"] == "safe" and report["max_kl"] == float(most)
     assert f"--max-kl {float(most):g}" in report["command"]
 

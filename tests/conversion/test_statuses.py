@@ -69,20 +69,13 @@ def test_a_name_of_300_letters_is_one_line(
     assert "File name too long" in said and len(said) < 250
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("[" * 50_000, "nested too deeply"),
-        ('{"text": "\\ud800"}', "half a character"),
-        ('{"text": 1' + "0" * 5000 + "}", "is not JSON"),
-    ],
-)
+@pytest.mark.parametrize("line", ['{"text": "\\ud800"}', '{"text": 1' + "0" * 5000 + "}"])
 def test_a_line_of_json_that_cannot_be_used_is_named(
-    line: str, says: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: str, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "good"}\n' + line + "\n")
     said = refused(capsys, "audit", source, "--regime", "half", "--data", tmp_path / "data.jsonl")
-    assert "line 2" in said and says in said
+    assert "line 2 is not JSON" in said
     said = refused(capsys, "advise", "losses", tmp_path / "data.jsonl")
     assert "line 2" in said or "losses" in said
 
@@ -100,32 +93,19 @@ def in_a_shell(line: str, **names: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("line", "status", "says"),
+    ("line", "says"),
     [
-        ("$B families >&-", 2, "standard output is closed"),
-        ("$B families > /dev/full", 2, "No space left"),
-        ("$B families --json - > /dev/full", 2, "No space left"),
-        ("PYTHONUNBUFFERED=1 $B --help > /dev/full", 2, "No space left"),
-        ("ulimit -f 0; $B families > $OUT", 2, "File too large"),
-        ("$B certify nowhere/at/all 2> /dev/full", 2, ""),
-        ("$B families > $OUT 2>&- <&-", 0, ""),
+        ("$B families > /dev/full", "No space left"),
+        ("$B families --json - > /dev/full", "No space left"),
+        ("PYTHONUNBUFFERED=1 $B --help > /dev/full", "No space left"),
+        ("ulimit -f 0; $B families > $OUT", "File too large"),
     ],
 )
-def test_a_standard_stream_that_is_closed_or_full_is_no_bug(line: str, status: int, says: str, tmp_path: Path) -> None:
+def test_a_standard_output_that_is_full_is_no_bug(line: str, says: str, tmp_path: Path) -> None:
     done = in_a_shell(line, OUT=tmp_path / "out")
-    assert done.returncode == status, done
+    assert done.returncode == 2, done
     assert says in done.stderr and "Traceback" not in done.stderr and "bug" not in done.stderr
-    assert done.stderr.count("\n") == (1 if says else 0)
-
-
-def test_what_is_opened_next_is_not_written_to_by_who_prints(tmp_path: Path) -> None:
-    """With standard error closed the next file would have its number."""
-    script = (
-        "import os, sys; from bf16_to_fp16.__main__ import open_closed_streams; open_closed_streams();"
-        " file = open(sys.argv[1], 'w'); os.write(2, b'talk'); print('talk', file=sys.stderr, flush=True)"
-    )
-    done = in_a_shell(f'{sys.executable} -c "$S" $OUT 2>&- <&-', S=script, OUT=tmp_path / "out")
-    assert done.returncode == 0 and (tmp_path / "out").read_text() == ""
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_second_sigterm_leaves_the_cleaning_up_alone(tmp_path: Path) -> None:
