@@ -187,13 +187,11 @@ def undo_command(
     if adapter is not None:
         return take_adapter(adapter, out, folder, force=force, json_file=json_file)
     from ..conversion.undo import undo
-    from ..report import terminal
-    from ..report.stored import read_written
 
     written = undo(folder, out, plan=plan, force=force, progress=True)
     words = "the trained weights at the original's scale"
     if plan is None:
-        words = terminal.brought_back(read_written(folder))
+        words = "the weights from before the rescaling, bit for bit wherever fp16 held them"
     if shared.write_result(json_file, {"out": str(written), "holds": words}):
         show(f"{written} holds {words}")
     return SAFE

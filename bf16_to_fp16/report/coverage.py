@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 from ..bounds.arithmetic import MAX_LENGTH
-from ..bounds.kinds import SiteKind
 from ..checkpoint.contents import MODULES
 from ..families.known import named
 from ..families.wiring import MOST_MEAN
 from ..measuring.batch import IMAGE
-from ..targets import TIERS, WHERE
+from ..targets import WHERE
 from ..wording import below_limit, counted
 from . import schema
 
@@ -20,19 +17,10 @@ def where(target: str | None) -> str:
 
 
 def headroom_by_proof(report: schema.Report) -> str:
-    """Return in words the proven headroom in PyTorch and with norms that square in fp16, or "" without a proof. Where
-    only bounds for such norms exist, the words say "at least": these bounds hold in PyTorch too, but are looser."""
-    certificate, target = report.certificate, report.target
+    certificate = report.certificate
     if certificate is None or not certificate.holds:
         return ""
-    squares = [site.headroom_bits for site in certificate.sites if site.kind == SiteKind.SQUARES]
-    others = [site.headroom_bits for site in certificate.sites if site.kind != SiteKind.SQUARES]
-    plain, normed = (tier.target for tier in TIERS[:2])
-    place = f"{where(plain)} at least" if target == normed else where(target)
-    proofs = [(place, certificate.headroom_bits)]
-    if squares:
-        proofs = [(place, min(others, default=math.inf)), (where(normed), min(squares))]
-    shown = "; ".join(f"{place} {below_limit(bits)}".lstrip() for place, bits in proofs)
+    shown = f"{where(report.target)} {below_limit(certificate.headroom_bits)}".lstrip()
     return f"{shown} (proven; a proof needs no margin)"
 
 

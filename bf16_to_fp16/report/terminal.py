@@ -185,19 +185,6 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     screen.rows(("next", then or report.next))
 
 
-def brought_back(report: schema.Report) -> str:
-    """Return in words how many weights ``undo`` restores bit for bit: at least all that fp16 represents exactly."""
-    weights = report.weights
-    whose = "the source's weights" if report.finetune is None else "the finetuned weights from before the rescaling"
-    if weights is None:
-        return whose
-    changed = round(weights.elements * (1 - weights.lossless_fraction))
-    if changed == 0:
-        return f"{whose}, all of them bit for bit"
-    rest = f"at most {changed:,} of {weights.elements:,}, which fp16 rounded"
-    return f"{whose}: bit for bit but for {rest}"
-
-
 SITE_COLUMNS = (
     names("site"),
     numbers("max |x|", facts.reached_at, str),

@@ -142,7 +142,7 @@ def test_one_encoder_is_brought_back_by_its_name_and_a_whole_pipeline_says_so(
 ) -> None:
     assert main(["undo", str(out / "text_encoder"), str(tmp_path / "one"), "--json", "-"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["out"] == str(tmp_path / "one") and told["holds"].startswith("the source's weights")
+    assert told["out"] == str(tmp_path / "one") and told["holds"].startswith("the weights from before")
     assert contents(tmp_path / "one")["model.safetensors"] == contents(source)["text_encoder/model.safetensors"]
     whole = refused(capsys, "undo", out, tmp_path / "back")
     assert f"give {out}/text_encoder or {out}/text_encoder_3" in whole

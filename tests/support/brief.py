@@ -15,7 +15,6 @@ from bf16_to_fp16.finetuning.distillation import Evaluator
 from bf16_to_fp16.measuring import agreement, batch, probe, soft_side
 from bf16_to_fp16.report import figures, page
 
-PICTURES = ("before_and_after", "bound_and_observed")
 WHOLE_PROBE = probe._probe
 LEFT_OUT = (batch.LONG, batch.REPEATED)
 NOT_AUDITED = (batch.RANDOM, batch.SHORT, batch.GENERATE)  # by conversions and audits
@@ -27,8 +26,7 @@ FEW = 2
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let pages have no pictures, whose drawing takes as long as a tiny model's plan, and no row for each site."""
-    for name in PICTURES:
-        patch.setattr(figures, name, lambda _: [])
+    patch.setattr(figures, "before_and_after", lambda _: [])
     patch.setattr(page, "site_rows", lambda _: [])
 
 
