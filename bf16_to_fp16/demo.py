@@ -15,7 +15,6 @@ from .conversion.audit import audit
 from .conversion.convert import convert
 from .progress import Progress
 from .report import terminal
-from .report.remedies import next_command
 from .report.schema import Report, read
 from .report.screen import Column, Table, console, numbers
 from .results import Fidelity
@@ -40,8 +39,7 @@ def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, 
             before = audit(data / name, regimes=("half",), data=str(data / TEXT), progress=progress)
             if show:
                 terminal.print_title(f"{name}, as trained")
-                broken = read(Report, before)
-                terminal.print_audit(broken, next_command(str(data / name), broken.regimes, converted=False))
+                terminal.print_audit(read(Report, before))
             progress.say(f"{name}: converting")
             result = convert(data / name, out / name, data=str(data / TEXT), force=True, progress=progress)
             if show:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from ..checkpoint.contents import is_converted
-from ..checkpoint.sources import local_source
 from ..conversion.options import FOLDER, PATH
 from ..targets import RECORDS, TARGETS
 from . import shared
 from .shared import SAFE, UNSAFE
-
-if TYPE_CHECKING:
-    from ..report.schema import Report
 
 
 @click.command("audit")
@@ -50,8 +45,6 @@ if TYPE_CHECKING:
 @shared.json_file
 def audit_command(
     source: str,
-    data: str | None,
-    subfolder: str | None,
     html: Path | None,
     json_file: str | None,
     **options: Any,
@@ -62,7 +55,7 @@ def audit_command(
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = audit(source, data=data, subfolder=subfolder, progress=True, **options)
+    result = audit(source, progress=True, **options)
     shared.write_result(json_file, result)
     report = read(Report, result)
     if html is not None:
@@ -71,7 +64,7 @@ def audit_command(
         with shared.replacing_for("--html", html) as new:
             write_page(new, report)
     if json_file != "-":
-        terminal.print_audit(report, exact_next(report, source, subfolder), page=html)
+        terminal.print_audit(report, page=html)
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
@@ -88,29 +81,16 @@ def audit_command(
 @shared.subfolder
 @shared.device
 @shared.json_file
-def certify_command(source: str, subfolder: str | None, json_file: str | None, **options: Any) -> int:
+def certify_command(source: str, json_file: str | None, **options: Any) -> int:
     """Bound every value in SOURCE for any input, from the weights alone."""
     from ..conversion.certify import certify
     from ..report import terminal
     from ..report.schema import Report, read
 
-    result = certify(source, subfolder=subfolder, progress=True, **options)
+    result = certify(source, progress=True, **options)
     if shared.write_result(json_file, result):
-        report = read(Report, result)
-        terminal.print_certificate(report, exact_next(report, source, subfolder))
+        terminal.print_certificate(read(Report, result))
     return SAFE if result["verdict"] == "safe" else UNSAFE
-
-
-def exact_next(report: Report, source: str, subfolder: str | None) -> str:
-    """Return a report's suggested next command, with the source's full path, which the report shortens."""
-    from ..families.known import named
-    from ..report.remedies import next_command
-
-    folder = local_source(source)
-    if not report.next or folder is None or named(report.family) is None:
-        return report.next
-    converted = is_converted(folder / (subfolder or ""))
-    return next_command(source, report.regimes, converted, subfolder, report.target, report.family)
 
 
 @click.command("verify")
@@ -127,16 +107,14 @@ def exact_next(report: Report, source: str, subfolder: str | None) -> str:
 @shared.device
 @shared.endpoint
 @shared.json_file
-def verify_command(
-    source: str, original: str | None, data: str | None, no_audit: bool, json_file: str | None, **options: Any
-) -> int:
+def verify_command(source: str, no_audit: bool, json_file: str | None, **options: Any) -> int:
     """Check a converted folder or Hub id against its report, and run it on this machine."""
     from ..conversion.verify import verify
     from ..report import terminal
     from ..report.other_reports import Verification
     from ..report.schema import read
 
-    result = verify(source, original=original, data=data, run_model=not no_audit, progress=True, **options)
+    result = verify(source, run_model=not no_audit, progress=True, **options)
     if shared.write_result(json_file, result):
         terminal.print_verification(read(Verification, result))
     return SAFE if result["verified"] else UNSAFE

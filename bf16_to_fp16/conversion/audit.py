@@ -15,7 +15,6 @@ from ..bounds.arithmetic import Arithmetic
 from ..bounds.tiers import bounded
 from ..checkpoint.contents import is_converted
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.sources import shown_in_a_command
 from ..devices import Device
 from ..environment import SCHEMA
 from ..errors import UserError
@@ -120,7 +119,7 @@ def audit(
         proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
     attacked_sites = overflowing(proven["attack"], converted=converted) if attacks else []
     safe = not attacked_sites and verdict(results) == "safe"
-    then = next_command(shown_in_a_command(source), results, converted, subfolder, family=family)
+    then = next_command(str(source), results, converted, subfolder, family=family)
     report = Report(
         schema=SCHEMA,
         verdict="safe" if safe else "unsafe",

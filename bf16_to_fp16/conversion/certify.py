@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic
 from ..bounds.tiers import bounded
 from ..checkpoint.contents import is_converted
-from ..checkpoint.sources import shown_in_a_command
 from ..devices import Device
 from ..environment import SCHEMA
 from ..families.known import padding_entry
@@ -48,7 +47,7 @@ def certify(
     layout = layout_with_notes(checkpoint, progress, max_length)
     certificate, tiers = bounded(checkpoint, layout, target, arithmetic, on, progress)
     described, converted = certificate.entry(), is_converted(checkpoint.folder)
-    then = next_command(shown_in_a_command(source), {}, converted, subfolder, target)
+    then = next_command(str(source), {}, converted, subfolder, target)
     unproven = over_limits(described, converted=converted)
     alone: dict[str, Any] = {} if layout.only_class is None else {"model_class": layout.only_class}
     report = Report(

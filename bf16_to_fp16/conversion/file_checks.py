@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,8 @@ def present_files(folder: Path) -> list[str]:
     return sorted(name.as_posix() for name in names if not any(part.startswith(".") for part in name.parts))
 
 
-def check_hashes(
-    folder: Path, report: Report, *, extra: Sequence[str] = (), advance: Any = None
-) -> Iterator[tuple[str, ...]]:
-    """Yield (name, reason) of listed files that are missing or changed, and (name, reason, remedy) of unlisted ones.
-    extra: unlisted files of a Hub repository, which are not in ``folder``."""
+def check_hashes(folder: Path, report: Report, *, advance: Any = None) -> Iterator[tuple[str, ...]]:
+    """Yield (name, reason) of listed files that are missing or changed, and (name, reason, remedy) of unlisted ones."""
     listed = {entry.name: entry for entry in report.output.files}
     if not any(name.endswith(".safetensors") for name in listed) or "config.json" not in listed:
         yield REPORT, "lists no weights or no config.json"
@@ -47,9 +44,8 @@ def check_hashes(
         done += entry.nbytes or 0
         if advance is not None:
             advance(done, total)
-    for name in sorted({*present_files(folder), *extra} - {REPORT, *listed}):
-        if not name.startswith("."):
-            yield name, UNLISTED, REMOVE
+    for name in sorted({*present_files(folder)} - {REPORT, *listed}):
+        yield name, UNLISTED, REMOVE
 
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:

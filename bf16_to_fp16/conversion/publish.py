@@ -20,9 +20,8 @@ from ..json_text import as_json
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.card import warned
-from ..report.page import render
-from ..report.remedies import CONVERT_AGAIN, TOWER_ALONE, next_command, tower_in_fp32
-from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
+from ..report.remedies import CONVERT_AGAIN, TOWER_ALONE, tower_in_fp32
+from ..report.schema import CARD, PAGE, REPORT, FileEntry, Report
 from ..report.stored import read_written
 from ..results import dump
 from .file_checks import check_hashes
@@ -56,8 +55,8 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 
 def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
     """Check a converted folder as ``verify`` does and return it ready for upload. A card that the user edited is kept,
-    and its hash put into the report. Raises UserError for an unsafe checkpoint unless ``allow_unsafe``. Report, page
-    and card then say that the checkpoint is unsafe."""
+    and its hash put into the report. Raises UserError for a folder that is not what its report says, and for an unsafe
+    checkpoint unless ``allow_unsafe``, whose card then begins with that."""
     progress, folder = progress_of(progress), written_folder(folder)
     report, verified = read_written(folder), Verified()
     with progress.step("Hashing the files") as advance:
@@ -67,44 +66,30 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     if not verified.problems:
         run = bool(report.regimes)
         check_contents(folder, report, None, None, verified, run_model=run, device=Device("auto"), progress=progress)
-    if other := [problem for problem in verified.problems if problem.check not in UNSAFE]:
-        raise UserError(f"{folder} is not what its report says: {other[0].name}: {other[0].reason}; {CONVERT_AGAIN}")
-    if not report.safe or verified.problems:
-        broken = [f"{problem.name}: {problem.reason}" for problem in verified.problems]
+    for problem in verified.problems:
+        if report.safe or problem.check not in UNSAFE:
+            raise UserError(f"{folder} is not what its report says: {problem.name}: {problem.reason}; {CONVERT_AGAIN}")
+    if not report.safe and not allow_unsafe:
         alone = TOWER_ALONE if tower_in_fp32(report.family, report.regimes) else ""
-        why = broken[0] if report.safe else alone or "its report says so"
-        if not allow_unsafe:
-            what = "safe in fp16, but short of what was asked" if report.short else "unsafe in fp16"
-            raise UserError(
-                f"{folder} is {what} ({why}) and is not published; {'' if alone else 'finetune it, or '}give"
-                " --allow-unsafe, and the first line of its card will say so"
-            )
+        what = "safe in fp16, but short of what was asked" if report.short else "unsafe in fp16"
+        raise UserError(
+            f"{folder} is {what} ({alone or 'its report says so'}) and is not published;"
+            f" {'' if alone else 'finetune it, or '}give --allow-unsafe, and the first line of its card will say so"
+        )
     try:
         card = (folder / CARD).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder / CARD}: not readable as UTF-8; convert the source again for a new card") from error
-    changed: dict[str, bytes] = {CARD: card.encode()} if edited else {}
-    if report.safe and verified.problems:
-        regimes = verified.sections.get("regimes") or report.regimes
-        unsafe = [
-            UnsafeEntry(signal=each.name, kind="broke", reason=each.reason, remedy=each.remedy)
-            for each in verified.problems
-        ]
-        then = next_command(folder.name, regimes, converted=True, family=report.family)
-        changes: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
-        report = report.model_copy(update=changes | {"regimes": regimes, "next": then})
-        changed[PAGE] = render(report.model_copy(update={"output": Output()})).encode()
-    if not report.safe and (warning := warned(card, report)) != card:
-        changed[CARD] = warning.encode()
-    files: dict[str, Path | bytes] = {entry.name: folder / entry.name for entry in report.output.files} | changed
-    if changed:
-        entries = [
-            entry_of(entry.name, changed[entry.name]) if entry.name in changed else entry
-            for entry in report.output.files
-        ]
+    files: dict[str, Path | bytes] = {entry.name: folder / entry.name for entry in report.output.files}
+    files[REPORT] = folder / REPORT
+    told = card if report.safe else warned(card, report)
+    if edited or told != card:
+        files[CARD] = told.encode()
+        entries = [entry_of(e.name, files[CARD]) if e.name == CARD else e for e in report.output.files]
         output = report.output.model_copy(update={"files": entries} | ({"card_edited": True} if edited else {}))
         report = report.model_copy(update={"output": output})
-    return Upload(report, files | {REPORT: as_json(dump(report)).encode() if changed else folder / REPORT}, edited)
+        files[REPORT] = as_json(dump(report)).encode()
+    return Upload(report, files, edited)
 
 
 @quiet()

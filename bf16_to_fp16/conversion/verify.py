@@ -94,12 +94,12 @@ def verify(
     if original is not None:
         local_source(original)  # fails before the files are hashed
     on, verified = Device(device, progress), Verified()
-    place, revision, extra = locate(source, subfolder, endpoint, progress)
+    place, revision = locate(source, subfolder, endpoint, progress)
     report = read_written(place)
     if original is not None and report.finetune is not None:
         raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
     with progress.step("Hashing the files") as advance:
-        verified.add("files", check_hashes(place, report, extra=extra, advance=advance))
+        verified.add("files", check_hashes(place, report, advance=advance))
     if not verified.problems:
         opened = None if original is None else open_checkpoint(original, endpoint=endpoint)
         if opened is not None and (name := report.source.class_in("after")) is not None:

@@ -129,7 +129,7 @@ def print_title(title: str) -> None:
     console().print(Text(f"\n{title}", "bold"))
 
 
-def print_audit(report: schema.Report, then: str = "", page: Path | None = None) -> None:
+def print_audit(report: schema.Report, page: Path | None = None) -> None:
     screen = console()
     screen.print(verdict_line(report))
     print_advice(screen, report)
@@ -154,10 +154,10 @@ def print_audit(report: schema.Report, then: str = "", page: Path | None = None)
         print_first(screen, "not certified", lines)
         for remedy in () if report.next else dict.fromkeys(site.remedy for site in report.uncertified):
             screen.print(f"what helps: {remedy}")
-    screen.rows(("next", then or report.next), ("report", page))
+    screen.rows(("next", report.next), ("report", page))
 
 
-def print_certificate(report: schema.Report, then: str = "") -> None:
+def print_certificate(report: schema.Report) -> None:
     screen, certificate = console(), report.certificate
     assert certificate is not None  # certify always has one
     over = certificate.over
@@ -182,7 +182,7 @@ def print_certificate(report: schema.Report, then: str = "") -> None:
     if report.tiers:
         screen.say(runtimes_line(report))
     print_more(screen, len(over) - len(shown), "over their limit")
-    screen.rows(("next", then or report.next))
+    screen.rows(("next", report.next))
 
 
 SITE_COLUMNS = (

@@ -326,14 +326,14 @@ def test_an_audit_names_every_site_that_broke(source: Path, capsys: pytest.Captu
     assert report["source"]["path"] == "theirs"
     assert cli.main(["audit", str(source), "--regime", "half"]) == 1
     out = capsys.readouterr().out
-    command = f"bf16-to-fp16 convert {source} theirs-fp16\n"  # as it was given, which the report does not keep
+    command = f"bf16-to-fp16 convert {source} theirs-fp16\n"
     assert out.startswith("unsafe: ") and out.count("unsafe: ") == out.count("\nnext: ") == 1 and out.endswith(command)
-    assert report["next"].endswith("bf16-to-fp16 convert theirs theirs-fp16")
+    assert report["next"] == f"convert it: {command}".rstrip()
 
 
 def test_a_certificate_that_does_not_hold_names_every_site(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = certify(source, target="norm-safe")
-    assert report["next"].endswith("bf16-to-fp16 convert theirs theirs-fp16 --target norm-safe")
+    assert report["next"].endswith(f"bf16-to-fp16 convert {source} theirs-fp16 --target norm-safe")
     on = next_command("out", {}, True, None, "norm-safe")
     assert on.startswith("convert its source with --target norm-safe, ") and '"target": "norm-safe"' in on
     report = certify(source)
