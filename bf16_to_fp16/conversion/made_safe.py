@@ -173,7 +173,7 @@ class MadeSafe:
         mark = model.get_base_model().__dict__.get(MARK)
         if mark is None or mark.plan != self.plan:
             raise UserError(
-                "the adapter's model is not at this plan's scale; it was undone already, or not made safe so"
+                "the adapter's model is not at this plan's scale; it was undone already, or is another result's model"
             )
         out, adapters = Path(out), list(model.peft_config)
         check_out(out, force=force)
@@ -195,7 +195,7 @@ class MadeSafe:
         if mark is None and told_by_eps and layout.eps == self.plan.eps:
             return
         raise UserError(
-            f"{type(model).__name__} is not at this plan's scale; it was undone already, or not made safe so"
+            f"{type(model).__name__} is not at this plan's scale; it was undone already, or is another result's model"
         )
 
     def follow(

@@ -1,5 +1,5 @@
 """Split the experts that transformers 5 fuses in two tensors into modules, named as in checkpoint files. Every weight
-then has its name, and every operation its site. Only gate and up projections become two products, not one."""
+then has its name, and every operation its site. Gate and up projection become two products; the rest is the same."""
 
 from __future__ import annotations
 

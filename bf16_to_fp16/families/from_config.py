@@ -42,8 +42,8 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
-    """Return a config's layout, without tensors and signals, and its parts except the head. tensors: how many the
-    checkpoint has; None stops after ``EARLY`` layers. Raises UserError for an unusable config.json."""
+    """Return a config's layout, without tensors and signals, and its parts except the head. tensors: the checkpoint's
+    number of tensors; None takes ``EARLY`` layers of each stack. Raises UserError for an unusable config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
         if (value := config_value(family, config, key)) != only:

@@ -63,8 +63,8 @@ UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names 
 
 
 def rotated_channels(config: Mapping[str, object], otherwise: float = 0.5) -> int:
-    """Return how many channels of a head rotary positions rotate, 0 for all. otherwise: the rotated fraction if the
-    config has none. Raises UserError for channels that cannot form pairs."""
+    """Return the number of channels in a head to which rotary positions apply, 0 for all. otherwise: their fraction
+    if the config has none. Raises UserError for channels that cannot form pairs."""
     inner = looked_up(config, f"rope_parameters.{PARTIAL}")
     part = positive(PARTIAL, config.get(PARTIAL, otherwise) if inner is None else inner, "a share of a head's channels")
     size = whole_number("head_dim", config["head_dim"], "a number")

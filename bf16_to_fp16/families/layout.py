@@ -78,7 +78,7 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """A stack of one checkpoint, its sublayers in order of execution. For a model's only stack both flags are true."""
+    """A stack of one checkpoint, its sublayers in order of execution. A model's only stack is both encoder and last."""
 
     is_encoder: bool
     is_last: bool

@@ -1,5 +1,5 @@
-"""Build the parts of a sublayer, an end or a head from its weights (``Style``) and wiring (``Attention``,
-``FeedForward``). A signal's power of two multiplies weights that produce the signal, and divides those that read it."""
+"""Build the ``Part`` of a sublayer, an embedding, a final norm or a head from its weights (``Style``) and wiring. A
+signal's power of two multiplies weights that produce the signal, and divides those that read it."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ def with_images(
     key: str = "hidden_size",
     flat: bool = False,
 ) -> Family:
-    """Return a text model's family with a vision tower added. key: of the tower's width. flat: whether older configs
-    have the text model's keys outside."""
+    """Return a text model's family with a vision tower added. brings: makes the tower's parts. key: of its width. flat:
+    whether older configs have the text model's keys outside ``text_config``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
 
     def around(inner: Family) -> Family:

@@ -125,7 +125,7 @@ def columns_of(signal: str) -> str:
 
 
 def signal_of_columns(columns: str) -> str:
-    """Return the signal of queries or a gate, from the name of the signal that scales their columns."""
+    """Return the signal whose ``columns_of`` is ``columns``: queries or a gate."""
     return columns.removesuffix(columns_of(""))
 
 

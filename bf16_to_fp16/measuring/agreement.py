@@ -152,8 +152,8 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         value = getattr(model.get_submodule(path), attribute, _ABSENT)
         if value != expected and not (optional and value is _ABSENT):
             raise UserError(
-                f"{where}: in stock code {path}.{attribute} is {shown(value)}, but by the keys that the"
-                f" bounds use it is {expected!r}; take it from the original checkpoint"
+                f"{where}: in stock code {path}.{attribute} is {shown(value)}, but the keys that the bounds read"
+                f" give {expected!r}; take it from the original checkpoint"
             )
 
     for part in layout.topology:
@@ -176,8 +176,8 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
         if type(activation) is not type(expected) or own_attributes(activation) != own_attributes(expected):
             raise UserError(
-                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, but by the keys that"
-                f" the bounds use it is {feed_forward.activation!r}; take it from the original checkpoint"
+                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, but the keys that the"
+                f" bounds read give {feed_forward.activation!r}; take it from the original checkpoint"
             )
     first = tuple(part.first_norm for part in layout.topology if isinstance(part, StackEnds) and part.first_norm)
     for path in (*layout.norms, *first):

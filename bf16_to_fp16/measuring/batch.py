@@ -277,8 +277,8 @@ def bearable_as_one(config: Any, batch: Batch) -> Batch:
 
 
 def is_blind(config: Any, batch: Batch) -> bool:
-    """Return whether some padding attends to no position: left of a row under a causal mask, or outside a window. A
-    model of no known family without a decoder counts as causal."""
+    """Return whether some padding attends to no position: left padding under a causal mask, or padding outside a
+    window. A model of no known family counts as causal unless it takes decoder ids."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False

@@ -219,7 +219,7 @@ class _Runs:
         self.norms: NormMeters = {}
 
     def of(self, batch: Batch, loss_scale: float | None = None) -> Callable[[nn.Module], None]:
-        """Return a function that runs a model on one more batch."""
+        """Add a batch; return a function that runs a model on it and records its sites. loss_scale: for a backward."""
         self.inputs.append(batch)
         return partial(self._run, len(self.inputs) - 1, loss_scale)
 

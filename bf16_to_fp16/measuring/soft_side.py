@@ -157,8 +157,7 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 
 
 def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> list[tuple[int, ...]]:
-    """Return candidates: ids, and sets of ids, that edits change most in rows of a single token, each site's worst
-    first."""
+    """Return the ids, and sets of ids, that edits change most in rows of one token each, each site's worst first."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})

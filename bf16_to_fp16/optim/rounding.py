@@ -120,7 +120,7 @@ def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
 
 
 def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
-    """Return |x| rounded to a multiple of fp16's smallest step, as in ``_round``, by the fraction of x·2²⁴."""
+    """Return |x| as a multiple of fp16's smallest step: the nearest if bits is None, else as in ``stochastic``."""
     steps = x.abs().mul_(1 / FP16_STEP)
     if bits is None:
         return steps.round_().mul_(FP16_STEP)

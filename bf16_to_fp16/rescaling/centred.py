@@ -20,8 +20,8 @@ from ..families.wiring import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions whose keys can be centred: with biases of key and norm and no operation between key and
-    score, or with a table of position biases."""
+    """Return the attentions that can be centred. Either key projection and norm have biases and no operation lies
+    between key and score, or there is a table of position biases."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused

@@ -26,7 +26,7 @@ OfChannels = float | Sequence[float]  # exponents of a signal: one for all its c
 
 
 def takes_fractions(signal: str) -> bool:
-    """Whether a signal's exponents need not be whole: no other weight takes back the factor of scores."""
+    """Whether a signal's exponents may be fractions: those of attention scores, which no other weight cancels."""
     return signal.endswith(".scores")
 
 
