@@ -1,6 +1,6 @@
-"""Find the config and the weight files that stock code would read in a checkpoint's folder. Also check the files by
-which sentence-transformers loads an encoder: ``modules.json`` and configs. A module that reads more than the encoder's
-last states is refused (https://sbert.net/docs/package_reference). Imports no torch."""
+"""Find the config and the weight files that stock code would read in a checkpoint's folder. Also check the modules
+that sentence-transformers runs behind an encoder: one that reads more than the encoder's last states is refused
+(https://sbert.net/docs/package_reference). Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .files import nested_value, read_json
+from .files import read_json
 from .sources import RESTORE, check_not_gguf, contained, leaves, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -126,38 +126,11 @@ KNOWN_MODULES = ("Dense", "Dropout", "LayerNorm", "Normalize", "Pooling")
 
 ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
 
-WHOLE_CONFIG, WHOLE = "config_sentence_transformers.json", "SentenceTransformer"
-
-ENCODER_CONFIGS = tuple(  # configs of how the encoder is loaded; the first that is not empty counts
-    f"sentence_{name}_config.json"
-    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-)
-
-PASSED_ON = ("config_args", "config_kwargs", "model_args", "model_kwargs")  # keys for the encoder's config or loading
-
-HARMLESS = ("trust_remote_code", "use_cache")  # keyword arguments that change neither weights nor results
-
-LAST_STATES = {  # keys that choose the method and the output read, with the values that mean the last states
-    "transformer_task": ("feature-extraction",),
-    "module_output_name": ("token_embeddings",),
-    "method": ("forward",),
-    "method_output_name": ("last_hidden_state", ["last_hidden_state"]),
-}
-
 
 def check_sentence_encoder(folder: Path) -> None:
-    """Raise UserError unless sentence-transformers keeps config.json's settings and reads only the last states."""
-    entries = listed_modules(folder)
-    if not (folder / MODULES).is_file():
-        return
-    listed = [(str(entry["path"]), str(entry.get("type", ""))) for entry in entries]
-    names = [entry["name"] for entry in entries if "name" in entry]
-    for again in (name for i, name in enumerate(names) if name in names[:i]):
-        raise UserError(
-            f"{folder / MODULES}: two modules have the name {again!r}, and sentence-transformers runs the second"
-            " in the place of the first; give each a name of its own"
-        )
-    for i, (path, kind) in enumerate(listed):
+    """Raise UserError unless all that sentence-transformers runs behind the encoder reads only its last states."""
+    for i, entry in enumerate(listed_modules(folder)):
+        path, kind = str(entry["path"]), str(entry.get("type", ""))
         name, is_below = kind.rpartition(".")[2], bool(path.rstrip("/."))
         known = is_below and name in KNOWN_MODULES if i else not is_below and name == ENCODER
         if not known or not kind.startswith(NAMESPACE):
@@ -165,34 +138,4 @@ def check_sentence_encoder(folder: Path) -> None:
                 f"{folder / MODULES}: {kind or 'no class'!r} in {path or '.'!r} is not known: the first module must be"
                 f" sentence-transformers' {ENCODER} in the folder itself, the others {', '.join(KNOWN_MODULES)}, each"
                 f" in a folder of its own; convert the encoder alone, without {MODULES}"
-            )
-    whole = folder / WHOLE_CONFIG
-    kind = read_json(whole, "config").get("model_type", WHOLE) if whole.is_file() else WHOLE
-    if kind != WHOLE:
-        raise UserError(
-            f"{whole}: 'model_type' is {kind!r}, with which a {WHOLE} adds other modules; convert the encoder"
-            f" alone, without {MODULES}"
-        )
-    for file in (folder / name for name in ENCODER_CONFIGS if (folder / name).is_file()):
-        if config := read_json(file, "config"):
-            check_encoder_config(file, config)
-            break
-
-
-def check_encoder_config(file: Path, config: Mapping[str, Any]) -> None:
-    text = nested_value(config, "modality_config", "text")
-    chosen = [*config.items(), *(text.items() if isinstance(text, Mapping) else ())]
-    for key, value in chosen:
-        if key in LAST_STATES and value is not None and value not in LAST_STATES[key]:
-            raise UserError(
-                f"{file}: {key!r} is {value!r}, and only the encoder's last states keep their values,"
-                f" {LAST_STATES[key][0]!r}; remove the key if the vectors are made of those"
-            )
-    for key in PASSED_ON:
-        passed = config.get(key) or {}
-        changing = [passed] if not isinstance(passed, Mapping) else sorted(set(passed) - {*HARMLESS})
-        if changing:
-            raise UserError(
-                f"{file}: {key!r} has {changing[0]!r}, which overrides config.json in sentence-transformers;"
-                " write it into config.json, and remove it here"
             )

@@ -1,4 +1,4 @@
-"""Read and write files: check free space, report disk errors in one line, parse JSON strictly. Imports no torch."""
+"""Read and write files: check free space, report disk errors in one line, parse JSON. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import hashlib
 import json
 import os
 import shutil
-import struct
-import sys
-import zipfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
@@ -19,8 +15,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from ..errors import UserError, shortened
-from .sources import RESTORE, shown
+from ..errors import UserError, first_line
+from .sources import RESTORE
 
 FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
@@ -92,9 +88,6 @@ def created(path: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-LONGEST_HEADER = 8_000_000  # bytes of a header, a config or an index: some 50,000 tensors, a few hundred MB once parsed
-
-
 @contextmanager
 def reading(file: Path) -> Iterator[FileIO]:
     if os.path.exists(file) and not os.path.isfile(file):
@@ -106,10 +99,6 @@ def reading(file: Path) -> Iterator[FileIO]:
         raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
     with source:
         yield source
-
-
-def size_of(source: FileIO) -> int:
-    return os.fstat(source.fileno()).st_size
 
 
 def read_exactly(source: FileIO, buffer: memoryview, offset: int) -> None:
@@ -124,77 +113,28 @@ def read_exactly(source: FileIO, buffer: memoryview, offset: int) -> None:
         raise UserError(f"{source.name}: {error.strerror}; {RESTORE}") from error
 
 
-def read_bytes(source: FileIO, count: int, offset: int = 0) -> bytes:
-    buffer = bytearray(count)
-    read_exactly(source, memoryview(buffer), offset)
-    return bytes(buffer)
-
-
 def sha256_of(file: Path) -> str:
     with reading(file) as source:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for key, times in Counter(key for key, _ in pairs).items():
-        if times > 1:
-            raise ValueError(f"key {shown(key)} comes twice")
-    return dict(pairs)
-
-
-def no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
 def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``. Raises UserError for any other JSON, for duplicate keys and for NaN."""
+    """Return the JSON object in ``data``. Raises UserError for any other JSON."""
     try:
-        parsed = json.loads(data.decode("utf-8"), object_pairs_hook=no_duplicates, parse_constant=no_constant)
-        if b"\\u" in data:  # a lone surrogate is valid JSON, but UTF-8 cannot encode it
-            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+        parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
-        reason = shortened(str(error)) or "nested too deeply"
-        raise UserError(f"{file}: the {what} is not valid JSON ({reason}); {RESTORE}") from error
+        raise UserError(f"{file}: the {what} is not valid JSON ({first_line(error)}); {RESTORE}") from error
     if not isinstance(parsed, dict):
         raise UserError(f"{file}: the {what} is not a JSON object; {RESTORE}")
     return parsed
 
 
-def read_json(file: Path, what: str, limit: int = LONGEST_HEADER) -> dict[str, Any]:
+def read_json(file: Path, what: str) -> dict[str, Any]:
     with reading(file) as source:
-        size = size_of(source)
-        if size > limit:
-            raise UserError(f"{file}: {size} bytes are too many for a {what}; {RESTORE}")
-        return parse_json(read_bytes(source, size), file, what)
+        return parse_json(source.read(), file, what)
 
 
 def nested_value(data: object, *keys: str) -> Any:
     for key in keys:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
-
-
-def zip_records(file: Path) -> dict[int, int]:
-    """Return the size of each record of an uncompressed zip file, by the offset of the record's data."""
-    sizes = {}
-    try:
-        with reading(file) as raw, zipfile.ZipFile(file) as archive:
-            for record in archive.infolist():
-                if record.compress_type != zipfile.ZIP_STORED:
-                    raise UserError(f"{file}: compressed; unpack and zip it again without compression, or {RESTORE}")
-                if record.filename.endswith((".pkl", "/byteorder")) and record.file_size > LONGEST_HEADER:
-                    raise UserError(f"{file}: {record.file_size} bytes are too many for a pickle of tensors; {RESTORE}")
-                if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
-                    raise UserError(f"{file}: saved on a machine of another byte order; save it again on one like this")
-                raw.seek(record.header_offset + 26)
-                name, extra = struct.unpack("<HH", raw.read(4))
-                sizes[record.header_offset + 30 + name + extra] = record.file_size
-    except (struct.error, zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError) as error:
-        # Encrypted and multi-disk zip files, and impossible offsets, raise the other exceptions.
-        raise UserError(
-            f"{file}: cut short, in torch's format of before 2020, or no checkpoint at all; {RESTORE}, or, where you"
-            " trust it, load it with torch and save it with safetensors"
-        ) from error
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
-    return sizes

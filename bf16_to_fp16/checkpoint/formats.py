@@ -1,4 +1,4 @@
-"""Read ranges of weight files as tensors, and find the tensors of a ``torch.save`` file. Nothing is memory-mapped,
+"""Read ranges of weight files as tensors, and find the tensors of a ``torch.save`` file. Weights are not memory-mapped,
 since a mapping kills the process if the file shrinks."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import UserError
-from .files import read_exactly, reading, zip_records
+from .files import read_exactly, reading
 from .headers import TensorInfo
 from .sources import RESTORE, shown
 
@@ -63,17 +63,21 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
     """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. torch reads the
-    pickle onto the meta device, with ``weights_only``, which runs no code. The zip directory gives the offsets."""
+    pickle onto the meta device, with ``weights_only``, which runs no code, and gives the offsets."""
     resave = "load it with torch and save it with safetensors"
-    records = zip_records(file)
+    unreadable = UserError(
+        f"{file}: cut short, in torch's format of before 2020, or no checkpoint at all; {RESTORE}, or, where you"
+        f" trust it, {resave}"
+    )
     try:
-        content = torch.load(file, map_location="meta", weights_only=True)
+        with reading(file):
+            content = torch.load(file, map_location="meta", weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{file}: holds more than tensors, loading it could run code; {resave} where you trust it"
         ) from error
     except Exception as error:  # the unpickler can raise any exception, by the file's content
-        raise UserError(f"{file}: torch cannot read it; {RESTORE}") from error
+        raise unreadable from error
     if not isinstance(content, dict):
         raise UserError(f"{file}: holds a {type(content).__name__}, not a dict of tensors; {resave}")
     tensors = {}
@@ -85,9 +89,9 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
             raise UserError(
                 f"{file}: tensor {shown(name)} is sparse, not contiguous or of an unknown dtype ({dtype}); {resave}"
             )
-        begin = int(getattr(tensor.untyped_storage(), "_checkpoint_offset", -1))
+        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+        if begin is None:
+            raise unreadable
         skip, nbytes = int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize
-        if nbytes and skip + nbytes > records.get(begin, -1):
-            raise UserError(f"{file}: tensor {shown(name)} lies outside its storage; {RESTORE}")
-        tensors[name] = TensorInfo(name, dtype, tuple(tensor.shape), file, begin + skip, nbytes)
+        tensors[name] = TensorInfo(name, dtype, tuple(tensor.shape), file, int(begin) + skip, nbytes)
     return tensors

@@ -100,19 +100,18 @@ def config_of(folder: Path, name: str) -> dict[str, Any] | None:
 def files_below(folder: Path) -> tuple[list[str], list[str]]:
     """Return the names of all files below a folder, then the names of its hidden folders, which are skipped."""
     files, hidden = [], []
-    for root, folders, names in os.walk(folder, followlinks=True):
-        here = Path(root)
+    for root, folders, names in os.walk(folder):
+        here = Path(root).relative_to(folder)
         for name in sorted(folders):
-            inside = (here / name).relative_to(folder).as_posix()
+            if (folder / here / name).is_symlink():
+                raise UserError(f"{folder / here / name} is a link to a folder; put the folder itself there")
             if name.startswith("."):
-                hidden.append(f"{inside}/")
-                continue
-            real = contained(folder, inside).resolve()
-            if real == here.resolve() or real in here.resolve().parents:
-                raise UserError(f"{here / name} is a link to a folder that holds it; remove the link")
+                hidden.append(f"{(here / name).as_posix()}/")
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files += [contained(folder, (here / n).relative_to(folder).as_posix()) for n in sorted(names)]
-    return [path.relative_to(folder).as_posix() for path in files], hidden
+        files += [(here / name).as_posix() for name in sorted(names)]
+    for name in files:
+        contained(folder, name)
+    return files, hidden
 
 
 def variant_of(name: str) -> str | None:

@@ -17,8 +17,6 @@ from .sources import contained
 REPORT = "fp16_report.json"
 CONVERTED_KEY = "bf16_to_fp16"  # a key of config.json, which unlike the report survives ``save_pretrained``
 
-LONGEST_REPORT = 64_000_000  # bytes; with an exponent for each channel of an 11B model it has some 12 MB
-
 NEEDED = {
     key: f"has no {key}, so convert did not write it; convert the source again"
     for key in (
@@ -33,7 +31,7 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
     """Return a report's JSON. needed: required dotted keys, each with its error message. version: the required
     schema."""
-    data = read_json(path, "report", LONGEST_REPORT)
+    data = read_json(path, "report")
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
     for key, words in needed.items():
@@ -86,7 +84,7 @@ def summary_of(file: Path) -> dict[str, Any] | None:
     """Return the summary of the conversion in a file's metadata; None if no conversion wrote the file."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
-    metadata = headers.read_whole_header(file, any_dtype=True)[1] if file.suffix == ".safetensors" else {}
+    metadata = headers.read_whole_header(file)[1] if file.suffix == ".safetensors" else {}
     if (text := metadata.get(SUMMARY)) is None:
         return None
     summary = files.parse_json(text.encode(), file, "metadata")

@@ -29,7 +29,7 @@ def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, header
     """Open one file of weights. Return a temporary folder with config and tokenizer, the config, the tensors by stock
     names, and the assumptions made."""
     safetensors = file.suffix in (".safetensors", ".sft")
-    every = headers.read_whole_header(file, any_dtype=True)[0] if safetensors else formats.read_pickle(file)
+    every = headers.read_whole_header(file)[0] if safetensors else formats.read_pickle(file)
     if not every:
         raise UserError(f"{file}: no tensors in it; {RESTORE}")
     inside = summary_of(file)

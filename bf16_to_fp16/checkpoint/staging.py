@@ -8,27 +8,23 @@ import platform
 import re
 import secrets
 import shutil
-import signal
-import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from ..errors import UserError
 from .files import FREE_SPACE_REMEDY, FULL_OR_FAILING, sync, sync_tree, writing
-from .ownership import BELONGING, RECORDS, files_of, is_made_from, is_report, listed_files
+from .ownership import files_of, is_made_from, is_report, listed_files
 
 ELSEWHERE = "choose another output path"
 MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out`` without harm to a source. A folder is made to find out,
-    since permissions alone do not tell whether the file system allows it."""
+    """Raise UserError unless a folder can be made at ``out`` without harm to a source."""
     with writing(out, ELSEWHERE):
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
@@ -40,10 +36,6 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
             raise UserError(f"{out} {what} and cannot be replaced; {ELSEWHERE}")
         for source in sources:
             check_apart(out, source)
-        for folder in out.absolute().parents:
-            if all(any((folder / name).is_file() for name in names) for names in (RECORDS, BELONGING)):
-                outside = "choose an output path outside it"
-                raise UserError(f"{out} is inside {folder}, an output of this program; {outside}")
         if there and any(out.iterdir()):
             check_ours(out)
             if not force:
@@ -51,10 +43,8 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
         parent = next(parent for parent in out.absolute().parents if os.path.lexists(parent))
     if not parent.is_dir():
         raise UserError(f"{parent} is not a folder; {ELSEWHERE}")
-    try:
-        _try_out(parent / _beside(out).name)
-    except OSError as error:
-        raise UserError(f"{parent} is not writable ({error.strerror}); {ELSEWHERE}") from error
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{parent} is not writable; {ELSEWHERE}")
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
@@ -88,17 +78,11 @@ def check_ours(out: Path) -> None:
 
 
 def check_file(path: Path, mend: str) -> None:
-    try:
-        if not path.exists():
-            _try_out(_beside(path.absolute()))
-        elif path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "Is a directory")
-        elif not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        elif path.is_file() and not is_report(path):
-            raise UserError(f"{path} exists and is no report of this program, or belongs to a checkpoint; {mend}")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written there ({error.strerror}); {mend}") from error
+    parent = path.absolute().parent
+    if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+        raise UserError(f"{path}: cannot be written there; {mend}")
+    if path.is_file() and not is_report(path):
+        raise UserError(f"{path} exists and is no report of this program, or belongs to a checkpoint; {mend}")
 
 
 @contextmanager
@@ -117,12 +101,6 @@ def replacing(path: Path) -> Iterator[Path]:
         new.unlink(missing_ok=True)
 
 
-def _try_out(path: Path) -> None:
-    with undisturbed():
-        os.mkdir(path, 0o700)
-        os.rmdir(path)
-
-
 @contextmanager
 def scratch(out: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``out``, which is removed at the end unless the block has renamed it."""
@@ -135,26 +113,7 @@ def scratch(out: Path) -> Iterator[Path]:
             work.mkdir(0o700)
         yield work
     finally:
-        with undisturbed():
-            shutil.rmtree(work, ignore_errors=True)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM to the end of the block."""
-    waiting: list[int] = []
-    before: dict[signal.Signals, Any] = {}
-    try:
-        if threading.current_thread() is threading.main_thread():  # only it can set handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not None:
-                    before[number] = signal.signal(number, lambda number, _: waiting.append(number))
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for each in waiting:
-            signal.raise_signal(each)
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _beside(out: Path) -> Path:
@@ -177,8 +136,7 @@ def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
             yield work
             work.chmod(0o777 & ~umask())  # made private; the result has default permissions
             sync_tree(work)
-            with undisturbed():
-                put_in_place(work, out, force=force)
+            put_in_place(work, out, force=force)
         except OSError as error:
             if error.errno not in FULL_OR_FAILING:
                 raise

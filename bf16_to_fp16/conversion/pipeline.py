@@ -172,7 +172,7 @@ def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
     if not files:
         return None
     try:
-        tensors = read_whole_header(max(files, key=lambda file: file.stat().st_size), any_dtype=True)[0]
+        tensors = read_whole_header(max(files, key=lambda file: file.stat().st_size))[0]
     except UserError:  # a file that is brought along as it is
         return None
     return next((str(SAFETENSORS_DTYPES[t.dtype]) for t in tensors.values() if t.dtype in FLOATING_DTYPES), None)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import pickle
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,10 @@ import torch
 from safetensors.torch import save, save_file
 
 from bf16_to_fp16.checkpoint.files import sha256_of
-from bf16_to_fp16.checkpoint.formats import SAFETENSORS_DTYPES
-from bf16_to_fp16.checkpoint.headers import ITEM_SIZES
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.errors import UserError
 
 CONFIG = {"model_type": "t5", "d_model": 4}
-
-
-def test_the_sizes_by_which_headers_are_checked_are_those_of_torch() -> None:
-    assert SAFETENSORS_DTYPES.keys() <= ITEM_SIZES.keys() and all(
-        dtype.itemsize == ITEM_SIZES[name] for name, dtype in SAFETENSORS_DTYPES.items()
-    )
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -56,7 +47,7 @@ def write_index(folder: Path, placed: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def entry(begin: int, end: int, dtype: object = "F32", shape: object = None) -> dict[str, object]:
+def entry(begin: int, end: int, dtype: str = "F32", shape: list[int] | None = None) -> dict[str, object]:
     shape = [(end - begin) // 4] if shape is None else shape
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
@@ -191,59 +182,35 @@ def test_pickles_in_other_containers_are_refused(folder: Path) -> None:
         open_checkpoint(as_pickle(folder, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False))
     file = folder / "pytorch_model.bin"
     file.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UserError, match="before 2020"):
+    with pytest.raises(UserError, match="holds more than tensors"):
         open_checkpoint(folder)
     as_pickle(folder, {"a": torch.ones(200)})
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="cut short"):
         open_checkpoint(folder)
-    file.write_bytes(whole)
-    with zipfile.ZipFile(file) as archive:
-        records = {r.filename: archive.read(r) for r in archive.infolist()}
-    for compression, order, problem in ((zipfile.ZIP_DEFLATED, b"little", "compressed"), (0, b"big", "byte order")):
-        with zipfile.ZipFile(file, "w", compression) as archive:
-            for name, data in records.items():
-                archive.writestr(name, order if name.endswith("byteorder") else data)
-        with pytest.raises(UserError, match=problem):
-            open_checkpoint(folder)
 
 
 ENTRY = json.dumps({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}).encode()
 
 BAD_HEADERS: dict[str, tuple[object, int, str]] = {
-    "longer than its tensors": ({"a": entry(0, 8)}, 9, "longer than"),
-    "not JSON": (b"{'a': 1}", 0, "not valid JSON"),
-    "not UTF-8": (b'{"\xff": {}}', 0, "not valid JSON"),
-    "nested without end": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "not valid JSON"),
-    "a list": ([], 0, "not a JSON object"),
-    "duplicate tensor": (b'{"a":' + ENTRY + b',"a":' + ENTRY + b"}", 8, "comes twice"),
     "no tensors": ({"__metadata__": {"format": "pt"}}, 0, "no tensors"),
-    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": entry(0, 8)}, 8, "map of strings"),
-    "entry without shape": ({"a": {"dtype": "F32", "data_offsets": [0, 8]}}, 8, "exactly"),
-    "entry that is a list": ({"a": [1]}, 8, "exactly"),
-    "unknown dtype": ({"a": entry(0, 8, "F31")}, 8, "unknown dtype"),
-    "dtype that is a number": ({"a": entry(0, 8, 32)}, 8, "unknown dtype"),
-    "negative size": ({"a": entry(0, 8, shape=[-1, -2])}, 8, "has the shape"),
-    "fractional size": ({"a": entry(0, 8, shape=[2.0])}, 8, "has the shape"),
-    "a million sizes": ({"a": entry(0, 8, shape=[(1 << 48) - 1] * 400_000)}, 8, "has the shape"),
-    "enormous size": ({"a": entry(0, 0, shape=[10**30, 0])}, 0, "has the shape"),
-    "shape against bytes": ({"a": entry(0, 8, shape=[3])}, 8, "needs 12 bytes"),
-    "offsets backwards": ({"a": entry(8, 0, shape=[2])}, 8, "has the offsets"),
-    "three offsets": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]}}, 8, "has the offsets"),
-    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, 12, "overlaps"),
-    "hole": ({"a": entry(0, 8), "b": entry(12, 20)}, 20, "hole"),
-    "hole at the start": ({"a": entry(4, 12)}, 12, "hole"),
+    "longer than its tensors": ({"a": entry(0, 8)}, 9, "damaged"),
+    "not JSON": (b"{'a': 1}", 0, "damaged"),
+    "nested without end": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "damaged"),
+    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": entry(0, 8)}, 8, "damaged"),
+    "unknown dtype": ({"a": entry(0, 8, "F31")}, 8, "damaged"),
+    "shape against bytes": ({"a": entry(0, 8, shape=[3])}, 8, "damaged"),
+    "overlap": ({"a": entry(0, 8), "b": entry(4, 12)}, 12, "damaged"),
+    "hole": ({"a": entry(0, 8), "b": entry(12, 20)}, 20, "damaged"),
     "data beyond the file": ({"a": entry(0, 1 << 40)}, 8, "cut short"),
-    "a name that is no text": (b'{"\\ud800":' + ENTRY + b"}", 8, "surrogates not allowed"),
 }
 """Headers, as JSON or as bytes, the bytes of data behind them, and what is said of the file."""
 
 BAD_WEIGHTS: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "too few"),
-    "half a length": (b"\x08\0\0", "too few"),
-    "length beyond the file": (b"\xff" * 64, "does not fit"),
-    "header of more than 8 MB": ((8_000_001).to_bytes(8, "little") + bytes(8_000_100), "does not fit the 8000000"),
+    "empty": (b"", "cut short"),
+    "half a length": (b"\x08\0\0", "cut short"),
+    "length beyond the file": (b"\xff" * 64, "cut short"),
     "bitsandbytes weights": (save({"a": torch.ones(2, dtype=torch.uint8)}), "quantised"),
     "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", r"Git LFS .* run git lfs pull"),
     "int8 weights": (save({"a": torch.ones(2, dtype=torch.int8)}), "quantised"),
@@ -252,15 +219,13 @@ BAD_WEIGHTS: dict[str, tuple[bytes, str]] = {
 
 BAD_CONFIGS: dict[str, tuple[str, str]] = {
     "empty config": ("", "not valid JSON"),
-    "config with NaN": ('{"layer_norm_epsilon": NaN}', "NaN is not JSON"),
-    "config with a key twice": ('{"d": 1, "d": 2}', "comes twice"),
     "config that is a list": ("[]", "not a JSON object"),
     "quantised config": ('{"quantization_config": {"load_in_8bit": true}}', "quantised"),
     "code of its own": ('{"auto_map": {"AutoModel": "m.M"}}', "auto_map"),
 }
 
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut in the header": (lambda f: cut(f, 40), "does not fit"),
+    "cut in the header": (lambda f: cut(f, 40), "cut short"),
     "cut in the data": (lambda f: cut(f, -3), "cut short"),
     "a folder in its place": (lambda f: in_place(f / "model.safetensors", Path.mkdir), "regular file"),
     "a pipe in its place": (lambda f: in_place(f / "model.safetensors", os.mkfifo), "regular file"),
@@ -314,10 +279,6 @@ BAD_INDEXES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weight map": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
     "empty weight map": (lambda f: write_index(f, {}), "no weight_map"),
     "place that is a number": (lambda f: write_index(f, {"a": 1}), "not a file name"),
-    "duplicate key": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x", "a": "y"}}'),
-        "comes twice",
-    ),
     "path above the folder": (lambda f: write_index(f, {"a": "../x.safetensors"}), "leaves the folder"),
     "path that is absolute": (lambda f: write_index(f, {"a": "/etc/passwd"}), "leaves the folder"),
     "path that is empty": (lambda f: write_index(f, {"a": ""}), "leaves the folder"),

@@ -198,7 +198,7 @@ REFUSED: tuple[tuple[Callable[[Path], object], str], ...] = (
         "rename model.fp16.safetensors to model.safetensors",
     ),
     (lambda folder: (folder / "vae" / "notes.txt").symlink_to(__file__), "outside the folder"),
-    (lambda folder: (folder / "vae" / "loop").symlink_to(folder), "is a link to a folder that holds it"),
+    (lambda folder: (folder / "vae" / "loop").symlink_to(folder), "is a link to a folder; put"),
     (lambda folder: shutil.rmtree(folder / "text_encoder_2"), "without a text encoder of a known family"),
     (
         lambda folder: (folder / "model_index.json").write_text('{"../vae": ["diffusers", "AModel"]}'),

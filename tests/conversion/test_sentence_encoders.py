@@ -159,7 +159,6 @@ def test_without_sentence_transformers_the_encoder_alone_is_run_and_that_is_said
         (lambda modules: modules.pop(0), "Pooling' in '1_Pooling' is not known: "),
         (lambda modules: modules[0].update(path="1_Pooling"), "Transformer' in '1_Pooling' is not known: "),
         (lambda modules: modules[1].update(path=""), "Pooling' in '.' is not known: "),
-        (lambda modules: modules[3].update(name="2"), "two modules have the name '2'"),
     ],
 )
 def test_what_may_read_other_states_is_refused_before_anything_runs(tmp_path: Path, change: Any, said: str) -> None:
@@ -168,39 +167,3 @@ def test_what_may_read_other_states_is_refused_before_anything_runs(tmp_path: Pa
         with pytest.raises(UserError, match=said):
             run(source)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({"config_args": {"layer_norm_epsilon": 3.0}}, "'config_args' has 'layer_norm_epsilon'"),
-        ({"model_args": {"num_layers": 1}}, "'model_args' has 'num_layers'"),
-        ({"model_kwargs": {"torch_dtype": "bfloat16"}}, "'model_kwargs' has 'torch_dtype'"),
-        ({"model_kwargs": [1]}, "'model_kwargs' has"),
-        ({"transformer_task": "fill-mask"}, "'transformer_task' is 'fill-mask'"),
-        # Of this one sentence-transformers takes the encoder and a mean pooling, whatever is listed.
-        ({"model_type": "CrossEncoder"}, "'model_type' is 'CrossEncoder'"),
-        (
-            {"modality_config": {"text": {"method": "forward", "method_output_name": ["hidden_states", -2]}}},
-            "'method_output_name' is .'hidden_states', -2.",
-        ),
-    ],
-)
-def test_what_changes_the_encoder_is_refused(tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    source = sentence_encoder(tmp_path / "source", drawn(7))
-    # An empty file is passed over, as sentence-transformers does.
-    (source / "sentence_bert_config.json").write_text("{}")
-    file = "config_sentence_transformers.json" if "model_type" in config else "sentence_roberta_config.json"
-    (source / file).write_text(json.dumps({"max_seq_length": 64} | config))
-    with pytest.raises(UserError, match=said):
-        certify(source)
-
-
-def test_a_config_that_changes_nothing_is_taken(tmp_path: Path) -> None:
-    source = sentence_encoder(tmp_path / "source", drawn(7), normalised=False)
-    text = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
-    config = {"config_args": {}, "model_args": {"trust_remote_code": True}, "modality_config": text}
-    config |= {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"}
-    (source / "sentence_bert_config.json").write_text(json.dumps(config))
-    (source / "config_sentence_transformers.json").write_text('{"model_type": "SentenceTransformer"}')
-    certify(source)
