@@ -3,7 +3,6 @@ since a mapping kills the process if the file shrinks."""
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import torch
@@ -66,16 +65,12 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
     pickle onto the meta device, with ``weights_only``, which runs no code, and gives the offsets."""
     resave = "load it with torch and save it with safetensors"
     unreadable = UserError(
-        f"{file}: cut short, in torch's format of before 2020, or no checkpoint at all; {RESTORE}, or, where you"
-        f" trust it, {resave}"
+        f"{file}: cut short, in torch's format of before 2020, or with more than tensors in it, which may be code;"
+        f" {RESTORE}, or {resave} where you trust it"
     )
     try:
         with reading(file):
             content = torch.load(file, map_location="meta", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{file}: holds more than tensors, loading it could run code; {resave} where you trust it"
-        ) from error
     except Exception as error:  # the unpickler can raise any exception, by the file's content
         raise unreadable from error
     if not isinstance(content, dict):

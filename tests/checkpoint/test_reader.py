@@ -182,7 +182,7 @@ def test_pickles_in_other_containers_are_refused(folder: Path) -> None:
         open_checkpoint(as_pickle(folder, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False))
     file = folder / "pytorch_model.bin"
     file.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UserError, match="holds more than tensors"):
+    with pytest.raises(UserError, match="before 2020"):
         open_checkpoint(folder)
     as_pickle(folder, {"a": torch.ones(200)})
     whole = file.read_bytes()

@@ -24,7 +24,6 @@ from transformers import ByT5Tokenizer
 from bf16_to_fp16 import cli
 
 WEIGHTS = "model.safetensors"
-AGAIN = "fetch the file again"
 NORM = "encoder.block.0.layer.0.layer_norm.weight"
 VALUE = "encoder.block.0.layer.0.SelfAttention.v.weight"
 BIAS = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
