@@ -46,23 +46,11 @@ TIERS = (  # from the weakest to the strictest
 )
 
 
-@dataclass(frozen=True)
-class Target:
-    name: str
-    where: str
-    help: str
-    squares: bool = False  # whether norms square the residual stream in fp16
-
-
-RECORDS = (  # Every target. Those with a tier stand first, from the weakest to the strictest.
-    Target("half", "in PyTorch", "in PyTorch."),
-    Target("norm-safe", "with norms in fp16", "also where norms compute in fp16 (ONNX, TensorRT).", squares=True),
-    Target("fp16-accumulate", "with every sum in fp16", "also where every sum is made in fp16.", squares=True),
-    Target("train", "in training", "in training, with room for weights that move."),
-)
-
-TARGETS = tuple(target.name for target in RECORDS)
-
-WHERE = {target.name: target.where for target in RECORDS}  # for each target, words for the arithmetic of its bounds
-
-SQUARING = tuple(target.name for target in RECORDS if target.squares)  # their norms square the stream in fp16
+WHERE = {  # for each target, words for the arithmetic of its bounds
+    "half": "in PyTorch",
+    "norm-safe": "with norms in fp16",
+    "fp16-accumulate": "with every sum in fp16",
+    "train": "in training",
+}
+TARGETS = tuple(WHERE)
+SQUARING = ("norm-safe", "fp16-accumulate")  # their norms square the residual stream in fp16

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from ..conversion.options import FOLDER, PATH
-from ..targets import RECORDS, TARGETS
+from ..targets import TARGETS, WHERE
 from . import shared
 from .shared import SAFE, UNSAFE
 
@@ -75,7 +75,7 @@ def audit_command(
     type=click.Choice(TARGETS),
     default=TARGETS[0],
     show_default=True,
-    help=" ".join(f"{target.name}: every value {target.where}." for target in RECORDS),
+    help=" ".join(f"{target}: every value {where}." for target, where in WHERE.items()),
 )
 @shared.max_length
 @shared.subfolder

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
@@ -88,6 +85,8 @@ def launch_command(
     from ..finetuning.launching import choose, machine_of, run_launch, write_launch
 
     if run:
+        if json_file == "-":
+            raise UserError("--run prints what the finetune prints; give --json a file")
         check_auto_uses_the_card(asked.device)
     choice = choose(asked, machine_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"))
     if run and not choice.fits:
@@ -104,21 +103,6 @@ def launch_command(
         return SAFE
     begun = ["bf16-to-fp16", "launch", "--gpus", str(gpus), "--run"]
     begun += [] if memory is None else ["--memory", f"{memory:g}"]
-    with aside(json_file == "-"):
-        status = run_launch(words, begun, on_gpu=choice.machine.on_gpu)
+    status = run_launch(words, begun, on_gpu=choice.machine.on_gpu)
     write_result(json_file, told | {"status": status})
     return status
-
-
-@contextmanager
-def aside(wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)

@@ -6,20 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.contents import INDEX, SINGLE_OR_SHARDED, side_modules
+from ..checkpoint.contents import INDEX, side_modules
 from ..checkpoint.files import sha256_of
 from ..checkpoint.folder import TEMPLATES, is_code, is_weights
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.sources import contained
 from ..families.layout import Layout
 from ..report.remedies import REMOVE
-from ..report.schema import CARD, PAGE, REPORT, Report
+from ..report.schema import REPORT, Report
 from ..wording import counted
 
 UNLISTED = "is not in the report, so nothing is known of it"
-
-OWN_NAMES = (*SINGLE_OR_SHARDED, "config.json", "generation_config.json", "modules.json", CARD, PAGE, REPORT)
-"""Files that stock code, or a reader of the folder, finds by name."""
 
 
 def present_files(folder: Path) -> list[str]:
@@ -49,21 +46,15 @@ def check_hashes(folder: Path, report: Report, *, advance: Any = None) -> Iterat
 
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield listed files and tensors that no conversion writes: code, files in unknown folders, names that differ only
-    in case from a known one, and tensors that the class does not read."""
-    folders, own = {*side_modules(checkpoint.folder), TEMPLATES}, {name.casefold(): name for name in OWN_NAMES}
+    """Yield listed files and tensors that no conversion writes: code, files in unknown folders, and tensors that the
+    class does not read."""
+    folders = {*side_modules(checkpoint.folder), TEMPLATES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
-        known = own.get(name.casefold(), name)
         if is_code(name):
-            reason = "is code, which convert writes none of"
+            yield name, "is code, which convert writes none of"
         elif below and first not in folders:
-            reason = "lies in a folder that convert does not write"
-        elif name != known:
-            reason = f"has the name of {known} but for upper and lower case, and may be read in its place"
-        else:
-            continue
-        yield name, reason
+            yield name, "lies in a folder that convert does not write"
     if layout.dropped:
         first, *others = sorted(layout.dropped)
         more = f" (and {counted(len(others), 'more tensor')})" if others else ""

@@ -100,7 +100,7 @@ def make_fp16_safe(
         layout=layout,
         **before,
     )
-    safe.mark(model)
+    model.__dict__[MARK] = safe
     return safe
 
 

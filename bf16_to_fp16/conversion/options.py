@@ -17,7 +17,7 @@ from ..checkpoint.sources import shown_in_a_command
 from ..checkpoint.staging import check_out
 from ..errors import UserError, shortened
 from ..numerics import MAX_LENGTH
-from ..targets import AUTO, MARGIN_BITS, RECORDS, TARGETS
+from ..targets import AUTO, MARGIN_BITS, TARGETS
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +79,9 @@ class Options:
     target: str = option(
         AUTO,
         "--target",
-        "Where it must be safe. auto: in PyTorch, by the least change of the weights' scale. "
-        + " ".join(f"{target.name}: {target.help}" for target in RECORDS),
+        "Where it must be safe. auto: in PyTorch, by the least change of the weights' scale. half: in PyTorch."
+        " norm-safe: also where norms compute in fp16 (ONNX, TensorRT). fp16-accumulate: also where every sum is made"
+        " in fp16. train: in training, with room for weights that move.",
         type=click.Choice((AUTO, *TARGETS)),
         show_default=True,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +53,13 @@ READ_INSIDE = classes("LongCatAudioDiT")
 class PipelineConversion:
     """The result of ``convert_pipeline``. After a dry run the report is empty and ``out`` None."""
 
-    report: Mapping[str, Any]
+    report: Mapping[str, Any] = field(repr=False)
     out: Path | None
     encoders: Mapping[str, Conversion]
 
     @property
     def safe(self) -> bool:
         return all(done.safe for done in self.encoders.values())
-
-    def __repr__(self) -> str:
-        verdicts = ", ".join(f"{name}: {done.report.get('verdict', 'planned')}" for name, done in self.encoders.items())
-        return f"<PipelineConversion: {verdicts}, out={str(self.out)!r}>"
 
 
 @quiet()
