@@ -190,7 +190,7 @@ class Rotated:
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:
-    """Return the indices of a head's channels, [size]: first the first channels of all pairs, then the second channels.
+    """Return the indices of a head's channels by pair, [size]: the first of each pair, then the second of each pair.
     Unrotated channels form pairs too."""
     channels = torch.arange(size)
     if rotary.interleaved:

@@ -88,8 +88,8 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
     return stored
 
 
-def in_modules(name: str, known: Collection[str]) -> str:
-    """Return a tensor's name in modules. name: its name in modules or in files. known: all names in modules."""
+def name_in_modules(name: str, known: Collection[str]) -> str:
+    """Translate a tensor's name in files to that in modules; keep any other name. known: all names in modules."""
     if name in known:
         return name
     others = (
@@ -133,7 +133,7 @@ class FileLayout:
         if self.model_type not in (None, model_type):
             raise UserError(
                 f"{where}: {self.readers} read the encoder of {self.model_type}, and this is {model_type!r}; leave out"
-                " --layout, and give --eps fixed if the program that reads it fixes the eps"
+                " --layout, and give --eps fixed only if your program has an eps of its own"
             )
 
 

@@ -221,8 +221,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits, which scale a weight's columns instead of rows if that costs less, and each edit's cost by
-    signal: of this edit alone, or of several that go together. Costs are None if they exceed ``allowed``."""
+    """Return the edits and their costs by signal. An edit scales columns of its weights instead of rows if that costs
+    less. Columns that are cut together all have the joint cost. Costs are None if they exceed ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs

@@ -73,8 +73,8 @@ def check_data(data: str | None, *, run_model: bool = True) -> None:
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of a conversion. The ``help`` of a field's flag explains it; fields without a flag are for Python.
-    ``run_model``: False is ``--no-audit``. ``prove``: choose exponents that prove every signal's bound wherever some
-    do, at any cost of precision."""
+    ``run_model``: False is ``--no-audit``. ``prove``: prefer exponents that keep bounds under their
+    limits, at any cost of precision."""
 
     target: str = option(
         AUTO,

@@ -29,8 +29,8 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 @dataclass(frozen=True)
 class Style:
     """How weights are stored. ``biased``: last names of linears with a bias. ``shifts``: whether norms have a bias.
-    ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored gains. ``memory``: the named
-    size of the encoder's output that cross-attention reads."""
+    ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored gains. ``memory``: the name
+    of the encoder's width if it is not ``model``, for the columns of cross-attention's keys and values."""
 
     biased: Collection[str] = ()
     shifts: bool = False

@@ -46,8 +46,8 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
     return torch.cat([rows.new_zeros(before, *rows.shape[1:]), rows, rows.new_zeros(after, *rows.shape[1:])])
 
 
-def shared(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return the elements grouped by channel: [channels, elements of each, ...] from [elements, ...]."""
+def by_channel(values: torch.Tensor, spread: Spread) -> torch.Tensor:
+    """Return [channels, elements per channel, ...] from [elements, ...], without the elements that have no channel."""
     if not spread:
         return values.unsqueeze(1)
     _, factors, _ = factors_between_ends(spread)

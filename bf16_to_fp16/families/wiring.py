@@ -86,8 +86,8 @@ class Attention:
 
     @property
     def scaling(self) -> tuple[str, ...]:
-        """The sites where scores are multiplied by a number, or queries and keys by its root. Rotary positions make
-        four products before these sites, and growing queries one more."""
+        """The sites where the scale multiplies the scores or, as its root, queries and keys. Rotary positions multiply
+        four times before these sites, and ``Rotary.growth`` once more."""
         if self.divides:
             return (f"{self.at}:div",)
         first = 1 if not self.turns else 6 if self.rotary is not None and self.rotary.growth else 5

@@ -79,7 +79,7 @@ class _Elite:
 
 
 class _Adversary:
-    """A model under attack. Each search method improves starting inputs and returns the best inputs of every row."""
+    """A model under attack. A search improves each row of its inputs for one goal, and returns the best of each."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length

@@ -149,9 +149,9 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Run ``model`` on ``batch``, moved to the model's device. Return the stock output; None for a generation or
-    without the head. labels: let stock code compute a loss. shown: stock arguments that ask for further outputs. Raises
-    UserError where stock code fails, for example on impossible settings."""
+    """Run ``model`` on ``batch``, moved to the model's device. Return the stock output; None if the batch generates
+    or computes no logits. labels: let stock code compute a loss. shown: stock arguments that ask for further outputs.
+    Raises UserError where stock code fails, for example on impossible settings."""
     try:
         return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):

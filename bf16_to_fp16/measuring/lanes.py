@@ -38,7 +38,7 @@ class _Ended(BaseException):
 
 
 class _Model:
-    """The model of one precision. Its lanes share the parameters, which have values only at the place being run."""
+    """A stock model in one dtype. Lanes run copies that share its parameters, filled only at the place being run."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)

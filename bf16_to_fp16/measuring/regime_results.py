@@ -21,8 +21,8 @@ _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 
 
 class RegimeResult(RegimeEntry):
-    """A regime's report entry, with further results of its run. ``norms``: ranges of norms' inputs, in ``half`` under
-    the first attention. ``vectors``: whether a sentence encoder's further modules ran."""
+    """A regime's report entry, with further results of its run. ``norms``: ranges of norms' inputs, only of ``half``
+    with its first attention implementation. ``vectors``: whether a sentence encoder's further modules ran."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 

@@ -123,7 +123,7 @@ def _breaks_backwards_alone(result: RegimeResult) -> bool:
 
 @dataclass(frozen=True)
 class Audited:
-    """Each regime's result, the outputs of ``half`` under the first attention, and fp32 outputs if requested."""
+    """Each regime's result, outputs of ``half`` with its first attention implementation, and of fp32 if requested."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs

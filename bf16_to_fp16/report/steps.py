@@ -80,7 +80,7 @@ def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
     """Return the largest value of every observed signal, and of all scores, in the source and after the plan. edited:
-    ranges in the source with its edits, used for centred keys and their scores, since centring is no scaling."""
+    ranges in the source with its edits, for centred keys and their scores, which exponents alone do not give."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {

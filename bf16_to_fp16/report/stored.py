@@ -23,7 +23,7 @@ STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spe
 
 
 def read_plan(path: Path, target: str | None = None) -> Report:
-    """Return a report, or a folder's, with plan, target and origin only. target: the one that the plan must be for."""
+    """Read a report's plan, target and origin alone, from a file or folder. target: refuse a plan for any other."""
     file, data = recorded_plan(path, target)
     report = typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file)
     if report.target not in (None, *TARGETS):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint.naming import in_modules
+from ..checkpoint.naming import name_in_modules
 from ..errors import UserError
 from ..families.layout import Layout, ResolvedTensor
 from .apply import scale
@@ -84,7 +84,7 @@ def scaled_adapter(
     scaled = {}
     for name, values in tensors.items():
         stated, part = part_of(name)
-        target = in_modules(stated, named)
+        target = name_in_modules(stated, named)
         if target not in named:
             raise UserError(
                 f"{name}: this {layout.family.title} has no tensor {stated}; give an adapter of this very checkpoint"

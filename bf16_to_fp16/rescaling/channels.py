@@ -10,7 +10,7 @@ import torch
 
 from ..families.layout import ResolvedSignal
 from ..families.signals import ObservationPoint
-from ..families.spread import shared
+from ..families.spread import by_channel
 from ..ranges import ChannelRange, ModuleRange
 from .plan import OfChannels
 
@@ -28,7 +28,7 @@ def known_points(
             continue
         reached = module.input if point.side == "input" else module.output
         if point.spread:
-            amax, square = (shared(x, point.spread) for x in (reached.amax, reached.mean_square))
+            amax, square = (by_channel(x, point.spread) for x in (reached.amax, reached.mean_square))
             reached = ChannelRange(amax.amax(1), square.mean(1), reached.rows)
         yield point, reached
 

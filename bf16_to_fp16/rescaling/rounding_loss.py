@@ -11,7 +11,7 @@ from functools import cache, cached_property
 import torch
 
 from ..families.signals import Spread
-from ..families.spread import shared
+from ..families.spread import by_channel
 from ..numerics import FP16_SIGNIFICANT_BITS, lowest_bit_exponent
 
 GRID = 72  # exponents from −72 to 72 are tabulated: the residual's and those of two axes, 24 each
@@ -127,8 +127,8 @@ def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
 def of_channels(table: LossTable, spread: Spread) -> LossTable:
     if not spread:
         return table
-    counts, errors, energy = (shared(x, spread).sum(1) for x in (table.counts, table.errors, table.energy))
-    return replace(table, counts=counts, errors=errors, energy=energy, amax=shared(table.amax, spread).amax(1))
+    counts, errors, energy = (by_channel(x, spread).sum(1) for x in (table.counts, table.errors, table.energy))
+    return replace(table, counts=counts, errors=errors, energy=energy, amax=by_channel(table.amax, spread).amax(1))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 
 from ..families.layout import Layout, ResolvedSignal, ResolvedTensor, TensorReader
 from ..families.signals import RESIDUAL, Axis, Kind, ObservationPoint, before, carried_by
-from ..families.spread import shared, spread_out
+from ..families.spread import by_channel, spread_out
 from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..progress import Advance
 from ..ranges import ModuleRange
@@ -87,7 +87,7 @@ class WeightLosses:
         key = (tensor.name, axis, carried)
         if key not in self.energies:
             energy = channel_energy(self.weights(tensor.name), axis, self.shift(tensor, axis))
-            self.energies[key] = shared(energy, carried.spread).sum(1)
+            self.energies[key] = by_channel(energy, carried.spread).sum(1)
         return self.energies[key]
 
     def shift(self, tensor: ResolvedTensor, axis: int) -> torch.Tensor | None:
