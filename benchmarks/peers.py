@@ -169,8 +169,8 @@ def draw(picture: Path) -> None:
         for series, colour in zip(SERIES, colours, strict=True):
             mine = [p for p in found if p.series is series]
             x, look = [p.x for p in mine], {"color": colour, "marker": series.marker, "markersize": 4}
-            axis.plot(x, [p.before for p in mine], "--", linewidth=1, markerfacecolor="white", **look)
-            axis.plot(x, [p.after for p in mine], "-", linewidth=1.8, label=series.name, **look)
+            axis.plot(x, [p.upper for p in mine], "--", linewidth=1, markerfacecolor="white", **look)
+            axis.plot(x, [p.lower for p in mine], "-", linewidth=1.8, label=series.name, **look)
         axis.axhspan(65504, 2.0**20, color="tab:red", alpha=0.1, linewidth=0)
         axis.axhline(65504, color="tab:red", linewidth=1.5)
         axis.set_yscale("log", base=2)

@@ -73,13 +73,14 @@ class ExceptionEntry(ReportObject):
     """Token ids with which an edit's divergence from the source is over 0.01 and over 10 times bf16's.
 
     ``ids``: one id, tried in ordinary text, or several, drawn to fill a row. ``tokens``: their names by the tokenizer.
-    ``kl``: the divergence in fp32, mean of 8 rows, or a quartile if only that shows the harm. ``kl_bf16``: of
-    the source with activations rounded stochastically to bf16, mean of 8 runs."""
+    ``kl``: the divergence in fp32, mean of 8 rows, or their upper quartile if only that shows the harm. ``kl_bf16``: of
+    the source with activations rounded stochastically to bf16, mean of 8 runs. ``kl_run``: of the source's bf16 run."""
 
     ids: list[int]
     tokens: list[str] = []
     kl: Real
     kl_bf16: Real
+    kl_run: Real
 
 
 class CountedEntry(ReportObject):
@@ -260,9 +261,14 @@ class InexactEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """The search for inputs that edits harm. ``ids``: the number of token ids tried."""
+    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``covered``: the least
+    fraction, over edited gates and heads, of these ids or their pairs, each alone, at which the edit changes no more
+    than bf16's rounding may; None where neither is edited. ``further``: the fraction of random pairs of ids on which
+    the edited checkpoint is further from the source than bf16."""
 
     ids: Count
+    covered: float | None = None
+    further: float
 
 
 MAX_ERROR_RATIO = 4.0  # to bf16's relative squared error; an edit may cost 1.75 of it

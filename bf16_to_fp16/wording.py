@@ -11,6 +11,7 @@ from .numerics import FP16_MAX, OVERFLOWED
 
 FULL_HEADROOM_BITS = 39.0  # more headroom than this is all that fp16 has
 MOST_EXCESS_BITS = 23.0  # no number is shown for a bound further over its limit
+MOST_FACTOR = 1_000_000  # no number is shown for a ratio over this, such as one of distances next to 0
 
 
 def infinite(value: float) -> bool:
@@ -100,6 +101,13 @@ def excess(value: float | None, decimals: int = 1) -> str:
 def percent(fraction: float) -> str:
     """Return a fraction in percent, rounded down to four decimals: only 1 gives 100%."""
     return f"{rounded_down(fraction, 6) * 100:.4f}".rstrip("0").rstrip(".") + "%"
+
+
+def about(ratio: float) -> str:
+    if ratio >= MOST_FACTOR:
+        return f"over {MOST_FACTOR:,} ×"
+    two = float(f"{ratio:.2g}")
+    return f"about {two:,.0f} ×" if two >= 10 else f"about {two:g} ×"
 
 
 def known(value: float | None) -> float | None:

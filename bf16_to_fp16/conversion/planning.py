@@ -14,7 +14,7 @@ import torch
 from ..bounds.arithmetic import Arithmetic
 from ..bounds.certificate import bound
 from ..bounds.findings import SourceBounds
-from ..bounds.kinds import UNMOVABLE
+from ..bounds.kinds import traits
 from ..bounds.spectral import Spectra
 from ..checkpoint.contents import MODULES
 from ..checkpoint.reader import Checkpoint
@@ -206,7 +206,7 @@ class Search:
         with self.progress.step(f"Bounding every site of the {name}{head} {WHERE[target]}{again}") as advance:
             arithmetic, weights = Arithmetic(self.options.max_length, planned=exponents), opened.weights(layout)
             certificate = bound(layout, weights, arithmetic, target=target, spectra=opened.spectra, advance=advance)
-        unmoved = {site.name for site in certificate.sites if not site.holds and site.kind in UNMOVABLE}
+        unmoved = {site.name for site in certificate.sites if not site.holds and not traits(site.kind).movable}
         return SourceBounds(certificate.ranges, exponents, frozenset(unmoved))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:

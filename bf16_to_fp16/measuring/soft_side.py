@@ -39,6 +39,7 @@ LENGTH, EVERY = 16, 4  # tokens of a row; one in four of a text is replaced
 LEAST_ROWS, MOST_ROWS = 64, 2048  # rows that are run, fewer of a large vocabulary
 TOGETHER = 128  # rows of one batch
 IN_TEXT = 32  # ids that are put into text
+MOST_OVER = 256  # rows, worst beside a bf16 run, that are rounded stochastically too
 AGAIN, MOST_AGAIN = 8, 24  # rows that confirm a harmed input, and most inputs that are confirmed
 WORST, PARTNERED = 24, 8  # inputs that are fed back, and how many of their ids are put beside random ones
 NEGLIGIBLE = 1e-4  # a smaller divergence of bf16 counts as this
@@ -72,7 +73,7 @@ def soft_side(
     carried = affordable(layout)
     ids = order[: max(IN_PAIRS // 2, carried)].sort().values
     with FastProducts():
-        candidates = suspected(source, layout, edits_of(layout, plan), ids)
+        candidates, covered = suspected(source, layout, edits_of(layout, plan), ids)
     suspects = list(dict.fromkeys(candidates))
     alone = list(dict.fromkeys(s[:1] for s in suspects))[:IN_TEXT]
     together = [s for s in suspects if len(s) > 1]
@@ -84,16 +85,17 @@ def soft_side(
     lines = lines.repeat(1, math.ceil(LENGTH / lines.shape[1]))[:, :LENGTH]  # a text may be shorter
     rows = Rows(source, written, layout, config, lines, generator)
     inputs += map(tuple, pairs.tolist())
-    harmed, worst = rows.harmed(inputs)
-    often = Counter(i for n in worst[:WORST] for i in inputs[n])
+    harmed, kl, run = rows.harmed(inputs)
+    worst = Counter(i for n in in_order(kl, run)[:WORST].tolist() for i in inputs[n])
     beside = torch.randint(vocabulary, (most - len(inputs),), generator=generator).tolist()
-    usual = cycle([i for i, _ in often.most_common(PARTNERED)])
+    usual = cycle([i for i, _ in worst.most_common(PARTNERED)])
     harmed += rows.harmed(list(zip(usual, beside, strict=False)))[0]
     parts = dict.fromkeys((i,) for each in harmed if len(each.ids) > 1 for i in each.ids)
     if untried := [part for part in parts if part not in inputs][:IN_TEXT]:
         harmed += rows.harmed(untried)[0]
+    search = SearchEntry(ids=len(ids), covered=covered, further=float((kl > run)[-len(pairs) :].float().mean()))
     different = {tuple(each.ids): each for each in harmed}.values()
-    return SoftSide(sorted(different, key=lambda each: -each.kl), SearchEntry(ids=len(ids)))
+    return SoftSide(sorted(different, key=lambda each: -each.kl), search)
 
 
 @dataclass(frozen=True)
@@ -115,26 +117,29 @@ class Rows:
     def batches(self, rows: Tensor) -> list[Batch]:
         return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
 
-    def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], list[int]]:
-        """Return report entries of the inputs that edits harm, and the order of all inputs by the divergence of one
-        row over that of a bf16 run, largest first."""
-        kl, run = self.divergences(self.of(inputs))
-        order = (kl / run.clamp(min=NEGLIGIBLE)).argsort(descending=True)
-        over = order[kl[order] > LEAST].tolist()
-        different = dict.fromkeys(tuple(sorted(inputs[i])) for i in over)
-        return self.confirmed(list(different)[:MOST_AGAIN]), order.tolist()
+    def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
+        """Return report entries of the inputs that edits harm. Return also, for one row of each input, the divergence
+        from fp32 of the edited checkpoint and of a bf16 run."""
+        rows = self.of(inputs)
+        kl, run = self.divergences(rows)
+        order = in_order(kl, run)
+        over = order[kl[order] > LEAST][:MOST_OVER]
+        if not len(over):
+            return [], kl, run
+        suspects = over[kl[over] > TIMES * self.bf16(rows[over])].tolist()
+        different = dict.fromkeys(tuple(sorted(inputs[i])) for i in suspects)
+        return self.confirmed(list(different)[:MOST_AGAIN]), kl, run
 
     def confirmed(self, suspects: Sequence[tuple[int, ...]]) -> list[ExceptionEntry]:
         if not suspects:
             return []
         rows = self.of([ids for ids in suspects for _ in range(AGAIN)])
-        bf16 = mean_bf16_divergence(self.source, self.batches(rows), self.layout)
-        columns = (x.view(-1, AGAIN) for x in (self.divergences(rows)[0], bf16))
+        columns = (x.view(-1, AGAIN) for x in (*self.divergences(rows), self.bf16(rows)))
         entries: list[ExceptionEntry] = []
         for ids, *values in zip(suspects, *columns, strict=True):
             figures = ([float(statistic(x)) for x in values] for statistic in STATISTICS)
-            if harm := next((each for each in figures if each[0] > max(LEAST, TIMES * each[1])), None):
-                entries.append(ExceptionEntry(ids=list(ids), kl=harm[0], kl_bf16=harm[1]))
+            if harm := next((each for each in figures if each[0] > max(LEAST, TIMES * each[2])), None):
+                entries.append(ExceptionEntry(ids=list(ids), kl=harm[0], kl_run=harm[1], kl_bf16=harm[2]))
         return entries
 
     def divergences(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,6 +152,14 @@ class Rows:
         apart = partial(divergences, batches, results_of(expected), self.layout.gives_probabilities)
         return apart(results_of(edited)), apart(results_of(as_bf16))
 
+    def bf16(self, rows: Tensor) -> Tensor:
+        return mean_bf16_divergence(self.source, self.batches(rows), self.layout)
+
+
+def in_order(kl: Tensor, run: Tensor) -> Tensor:
+    """Return the rows' indices, sorted by ``kl`` over bf16's divergence ``run``, largest first."""
+    return (kl / run.clamp(min=NEGLIGIBLE)).argsort(descending=True)
+
 
 def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:
     if len(ids) > 1:
@@ -156,14 +169,19 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
     return row
 
 
-def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> list[tuple[int, ...]]:
-    """Return the ids, and sets of ids, that edits change most in rows of one token each, each site's worst first."""
+def suspected(
+    source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
+) -> tuple[list[tuple[int, ...]], float | None]:
+    """Return the ids, and sets of ids, that edits change most in rows of one token each, each site's worst first.
+    Return also the least fraction, over edited gates and heads, of ids or pairs at which an edit changes no more than
+    bf16's rounding may; None where only outputs are edited."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
     changed = {name.rpartition(".")[0] for name in changed_by(layout, priced)}
     outputs: list[tuple[int, ...]] = []
     by_site: list[list[tuple[int, ...]]] = []
+    covered: list[float] = []
     for step, after in zip(*(forward(weights, ids.tolist()) for weights in (plain, edited)), strict=True):
         parts = () if step.sublayer is None else (step.sublayer, *feed_forwards_of(step.sublayer))
         if step.sublayer is None:
@@ -172,11 +190,16 @@ def suspected(source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor) -> l
                 outputs += [(i,) for i in first_of(change, ids)]
         elif any(not changed.isdisjoint(vars(part).values()) for part in parts):
             if isinstance(step.sublayer, Attention):
-                by_site += pairs_at(plain, edited, step.sublayer, step, ids)
+                for sets, fraction in pairs_at(plain, edited, step.sublayer, step, ids):
+                    by_site.append(sets)
+                    covered.append(fraction)
             else:
-                first = first_of(change_at(plain, edited, step), ids)
+                change = change_at(plain, edited, step)
+                first = first_of(change, ids)
                 by_site.append([*((i,) for i in first), tuple(first[:4])])
-    return outputs + [each for rank in zip_longest(*by_site) for each in rank if each]
+                covered.append(float((change <= 1).float().mean()))
+    in_turn = [each for rank in zip_longest(*by_site) for each in rank if each]
+    return outputs + in_turn, min(covered, default=None)
 
 
 def first_of(change: Tensor, ids: Tensor) -> list[int]:
@@ -214,8 +237,9 @@ def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Ten
 
 def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
-) -> Iterator[list[tuple[int, ...]]]:
-    """Yield, for every edited head, the sets of ids between which its attention weights change most."""
+) -> Iterator[tuple[list[tuple[int, ...]], float]]:
+    """Yield, for every edited head, the sets of ids between which its attention weights change most, and the fraction
+    of pairs whose weights change no more than bf16's rounding may."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])
@@ -238,8 +262,9 @@ def pairs_at(
         before, after = scores(q, k), scores(other, k)
         noise = HALF_STEP * scale * ((q.square() @ k.square().t()).sqrt() + before.abs())
         noise = noise + noise.diagonal()[:, None]  # of the difference of two scores
-        weights, edited_weights = (beside_own_key(each).sigmoid() for each in (before, after))
-        moved = (weights - edited_weights).abs() / (1 + noise)
+        gaps, edited_gaps = beside_own_key(before), beside_own_key(after)
+        change = (gaps.sigmoid() - edited_gaps.sigmoid()).abs()
+        moved = change / (1 + noise)
         best = moved.flatten().topk(min(4 * RANKS, moved.numel())).indices
         of_best = zip((best // len(some)).tolist(), (best % len(some)).tolist(), strict=True)
         pairs = [(t, u) for t, u in of_best if t != u]
@@ -247,7 +272,8 @@ def pairs_at(
         by_key, by_both = k.norm(dim=1), q.norm(dim=1) * k.norm(dim=1)
         soft = [each.argsort()[:n].tolist() for each in (by_both, by_key) for n in (3, 6)]
         sets = [tuple(usual), *(tuple(each) for each in soft), *pairs[:RANKS], tuple(usual[:1])]
-        yield [tuple(ids[some[list(each)]].tolist()) for each in sets if each]
+        covered = (change <= HALF_STEP) | ((gaps - edited_gaps).abs() <= noise)
+        yield [tuple(ids[some[list(each)]].tolist()) for each in sets if each], float(covered.float().mean())
 
 
 def heads_of(weights: Weights, norm: str, heads: int, x: Tensor, *, whole: bool) -> Tensor:

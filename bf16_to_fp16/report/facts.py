@@ -9,12 +9,15 @@ from ..rescaling.exponents import LAST, on_request
 from ..results import SiteEntry
 from ..targets import MARGIN_BITS, TIERS, Tier
 from ..wording import (
+    about,
     below_limit,
     counted,
     headroom,
     headroom_or_excess,
+    known,
     listed,
     magnitude,
+    percent,
     power,
     reached,
     scientific,
@@ -44,8 +47,16 @@ def accuracy(report: schema.Report) -> str:
         return ""
     reference = f"the {close.reference}" if report.finetune is None else "the finetuned weights in fp32"
     reference += "" if report.regimes else ", on a few short rows"
-    bf16 = "" if close.kl_bf16 is None else f", bf16 {scientific(close.kl_bf16)}"
-    return f"{close.title} to {reference}: fp16 {scientific(close.kl_fp16)}{bf16}"
+    distances = f"{close.title} to {reference}: fp16 {scientific(close.kl_fp16)}"
+    bf16, fp16 = known(close.kl_bf16), known(close.kl_fp16)
+    if bf16 is None:
+        return distances
+    distances += f", bf16 {scientific(bf16)}"
+    if fp16 is None or fp16 <= 0:  # a divergence of 0 can be rounded below it
+        return distances
+    ratio = max(bf16, 1e-300) / fp16
+    closer = f"{about(ratio)} closer" if ratio >= 1 else f"{about(1 / ratio)} further off"
+    return f"{closer} than bf16; {distances}"
 
 
 def reached_at(site: SiteEntry) -> str:
@@ -234,8 +245,13 @@ def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
         if number > most:
             rows.append((f"further {what}", f"{number - most}, each milder, in the report"))
     if report.searched is not None:
-        tokens, exceptions = counted(report.searched.ids, "token"), counted(len(report.exceptions), "exception")
-        rows.append(("rare input", f"{tokens} tried, {exceptions} found"))
+        tokens = f"{counted(report.searched.ids, 'token')} tried, {counted(len(report.exceptions), 'exception')} found"
+        share, covered = percent(report.searched.further), report.searched.covered
+        rows.append(("rare input", f"{tokens}; on {share} of random pairs the edits are further off than bf16"))
+        if covered is not None:
+            rows.append(
+                ("covered", f"each edit is within bf16's rounding on {percent(covered)} of lone tokens or pairs")
+            )
     return rows
 
 

@@ -1,47 +1,54 @@
-"""The figure of each stack: log2 |x| by block, before and after the plan."""
+"""A report's two figures for each stack, with log2 |x| by block: before and after the plan; bound and observed. The
+page sets colours."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from markupsafe import Markup
 
+from ..bounds.kinds import Line, SiteKind, traits
 from ..families.places import FEED_FORWARD as FEED_FORWARDS
 from ..families.places import STACKS, SUBLAYERS
 from ..numerics import FP16_MAX
-from ..wording import known, magnitude, power
+from ..results import BoundEntry, CertificateEntry
+from ..wording import bound_magnitude, infinite, known, magnitude, power
 from .schema import SignalEntry
 
 
 @dataclass(frozen=True)
 class Series:
     name: str
+    css: str
     marker: str
-    colour: str
+    placeholder: str
 
 
-STREAM = Series("residual stream", "o", "#1f5fa8")
-ATTENTION = Series("attention's output", "D", "#8b3fa0")
-FEED_FORWARD = Series("feed-forward's output", "s", "#b25c00")
-PRODUCT = Series("feed-forward's neurons or gated product", "^", "#0b7a5b")
-SCORES = Series("attention scores; last in the decoder: logits", "v", "#5a626d")
+STREAM = Series("residual stream", Line.STREAM, "o", "#000004")
+ATTENTION = Series("attention's output", Line.ATTENTION, "D", "#000008")
+FEED_FORWARD = Series("feed-forward's output", Line.FEED_FORWARD, "s", "#000005")
+PRODUCT = Series("feed-forward's neurons or gated product", Line.PRODUCT, "^", "#000006")
+SCORES = Series("attention scores and their span; last in the decoder: logits", Line.SCORES, "v", "#000009")
 SERIES = (STREAM, ATTENTION, FEED_FORWARD, PRODUCT, SCORES)
-_INK, _GRID, _LIMIT = "#23262b", "#dcdfe4", "#b3261e"
+_INK, _GRID, _LIMIT, _PAPER = "#000001", "#000002", "#000003", "#000007"
+_VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s.placeholder: s.css for s in SERIES}
 
 
 @dataclass(frozen=True)
 class Point:
-    """The largest |x| of one kind of activation, before and after the plan. ``x``: the block in its stack."""
+    """The largest |x| of one kind of activation. ``x``: the block in its stack. ``upper``: the value before the plan,
+    or the bound. ``lower``: the value after the plan, or the largest value found: infinite for an overflow, None if
+    nothing ran."""
 
     series: Series
     x: int
-    before: float
-    after: float
+    upper: float
+    lower: float | None
 
 
 @dataclass(frozen=True)
@@ -51,19 +58,13 @@ class Picture:
 
 
 def before_and_after(signals: Sequence[SignalEntry]) -> list[Picture]:
-    stacks = {stack: points for stack in STACKS if (points := signal_points(signals, stack))}
-    shown = [value for points in stacks.values() for p in points for value in (p.before, p.after)]
-    if not shown:
-        return []
-    low = max(-14, min(0, math.floor(math.log2(min(shown)))))
-    high = min(64, max(18, math.ceil(math.log2(max(shown))) + 1))
-    return [picture(stack, points, low, high) for stack, points in stacks.items()]
+    stacks = {stack: signal_points(signals, stack) for stack in STACKS}
+    return pictures(stacks, lambda before: f"before {magnitude(before)}", "after")
 
 
-def picture(stack: str, points: Sequence[Point], low: int, high: int) -> Picture:
-    before, after = (magnitude(max(values)) for values in zip(*((p.before, p.after) for p in points), strict=True))
-    caption = f"{stack}, largest values: before {before}, after {after}; the limit is 65,504"
-    return Picture(embeddable(drawn(points, stack, low, high), caption), caption)
+def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
+    stacks = {stack: bound_points(certificate.sites, stack) for stack in STACKS}
+    return pictures(stacks, lambda bound: f"bound {bound_magnitude(bound)}", "found")
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
@@ -95,39 +96,78 @@ def signal_series(s: SignalEntry) -> Series | None:
     )
 
 
+def bound_points(sites: Sequence[BoundEntry], stack: str) -> list[Point]:
+    gated = any(site.kind == SiteKind.PRODUCT for site in sites)
+    mine = [site for site in sites if (site.stack or STACKS[-1]) == stack]
+    end = 1 + max((site.block for site in mine if site.block is not None), default=-1)
+    points = []
+    for site in mine:
+        line = traits(site.kind).line
+        if line is Line.ATTENTION and site.role == FEED_FORWARDS:
+            line = Line.FEED_FORWARD
+        series = next((series for series in SERIES if series.css == line), None)
+        outside = (site.block is None) != (site.kind == SiteKind.LOGITS)
+        if series is None or outside or (gated and site.kind == SiteKind.ACTIVATION):
+            continue
+        worst = site.observed
+        observed = None if worst is None else math.inf if infinite(worst) or worst > site.limit else worst
+        bound = math.inf if infinite(site.largest) else site.largest
+        points.append(Point(series, end if site.block is None else site.block, bound, observed))
+    return largest(points)
+
+
 def largest(points: Iterable[Point]) -> list[Point]:
     merged: dict[tuple[Series, int], Point] = {}
     for point in points:
         same = merged.get((point.series, point.x), point)
-        before, after = max(same.before, point.before), max(same.after, point.after)
-        merged[point.series, point.x] = Point(point.series, point.x, before, after)
+        lower = max((value for value in (same.lower, point.lower) if value is not None), default=None)
+        merged[point.series, point.x] = Point(point.series, point.x, max(same.upper, point.upper), lower)
     return sorted(merged.values(), key=lambda point: point.x)
 
 
+def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
+    """Return each stack's figure with a caption. upper: returns the caption's words for the largest dashed value.
+    lower: the word before the largest solid one, such as "after"."""
+    shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
+    if not shown:
+        return []
+    low = max(-14, min(0, math.floor(math.log2(min(shown)))))
+    high = min(64, max(18, math.ceil(math.log2(max(shown))) + 1))
+    result = []
+    for stack, points in stacks.items():
+        if points:
+            most = max((p.lower for p in points if p.lower is not None), default=None)
+            values = upper(max(p.upper for p in points)) + ("" if most is None else f", {lower} {magnitude(most)}")
+            caption = f"{stack}, largest values: {values}; the limit is 65,504"
+            result.append(Picture(themed(drawn(points, stack, low, high), caption), caption))
+    return result
+
+
 def drawn(points: Sequence[Point], stack: str, low: int, high: int) -> str:
-    """Return one stack's figure as SVG: values before are dashed, those after solid. Equal figures have equal bytes."""
+    """Return one stack's figure as SVG: upper values dashed, lower ones solid. Equal figures have equal bytes."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, MultipleLocator
+
+    def line(mine: Sequence[tuple[int, float]], style: str, width: float, **look: Any) -> None:
+        # What is past an end of the axis stands there.
+        y = [min(high - 0.4, max(low + 0.2, math.log2(value) if value > 0 else low)) for _, value in mine]
+        size = 3.6 if len(mine) < 20 else 2.4
+        axes.plot([x for x, _ in mine], y, style, linewidth=width, markersize=size, **look)
 
     with rc_context():
         rcdefaults()  # ignores the user's matplotlibrc
         rcParams.update({"svg.fonttype": "none", "svg.hashsalt": stack, "font.size": 9})
         canvas = Canvas(figsize=(5.2, 3.5), layout="constrained")
-        axes = canvas.add_subplot()
+        axes = canvas.add_subplot(facecolor="none")
+        canvas.patch.set_visible(False)
         axes.axhspan(math.log2(FP16_MAX), high, color=_LIMIT, alpha=0.1, linewidth=0)
         axes.axhline(math.log2(FP16_MAX), color=_LIMIT, linewidth=1.4)
         for series in SERIES:
             mine = [p for p in points if p.series is series]
-            look: dict[str, Any] = {
-                "color": series.colour,
-                "marker": series.marker,
-                "markersize": 3.6 if len(mine) < 20 else 2.4,
-            }
-            for values, style in (([p.before for p in mine], "--"), ([p.after for p in mine], "-")):
-                # What is past an end of the axis stands there.
-                y = [min(high - 0.4, max(low + 0.2, math.log2(value))) for value in values]
-                axes.plot([p.x for p in mine], y, style, linewidth=1.2, **look)
+            look = {"color": series.placeholder, "marker": series.marker}
+            line([(p.x, p.upper) for p in mine], "--", 0.9, markerfacecolor=_PAPER, **look)
+            line([(p.x, p.lower) for p in mine if p.lower is not None], "-", 1.5, **look)
         axes.set_ylim(low, high)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=9, integer=True, min_n_ticks=1))
         axes.yaxis.set_major_locator(MultipleLocator(4 if high - low < 40 else 8))
@@ -138,17 +178,21 @@ def drawn(points: Sequence[Point], stack: str, low: int, high: int) -> str:
         axes.grid(axis="y", color=_GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(colors=_INK, length=0, pad=6)
-        axes.spines[["left", "right", "top"]].set_visible(False)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side == "bottom")
+            spine.set_color(_GRID)
         target = io.StringIO()
         canvas.savefig(target, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     return target.getvalue()
 
 
-def embeddable(svg: str, words: str) -> Markup:
-    """Return a figure as an HTML element that fills its place, with ``words`` for those who do not see it."""
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+def themed(svg: str, words: str) -> Markup:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    for placeholder, variable in _VARIABLES.items():
+        svg = svg.replace(placeholder, f"var(--{variable})")
+    svg = re.sub(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', r"<svg \1 %s>", svg, count=1, flags=re.DOTALL)
     label = Markup('role="img" aria-label="{}" xmlns="{}" xmlns:xlink="{}"').format(
         words, "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
     )
-    opened = re.compile(r'^<svg[^>]*?(viewBox="[^"]*")[^>]*>', re.DOTALL)
-    return Markup(opened.sub(lambda found: f"<svg {found[1]} {label}>", svg, count=1))
+    return Markup(svg.replace("%s", str(label), 1))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from ..bounds.findings import Certificate
-from ..bounds.kinds import UNMOVABLE, SiteKind
+from ..bounds.kinds import SiteKind, traits
 from ..families.layout import Layout, walk
 from ..families.signals import RESIDUAL
 from ..measuring.regime_results import verdict
@@ -109,7 +109,7 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
         name = of_module.get(site.name.partition(":")[0], "")
         name = streams.get(site.name, RESIDUAL) if site.kind in (SiteKind.RESIDUAL, SiteKind.SQUARES) else name
         why = remedies.OVER_AT_EVERY_EXPONENT, remedies.PENALTY
-        if site.kind in UNMOVABLE:
+        if not traits(site.kind).movable:
             why = remedies.UNMOVED, remedies.PENALTY
         elif name in fallbacks and not fallbacks[name].impossible:
             why = remedies.TOO_COSTLY, remedies.OBSERVED

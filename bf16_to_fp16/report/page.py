@@ -82,6 +82,7 @@ def render(report: Report) -> str:
         results=markdown.results_text(report, on_page=True),
         changes=markdown.changes_text(report),
         pictures=figures.before_and_after(report.signals),
+        bounds=figures.bound_and_observed(report.certificate) if report.certificate else [],
         rows=rows[:MOST_ROWS],
         hidden=max(0, len(rows) - MOST_ROWS),
     )

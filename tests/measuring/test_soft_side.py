@@ -141,6 +141,7 @@ def test_an_edit_that_is_wrong_on_one_id_in_any_text_is_unsafe_and_names_it(gate
     root, report = gate
     assert report["fidelity"]["kl_fp16"] < report["fidelity"]["kl_bf16"]  # the probe does not see it
     assert report["verdict"] == "unsafe" and report["searched"]["ids"] == VOCABULARY
+    assert report["searched"]["covered"] == pytest.approx(1 - len(RARE) / VOCABULARY)
     worst = next(entry for entry in report["exceptions"] if len(entry["ids"]) == 1)
     assert worst["ids"][0] in RARE and worst["kl"] > 0.1 > TIMES * worst["kl_bf16"]
     [entry] = report["unsafe"]
@@ -159,7 +160,7 @@ def test_an_id_that_one_sublayer_alone_does_not_show_is_found(made: Callable[[Pa
 
 def test_a_mixtures_harm_is_told_beside_safe(head: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
     root, report = head
-    assert report["verdict"] == "safe" and report["exceptions"]
+    assert report["verdict"] == "safe" and report["exceptions"] and 0.99 < report["searched"]["covered"] < 1
     for entry in report["exceptions"]:
         assert len(entry["ids"]) > 1 and set(entry["ids"]) & set(RARE) and entry["kl"] > TIMES * entry["kl_bf16"]
     divergences = [entry["kl"] for entry in report["exceptions"]]
@@ -187,7 +188,7 @@ def test_verify_finds_the_same_and_misses_what_a_report_leaves_out(head: tuple[P
 
 def test_verify_misses_the_single_id_where_worse_mixtures_stand(gate: tuple[Path, Any]) -> None:
     root, report = gate
-    told = [{"ids": [1000, 7], "kl": 9.0, "kl_bf16": 1e-3, "tokens": []}]
+    told = [{"ids": [1000, 7], "kl": 9.0, "kl_bf16": 1e-3, "kl_run": 1e-3, "tokens": []}]
     forged = forge(root / "out", report, exceptions=told, verdict="safe", unsafe=[])
     answer = verify(forged, original=root / "source")
     assert not answer["verified"] and [each["name"] for each in answer["problems"]] == ["exceptions"]
@@ -218,7 +219,7 @@ def test_an_edit_far_out_everywhere_harms_nothing(tmp_path: Path) -> None:
         model.lm_head.weight[:, 3] = torch.randn(VOCABULARY)
     report = convert(tiny.save(model, tmp_path / "source"), tmp_path / "out").report
     assert report["inexact"] and report["verdict"] == "safe" and report["exceptions"] == []
-    assert report["searched"]["ids"] == VOCABULARY
+    assert report["searched"]["ids"] == VOCABULARY and report["searched"]["covered"] == 1.0
 
 
 def test_nothing_is_searched_where_nothing_is_edited(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_nothing_is_searched_where_nothing_is_edited(tmp_path: Path) -> None:
 def test_a_cross_attention_may_read_a_wider_encoder(tmp_path: Path) -> None:
     source = open_checkpoint(tiny.save(tiny.build("t5gemma"), tmp_path / "source"))
     plan = Plan(family="t5gemma", exponents={"model.decoder.layers.1.cross_attn.scores": -3})
-    assert any(len(ids) > 1 for ids in soft_side.suspected(source, resolve(source), plan, torch.arange(50)))
+    assert any(len(ids) > 1 for ids in soft_side.suspected(source, resolve(source), plan, torch.arange(50))[0])
 
 
 def test_a_text_of_few_tokens_is_repeated(gate: tuple[Path, Any]) -> None:
@@ -278,12 +279,11 @@ def test_what_harms_one_row_counts_if_it_harms_others(
     monkeypatch.setattr(
         soft_side.Rows, "divergences", lambda self, rows: (values(again, 1.0, rows), torch.zeros(len(rows)))
     )
-    monkeypatch.setattr(soft_side.Rows, "batches", lambda self, rows: rows)
-    monkeypatch.setattr(soft_side, "mean_bf16_divergence", lambda *_: torch.tensor(bf16 * 2, dtype=torch.float64))
+    monkeypatch.setattr(soft_side.Rows, "bf16", lambda self, rows: values(bf16, 1e-3, rows))
     nothing: Any = None
     rows = soft_side.Rows(nothing, nothing, nothing, nothing, torch.zeros(3, LENGTH).long(), torch.Generator())
-    found, _ = rows.harmed([(3,), (5, 4)])
-    assert [each.ids for each in found] == [[3], [4, 5]][:listed]
+    found, kl, run = rows.harmed([(3,), (5, 4)])
+    assert [each.ids for each in found] == [[3], [4, 5]][:listed] and bool((kl > run).all())
 
 
 def test_the_ids_of_the_worst_rows_are_tried_beside_others(
@@ -298,9 +298,8 @@ def test_the_ids_of_the_worst_rows_are_tried_beside_others(
         return torch.where((rows == 7).any(1), torch.where(beside, 1.0, 1e-3), zeros), zeros
 
     monkeypatch.setattr(soft_side.Rows, "divergences", divergences)
-    monkeypatch.setattr(soft_side.Rows, "batches", lambda self, rows: rows)
-    monkeypatch.setattr(soft_side, "mean_bf16_divergence", lambda _, rows, __: torch.zeros(len(rows)))
-    monkeypatch.setattr(soft_side, "suspected", lambda *_: [(7, 8)])
+    monkeypatch.setattr(soft_side.Rows, "bf16", lambda self, rows: torch.zeros(len(rows)))
+    monkeypatch.setattr(soft_side, "suspected", lambda *_: ([(7, 8)], None))
     plan = Plan.model_validate(report["plan"])
     found = soft_side.soft_side(source, written, resolve(source), plan, load_config(source.folder), None).exceptions
     ids = [tuple(each.ids) for each in found]

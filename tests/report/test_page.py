@@ -23,9 +23,14 @@ from bf16_to_fp16.report import markdown as texts
 from bf16_to_fp16.report.markdown import MOST_UNCERTIFIED
 from bf16_to_fp16.report.page import MOST_ROWS
 from bf16_to_fp16.report.schema import Report, SignalEntry, read
+from bf16_to_fp16.results import BoundEntry, CertificateEntry
 
 DRAWN = pytest.mark.usefixtures("pictures")
 """With pictures and rows of sites, which take most of a page's time."""
+
+
+def bounds(sites: list[dict[str, Any]], stack: str) -> list[pictures.Point]:
+    return pictures.bound_points([read(BoundEntry, site) for site in sites], stack)
 
 
 @DRAWN
@@ -153,6 +158,47 @@ def test_every_site_is_in_the_table_in_the_regime_where_it_has_least_headroom() 
 
 
 @DRAWN
+def test_a_picture_shows_the_largest_of_each_block_and_kind() -> None:
+    report = certified()
+    found = bounds(report["certificate"]["sites"], "encoder")
+    assert len(found) == 3 * 5
+    stream = {p.x: p for p in found if p.series.css == "stream"}
+    assert (stream[2].lower, stream[2].upper) == (60_000.3 / 2, 60_000.3)
+    assert {p.series.css for p in found} == {"stream", "attention", "added", "product", "scores"}
+    (logits,) = [p for p in bounds(report["certificate"]["sites"], "decoder") if p.x == 3]
+    assert (logits.lower, logits.upper) == (61.7, 123.4)
+    first, second = Page(render(report)).labels
+    assert first == "encoder, largest values: bound 60,001, found 30,000; the limit is 65,504"
+    assert second.startswith("decoder, largest values: bound ")
+    # Of a family with one stack.
+    sites = [
+        pages.bound("model.layers.1:add", "residual", 8.0, 4.0),
+        pages.bound("model.layers.1:add#2", "residual", 7.0, 3.0),
+        pages.bound("model.layers.1.self_attn.o_proj", "output", 5.0, 4.0),
+        pages.bound("lm_head", "logits", 9.0, 4.0),
+    ]
+    drawn = {p.series.css: (p.x, p.lower, p.upper) for stack in STACKS for p in bounds(sites, stack)}
+    assert drawn == {"stream": (1, 4.0, 8.0), "attention": (1, 4.0, 5.0), "scores": (2, 4.0, 9.0)}
+
+
+@DRAWN
+def test_bound_and_worst_found_stand_on_a_log2_axis_and_an_overflow_at_its_end() -> None:
+    def heights(found: float, top: float) -> list[float]:
+        sites = [pages.bound(f"encoder.block.{i}.layer.0:add", "residual", top, found) for i in range(2)]
+        svg = str(pictures.bound_and_observed(read(CertificateEntry, pages.certificate() | {"sites": sites}))[0].svg)
+        lines = re.findall(r'd="M [\d.]+ ([\d.]+) \nL [\d.]+ \1 \n" clip-path="[^"]*" style="[^"]*--stream', svg)
+        assert len(lines) == 2
+        return [float(y) for y in lines]
+
+    bound, low = heights(16.0, 4096.0)
+    same, middle = heights(1024.0, 4096.0)
+    assert same == bound < middle < low
+    assert (low - bound) / (middle - bound) == pytest.approx(8 / 2, rel=1e-3)
+    bound, found = heights(65536.0, 1e6)
+    assert found < bound
+
+
+@DRAWN
 def test_the_site_table_has_the_bound_of_every_site_that_has_one() -> None:
     report = certified()
     for site in report["regimes"]["half"]["sites"]:
@@ -214,17 +260,17 @@ def test_a_pictures_lines_are_of_the_stream_of_outputs_and_of_scores_by_block(ki
         assert [len(points) for points in drawn.values()] == [blocks + 1, *[blocks] * 4]
         outputs = {w.output for w in sublayers if isinstance(w, Attention)}
         own = {s["before"] for s in seen if s["module"] in outputs and s["side"] == "output"}
-        assert {p.before for p in drawn[pictures.ATTENTION]} <= own
+        assert {p.upper for p in drawn[pictures.ATTENTION]} <= own
         for line in (pictures.ATTENTION, pictures.FEED_FORWARD):
             assert {p.x for p in drawn[line]} <= {p.x for p in drawn[pictures.STREAM]}
         if kind == "switch":
             experts = [s["before"] for s in seen if f"{name}.block.0" in s["module"] and ".wo" in s["module"]]
-            assert max((p.before for p in drawn[pictures.FEED_FORWARD] if p.x < 1), default=0) in experts
+            assert max((p.upper for p in drawn[pictures.FEED_FORWARD] if p.x < 1), default=0) in experts
 
 
 def test_what_the_proof_covers_follows_its_arithmetic() -> None:
     def parts(report: dict[str, Any]) -> list[str]:
-        said = text_of(report).partition("The bounds cover")[2].partition("What was changed")[0]
+        said = text_of(report).partition("The bounds cover")[2].partition("Bound and observed")[0]
         return said.split("They say nothing")
 
     report = certified()
@@ -246,12 +292,13 @@ def test_what_the_proof_covers_follows_its_arithmetic() -> None:
 
 
 @DRAWN
-def test_an_attack_says_what_it_found() -> None:
+def test_an_attack_has_its_figure_and_what_it_found() -> None:
     report = pages.attacked()
     page = Page(render(report))
-    assert page.sections == ["results", "sites", "provenance"]
+    assert page.sections == ["results", "certificate", "sites", "provenance"]
     kept = wording.below_limit(report["attack"]["worst_headroom_bits"])
     assert f"The worst input that 20 gradient steps found is {kept}." in page.text
+    assert "; solid: the worst found;" in page.text
     assert "other inputs may reach further" not in page.text
     report = pages.attacked(broken=True)
     name, found = report["attack"]["sites"][0]["name"], "100 on an input that 20 gradient steps of search found"
@@ -287,13 +334,13 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     report = certified(found=False) | {"regimes": {}, "fidelity": None, "signals": []}
     html = render(report)
     page = Page(html)
-    assert page.open == [] and page.sections == ["results", "changes", "sites", "provenance"]
+    assert page.open == [] and page.sections == ["results", "certificate", "changes", "sites", "provenance"]
     proven = "Safe in fp16: proven for every input of up to 32,768 positions; nothing was audited."
     assert facts.verdict_sentence(read(Report, report)) == proven
     shown = table(html, 'id="site-table"')
     assert shown[0] == ["site", "headroom", "bound"] and len(shown) == 1 + len(report["certificate"]["sites"])
     assert shown[1] == ["encoder.block.2.layer.1:add", "1.09 × (0.12 bits)", "60,000"]
-    assert "Nothing was run" in page.text
+    assert "worst found" not in page.text and "Nothing was run" in page.text
     assert "Nothing was run" not in Page(render(certified())).text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
     said = f"Unsafe in fp16: bounds pass the limit at {len(unsafe['uncertified'])} sites."
@@ -342,6 +389,8 @@ def test_a_finetune_says_whose_config_the_rescaling_changed() -> None:
 @pytest.mark.parametrize(
     ("write", "values", "said"),
     [
+        (wording.about, (1.0, 2.34, 9.96), "about 1 ×; about 2.3 ×; about 10 ×"),
+        (wording.about, (1584, 1e300, math.inf), "about 1,600 ×; over 1,000,000 ×; over 1,000,000 ×"),
         (wording.bits, (0.2087, 0.999, 1.0, 2.96, -0.5006), "0.20; 0.99; 1.0; 2.9; -0.6"),
         (wording.percent, (1.0, 0.99999999, 0.5, 1 - 2**-53, 0.99999871), "100%; 99.9999%; 50%; 99.9999%; 99.9998%"),
         (wording.percent, [i / 100 for i in range(101)], "; ".join(f"{i}%" for i in range(101))),

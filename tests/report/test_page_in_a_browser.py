@@ -89,10 +89,11 @@ class Browser:
             self.events.append(answer)
         return answer["result"]
 
-    def open(self, page: Path, *, width: int) -> None:
+    def open(self, page: Path, *, width: int, dark: bool = False) -> None:
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.command("Emulation.setDeviceMetricsOverride", **size)
-        self.command("Emulation.setEmulatedMedia", media="")
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.command("Emulation.setEmulatedMedia", media="", features=[scheme])
         self.events.clear()
         self.command("Page.navigate", url=page.resolve().as_uri())
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
@@ -149,12 +150,16 @@ def written(
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("name", ["certified", "finetuned", "unsafe"])
 def test_a_page_holds_its_shape_silently(chromium: Browser, written: dict[str, Path], name: str, width: int) -> None:
-    chromium.open(written[name], width=width)
-    assert chromium.run("innerWidth") == width
-    assert chromium.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert chromium.run(SPILLED) == [] and chromium.run(LABELS_CUT) == []
-    assert chromium.run("[...document.querySelectorAll('figure svg')].every(fits)".replace("fits", FITS))
-    assert chromium.disturbances() == []
+    papers = []
+    for dark in (False, True):
+        chromium.open(written[name], width=width, dark=dark)
+        assert chromium.run("innerWidth") == width
+        assert chromium.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        assert chromium.run(SPILLED) == [] and chromium.run(LABELS_CUT) == []
+        assert chromium.run("[...document.querySelectorAll('figure svg')].every(fits)".replace("fits", FITS))
+        assert chromium.disturbances() == []
+        papers.append(chromium.run("getComputedStyle(document.body).backgroundColor"))
+    assert papers[0] != papers[1]
 
 
 def column(chromium: Browser, number: int) -> list[str]:
@@ -222,11 +227,11 @@ def test_without_scripts_the_whole_table_is_still_there(chromium: Browser, writt
 
 
 def test_it_prints_on_white_paper_without_controls(chromium: Browser, written: dict[str, Path]) -> None:
-    chromium.open(written["finetuned"], width=1440)
+    chromium.open(written["finetuned"], width=1440, dark=True)
     answer = chromium.command("Page.printToPDF", printBackground=True, paperWidth=8.27, paperHeight=11.69)
     pdf = base64.b64decode(answer["data"])
     assert pdf.startswith(b"%PDF") and 3 <= len(re.findall(rb"/Type\s*/Page\b", pdf)) < 30
-    chromium.open(written["finetuned"], width=718)  # A4 less its margins
+    chromium.open(written["finetuned"], width=718, dark=True)  # A4 less its margins
     chromium.command("Emulation.setEmulatedMedia", media="print")
     assert chromium.run("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert chromium.run("[...document.querySelectorAll('.controls label')].every((e) => !e.offsetHeight)")

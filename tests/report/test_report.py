@@ -107,7 +107,7 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
         "publish": prepare(changed).report,
         "verify": Verification.model_validate(verify(converted)),
         "verify what was changed": Verification.model_validate(verify(changed)),
-        "an exception": results.ExceptionEntry(ids=[7], tokens=["a"], kl=0.5, kl_bf16=1e-3),
+        "an exception": results.ExceptionEntry(ids=[7], tokens=["a"], kl=0.5, kl_bf16=1e-3, kl_run=1e-4),
         "regime": regime,
         "measured regime": RegimeResult(**dict(regime), norms={}, vectors=False),
         "inputs": Inputs.model_validate(describe_batches(batches(model.config, None, None), seed=0, data="texts.txt")),

@@ -131,7 +131,7 @@ def test_a_conversion_ends_with_source_output_and_loading(capsys: pytest.Capture
     largest = max(made["signals"], key=lambda signal: signal["before"])
     terminal.print_conversion(read(Report, made), tmp_path)
     source, output, accuracy, training, load, then, page = capsys.readouterr().out.splitlines()
-    assert accuracy.startswith("accuracy: KL to the fp32 source") and then.endswith(f"bf16-to-fp16 verify {tmp_path}")
+    assert accuracy.startswith("accuracy: about ") and then.endswith(f"bf16-to-fp16 verify {tmp_path}")
     assert source.startswith("source: overflows fp16 at ") and largest["module"] in source and " × over" in source
     for recipe, name in (({}, "trained weights, from a rescaled start"), ({"rescale": False}, "trained weights")):
         run = {"finetune": FinetuneEntry.model_construct(recipe=recipe)}
@@ -273,10 +273,14 @@ def test_verify_says_first_where_it_ran_and_last_what_is_proven(capsys: pytest.C
     assert capsys.readouterr().out.startswith("device: cpu\n")
 
 
-def test_accuracy_is_told_in_few_digits() -> None:
-    fidelity = {"measure": "kl", "reference": "fp32 source", "kl_bf16": 1e-3, "kl_fp16": -1e-17}
+@pytest.mark.parametrize(
+    ("bf16", "fp16", "begins"),
+    [(1e-3, 1e-6, "about 1,000 × closer"), (0.0, 1e-9, "over 1,000,000 × further"), (1e-3, -1e-17, "KL to the fp32")],
+)
+def test_accuracy_is_told_in_few_digits(bf16: float, fp16: float, begins: str) -> None:
+    fidelity = {"measure": "kl", "reference": "fp32 source", "kl_bf16": bf16, "kl_fp16": fp16}
     said = accuracy(read(Report, fakes.conversion() | {"fidelity": fidelity}))
-    assert said == "KL to the fp32 source: fp16 -1.00×10⁻¹⁷, bf16 1.00×10⁻³"
+    assert said.startswith(begins) and len(said) < 100
 
 
 def test_an_eps_that_is_held_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

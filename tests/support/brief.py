@@ -15,6 +15,7 @@ from bf16_to_fp16.finetuning.distillation import Evaluator
 from bf16_to_fp16.measuring import agreement, batch, probe, soft_side
 from bf16_to_fp16.report import figures, page
 
+PICTURES = ("before_and_after", "bound_and_observed")
 WHOLE_PROBE = probe._probe
 LEFT_OUT = (batch.LONG, batch.REPEATED)
 NOT_AUDITED = (batch.RANDOM, batch.SHORT, batch.GENERATE)  # by conversions and audits
@@ -26,7 +27,8 @@ FEW = 2
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
     """Let pages have no pictures, whose drawing takes as long as a tiny model's plan, and no row for each site."""
-    patch.setattr(figures, "before_and_after", lambda _: [])
+    for name in PICTURES:
+        patch.setattr(figures, name, lambda _: [])
     patch.setattr(page, "site_rows", lambda _: [])
 
 
