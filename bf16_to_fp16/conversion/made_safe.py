@@ -6,9 +6,11 @@ from __future__ import annotations
 import copy
 import math
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from .adapter import check_tying, rescale_adapter
 
 EMBEDDINGS = "inputs_embeds"
 MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
+SAVES = "save_pretrained"  # method of a rescaled model that warns
 
 
 @dataclass(frozen=True)
@@ -96,11 +99,24 @@ class MadeSafe:
             if self.certified
             else f"not certified {WHERE[self.target]} ({at}); {observed}"
         )
-        scale = " Save it by save(model, OUT), a LoRA of it by adapter(model, OUT)." if self.plan.moves else ""
+        scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
         if factor := self.inputs.get(EMBEDDINGS):
-            by = f"2^{factor}" if isinstance(factor, int) else f"powers of two (inputs[{EMBEDDINGS!r}])"
-            scale += f" Multiply {EMBEDDINGS} that its own embedding did not make by {by}."
+            scale += f" {own_embeddings(factor)}."
         return f"{done}. {proof[0].upper()}{proof[1:]}.{scale}"
+
+    def __repr__(self) -> str:
+        proof = f"{'' if self.certified else 'not '}certified {WHERE[self.target]}"
+        return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
+
+    def mark(self, model: Any) -> None:
+        """Attach this result to the model, which then warns of its changed scale if it is saved or given embeddings."""
+        model.__dict__[MARK] = self
+        if self.plan.moves:
+            model.__dict__[SAVES] = partial(save_as_it_is, model)
+        if factor := self.inputs[EMBEDDINGS]:
+            warn = partial(warn_of_embeddings, own_embeddings(factor))
+            for module in takers_of_embeddings(model):
+                module.register_forward_pre_hook(warn, with_kwargs=True)
 
     def undo(self, model: Any) -> Any:
         """Bring ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
@@ -129,7 +145,12 @@ class MadeSafe:
                         model.get_parameter(name).data.copy_(bias)
             set_eps(model, layout, self.eps)
             vars(model.config).pop(CONVERTED_KEY, None)
-        model.__dict__.pop(MARK, None)
+        for name in (MARK, SAVES):
+            model.__dict__.pop(name, None)
+        for module in takers_of_embeddings(model):
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if getattr(hook, "func", None) is warn_of_embeddings]:
+                del hooks[key], module._forward_pre_hooks_with_kwargs[key]
         return model
 
     def save(self, model: Any, out: str | Path, **options: Any) -> None:
@@ -196,6 +217,31 @@ class MadeSafe:
         if exponents or max_grad_norm is not None:
             follow(optimizer, exponents, model, max_grad_norm)
         return optimizer
+
+
+def takers_of_embeddings(model: Any) -> list[nn.Module]:
+    """Return the modules that may receive ``inputs_embeds``: the model and its encoder, as ``generate`` calls it."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else model
+    return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
+
+
+def own_embeddings(factor: OfChannels) -> str:
+    by = f"2^{factor}" if isinstance(factor, int) else f"powers of two, one for each channel (inputs[{EMBEDDINGS!r}])"
+    return f"Multiply {EMBEDDINGS} that its own embedding did not make by {by}"
+
+
+def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping[str, Any]) -> None:
+    if named.get(EMBEDDINGS) is not None:
+        warnings.warn(f"this model was rescaled by make_fp16_safe. {advice}", stacklevel=2)
+
+
+def save_as_it_is(model: Any, *args: Any, **options: Any) -> Any:
+    warnings.warn(
+        "make_fp16_safe rescaled this model, and it is saved at that scale; safe.save(model, OUT) saves it at the"
+        " original's",
+        stacklevel=2,
+    )
+    return type(model).save_pretrained(model, *args, **options)
 
 
 def set_eps(model: Any, layout: Layout, eps: float) -> None:

@@ -100,7 +100,7 @@ def make_fp16_safe(
         layout=layout,
         **before,
     )
-    model.__dict__[MARK] = safe
+    safe.mark(model)
     return safe
 
 

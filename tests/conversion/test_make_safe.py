@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ def test_the_certificate_is_that_of_the_weights_as_saved(tmp_path: Path) -> None
     tightest = min(found["sites"], key=lambda site: site["headroom_bits"])
     assert (tightest["name"], tightest["headroom_bits"]) == (safe.tightest, pytest.approx(safe.headroom_bits, abs=0.02))
     assert "Certified in training" in str(safe) and "training moves them" in str(safe)
+    assert repr(safe) == f"<MadeSafe: certified in training, {safe.headroom_bits:.2f} bits at {safe.tightest}>"
 
 
 def test_where_no_certificate_can_be_had_it_says_so() -> None:
@@ -210,19 +212,28 @@ def test_an_adapter_trained_on_it_is_written_for_the_original(kind: str, convert
     assert torch.equal(wanted[0], found[0])
 
 
-def test_a_plain_save_writes_its_scale_and_save_the_originals(tmp_path: Path) -> None:
+def test_a_plain_save_warns_of_its_scale_and_save_writes_the_originals(tmp_path: Path) -> None:
     source = tiny.save(tiny.build("gemma3"), tmp_path / "source", torch.float32)
     model = load(source, torch.float32)
     before, wanted, safe = weights(model), outputs(model), make_fp16_safe(model)
     moved = weights(model)
-    safe.save(model, tmp_path / "out", max_shard_size="20KB")
+    with pytest.warns(UserWarning, match=r"saved at that scale; safe\.save"):
+        model.save_pretrained(tmp_path / "moved")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        safe.save(model, tmp_path / "out", max_shard_size="20KB")
     assert same(moved, weights(model)) and not same(moved, before)
     again, config = load(tmp_path / "out", torch.float32), json.loads((tmp_path / "out" / "config.json").read_text())
     assert same(before, weights(again)) and "bf16_to_fp16" not in config
     assert all(torch.equal(a, b) for a, b in zip(wanted, outputs(again), strict=True))
     copied = pickle.loads(pickle.dumps(model))
-    copied.save_pretrained(tmp_path / "copied")
+    with pytest.warns(UserWarning, match="saved at that scale"):
+        copied.save_pretrained(tmp_path / "copied")
     assert same(moved, weights(load(tmp_path / "copied", torch.float32)))
+    safe.undo(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.save_pretrained(tmp_path / "undone")
 
 
 def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_path: Path) -> None:
@@ -262,6 +273,7 @@ def test_the_plan_is_the_same_in_train_mode_and_draws_no_random_number() -> None
 
 @pytest.mark.parametrize("kind", ["pegasus", "llama"])
 def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> None:
+    """A larger model that looks up or makes embeddings itself would be wrong in silence."""
     model = tiny.small(kind, factor=900.0)
     ids = torch.randint(3, 90, (2, 7), generator=torch.Generator().manual_seed(0))
     given = model.get_input_embeddings()(ids).detach() * getattr(model.get_encoder(), "embed_scale", 1.0)
@@ -271,10 +283,17 @@ def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> No
         safe = make_fp16_safe(model)
         factor = safe.inputs["inputs_embeds"]
         assert isinstance(factor, int) and factor and f"by 2^{factor}" in str(safe)
-        assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
+        with pytest.warns(UserWarning, match=f"inputs_embeds that its own embedding did not make by 2.{factor}"):
+            assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
+        if more:
+            with pytest.warns(UserWarning, match="inputs_embeds"):
+                model.get_encoder()(inputs_embeds=given)
         pickle.loads(pickle.dumps(model))
-        safe.undo(model)
-        assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(input_ids=ids, **more)
+            safe.undo(model)
+            assert torch.equal(model(inputs_embeds=given, **more).logits, expected)
 
 
 @pytest.mark.parametrize(("kind", "mend"), [("blip", "train it in bf16"), ("gemma3-images", "give the Gemma3For")])
