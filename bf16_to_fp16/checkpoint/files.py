@@ -23,22 +23,13 @@ FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ERO
 FREE_SPACE_REMEDY = "free some space or choose another output path"
 
 
-def check_free_space(
-    what: str,
-    nbytes: int,
-    folder: Path,
-    *,
-    of: str = "the cache",
-    otherwise: str = "set HF_HOME to a folder on another",
-) -> None:
+def check_free_space(out: Path, nbytes: int) -> None:
+    folder = out.absolute().parent
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise UserError(
-            f"{what} needs {decimal(nbytes)} and the disk of {of} has {decimal(free)};"
-            f" free some space, or {otherwise} disk"
-        )
+        raise UserError(f"{out} needs {decimal(nbytes)} and its disk has {decimal(free)}; {FREE_SPACE_REMEDY}")
 
 
 @contextmanager

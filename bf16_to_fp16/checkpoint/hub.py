@@ -167,20 +167,14 @@ def fetched(
     return folder, folder.name
 
 
-def hub_files(source: str, folder: Path) -> dict[str, int]:
-    """Return a repository's files with their sizes. Without a network, only those in its snapshot ``folder``."""
+def hub_files(source: str, folder: Path) -> list[str]:
+    """Return the names of a repository's files. Without a network, only those in its snapshot ``folder``."""
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.hf_api import RepoFile
 
     if constants.HF_HUB_OFFLINE:
-        return {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     repo = source.partition("@")[0]
-
-    def tree() -> dict[str, int]:
-        entries = HfApi().list_repo_tree(repo, revision=folder.name, recursive=True)
-        return {entry.path: entry.size for entry in entries if isinstance(entry, RepoFile)}
-
-    return reading_from(repo, folder.name, tree)
+    return reading_from(repo, folder.name, lambda: HfApi().list_repo_files(repo, revision=folder.name))
 
 
 def module_folders(folder: Path) -> list[str]:

@@ -54,7 +54,7 @@ def open_pipeline(source: str | Path, wanted: Callable[[Mapping[str, Any]], bool
         folder, revision = fetched(str(source), SMALL_FILES)
         if not is_pipeline(folder):
             return None
-        names = list(hub_files(str(source), folder))
+        names = hub_files(str(source), folder)
     if (folder / PIPELINE).is_file():
         raise UserError(f"{source} is a converted pipeline already; convert what it was made from")
     index = read_json(contained(folder, MODEL_INDEX), "index of the pipeline")

@@ -42,6 +42,7 @@ from ..rescaling.plan import Plan, describe_plan
 from ..rescaling.planner import Planned
 from ..results import dump
 from ..targets import AUTO
+from ..wording import listed
 from .evidence import measure
 from .options import FIXED, Destination, Options, Provenance
 from .planning import Opened, decide, open_source, replayed
@@ -108,9 +109,8 @@ def convert_to_folder(
     check_unconverted(opened.checkpoint)
     if not place.dry_run:  # fails before anything is computed
         nbytes = sum(2 * math.prod(tensor.shape) for tensor in opened.layout.tensors.values())
-        copies, parent = 1 if options.layout == FOLDER_LAYOUT else 2, place.out.parent  # a file is packed from a folder
-        otherwise = "choose an output path on another"
-        check_free_space(str(place.out), copies * nbytes, parent.absolute(), of=str(parent), otherwise=otherwise)
+        copies = 1 if options.layout == FOLDER_LAYOUT else 2  # a file is packed from a folder
+        check_free_space(place.out, copies * nbytes)
     if stored is None:
         decided = decide(opened, options, progress)
     else:
@@ -203,15 +203,10 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
         return alone
     steps, target = list[str](), report.target
     if options.plan is None:
-        target, inexact = options.target, any(entry.remedy == remedies.INEXACT for entry in report.unsafe)
-        helps = {
-            remedies.WITHOUT_EXACT: options.exact,
-            remedies.WITHOUT_AUDIT: not options.run_model,
-            remedies.LET_STREAM_GO: options.stream is not None,
-            remedies.LET_EPS_GO: options.eps == FIXED,
-            remedies.SHRINK_BY_LESS: inexact and options.margin_bits > 0,
-        }
-        steps = [step for step, here in helps.items() if here]
+        target, stream = options.target, options.stream is not None
+        holding = {"--exact": options.exact, "--no-audit": not options.run_model, "--stream": stream}
+        if flags := [flag for flag, given in (holding | {"--eps fixed": options.eps == FIXED}).items() if given]:
+            steps.append(f"leave out {listed(flags)}, without which more can be tried")
     if options.plan is not None or not options.exact:
         steps.append(remedies.finetuning_of(source, f"{out}-finetuned", report.regimes, target, options.subfolder))
     return "; ".join(steps)

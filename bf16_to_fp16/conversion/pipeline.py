@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.files import check_free_space
 from ..checkpoint.folder import records
 from ..checkpoint.formats import SAFETENSORS_DTYPES
 from ..checkpoint.headers import FLOATING_DTYPES, read_whole_header
-from ..checkpoint.hub import fetched, hub_files
+from ..checkpoint.hub import fetched
 from ..checkpoint.pipeline_files import MODEL_INDEX, PIPELINE, Pipeline, bring, config_of, open_pipeline
 from ..checkpoint.sources import own_name
 from ..checkpoint.staging import staged
@@ -93,7 +92,8 @@ def convert_pipeline(
         return PipelineConversion({}, None, planned)
     with staged(place.out, force=place.force) as work:
         if pipeline.revision is not None:
-            fetch_others(pipeline, progress)
+            with progress.step(f"Fetching {counted(len(pipeline.others), 'other file')}"):
+                fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], commit=pipeline.revision)
         with progress.step(f"Linking or copying {counted(len(pipeline.others), 'other file')}") as advance:
             links = bring(pipeline.folder, pipeline.others, work, advance=advance)
         done: dict[str, Conversion] = {}
@@ -151,16 +151,6 @@ def converted(options: Options, pipeline: Pipeline, name: str, place: Destinatio
             f" {f'let {MODEL_INDEX} load it as {other}, or ' if other else ''}{itself}"
         )
     return done
-
-
-def fetch_others(pipeline: Pipeline, progress: Progress) -> None:
-    from huggingface_hub import constants
-
-    sizes = hub_files(pipeline.source, pipeline.folder)
-    nbytes = sum(sizes[name] for name in pipeline.others if not (pipeline.folder / name).exists())
-    check_free_space(pipeline.source, nbytes, Path(constants.HF_HUB_CACHE))
-    with progress.step(f"Fetching {counted(len(pipeline.others), 'other file')}"):
-        fetched(pipeline.source, [glob.escape(name) for name in pipeline.others], commit=pipeline.revision)
 
 
 def dtype_of_largest(folder: Path, names: Sequence[str]) -> str | None:
