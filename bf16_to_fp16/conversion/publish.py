@@ -58,14 +58,14 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     and its hash put into the report. Raises UserError for a folder that is not what its report says, and for an unsafe
     checkpoint unless ``allow_unsafe``, whose card then begins with that."""
     progress, folder = progress_of(progress), written_folder(folder)
-    report, verified = read_written(folder), Verified()
+    report = read_written(folder)
+    verified = Verified(folder, report, Device("auto"), progress, run_model=bool(report.regimes))
     with progress.step("Hashing the files") as advance:
         problems = list(check_hashes(folder, report, advance=advance))
     edited = (folder / CARD).is_file() and any(name == CARD for name, *_ in problems)
     verified.add("files", (problem for problem in problems if not (edited and problem[0] == CARD)))
     if not verified.problems:
-        run = bool(report.regimes)
-        check_contents(folder, report, None, None, verified, run_model=run, device=Device("auto"), progress=progress)
+        check_contents(verified)
     for problem in verified.problems:
         if report.safe or problem.check not in UNSAFE:
             raise UserError(f"{folder} is not what its report says: {problem.name}: {problem.reason}; {CONVERT_AGAIN}")

@@ -58,6 +58,15 @@ CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers"
 
 @dataclass
 class Verified:
+    """A folder to verify, and what was found. ``original``: its source, if known. ``run_model``: whether to audit."""
+
+    folder: Path
+    report: schema.Report
+    device: Device
+    progress: Progress
+    original: Checkpoint | None = None
+    data: str | None = None
+    run_model: bool = True
     problems: list[other_reports.ProblemEntry] = field(default_factory=list)
     checks: dict[str, str] = field(default_factory=lambda: dict.fromkeys(CHECKS, "not run"))
     notes: list[str] = field(default_factory=list)
@@ -93,18 +102,19 @@ def verify(
     check_data(data, run_model=run_model)
     if original is not None:
         local_source(original)  # fails before the files are hashed
-    on, verified = Device(device, progress), Verified()
-    place, revision = locate(source, subfolder, endpoint, progress)
-    report = read_written(place)
+    on = Device(device, progress)
+    folder, revision = locate(source, subfolder, endpoint, progress)
+    report = read_written(folder)
+    verified = Verified(folder, report, on, progress, data=data, run_model=run_model)
     if original is not None and report.finetune is not None:
         raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
     with progress.step("Hashing the files") as advance:
-        verified.add("files", check_hashes(place, report, advance=advance))
+        verified.add("files", check_hashes(folder, report, advance=advance))
     if not verified.problems:
-        opened = None if original is None else open_checkpoint(original, endpoint=endpoint)
-        if opened is not None and (name := report.source.class_in("after")) is not None:
-            opened = read_as(opened, name)
-        check_contents(place, report, opened, data, verified, run_model=run_model, device=on, progress=progress)
+        if original is not None:
+            opened, name = open_checkpoint(original, endpoint=endpoint), report.source.class_in("after")
+            verified.original = opened if name is None else read_as(opened, name)
+        check_contents(verified)
     verified.add("report", check_verdict(report))
     return dump(
         other_reports.Verification(
@@ -124,18 +134,9 @@ def verify(
     )
 
 
-def check_contents(
-    place: Path,
-    report: schema.Report,
-    original: Checkpoint | None,
-    data: str | None,
-    verified: Verified,
-    *,
-    run_model: bool,
-    device: Device,
-    progress: Progress,
-) -> None:
-    checkpoint = open_checkpoint(place)
+def check_contents(verified: Verified) -> None:
+    report, original, progress = verified.report, verified.original, verified.progress
+    checkpoint = open_checkpoint(verified.folder)
     layout = agreed_layout(checkpoint)
     verified.add("files", check_unread(checkpoint, report))
     if report.output.card_edited:
@@ -160,23 +161,23 @@ def check_contents(
         raise UserError(f"{schema.REPORT}: its certificate names no target and length; convert the source again")
     # The report may choose the length, which every claim names, but not what is assumed of kernels.
     length = Arithmetic(recorded.max_length)
-    certificate, certified = bounded(checkpoint, layout, target, length, device, progress)
+    certificate, certified = bounded(checkpoint, layout, target, length, verified.device, progress)
     verified.sections["certificate"] = certificate.entry(sites=False)
     verified.add("certificate", check_certificate(certificate, report))
     regimes = {}
-    if run_model:
-        again = run_again(checkpoint, report, data, before, device, progress)
+    if verified.run_model:
+        again = run_again(checkpoint, verified, before)
         regimes = again.ran.regimes
         verified.sections["regimes"] = regimes
-        verified.add("audit", check_audit(again, report, data))
+        verified.add("audit", check_audit(again, verified))
         if not again.same_inputs and report.regimes:
             verified.notes.append("other text was run than the report names: its figures are not compared")
-        if original is not None and before is not None and again.same_inputs and report.regimes:
-            verified.add("fidelity", check_fidelity(original, before, checkpoint, report, again, device, progress))
         if original is not None and before is not None:
-            verified.add("fidelity", check_exceptions(original, before, checkpoint, report, progress))
+            if again.same_inputs and report.regimes:
+                verified.add("fidelity", check_fidelity(original, before, checkpoint, verified, again))
+            verified.add("fidelity", check_exceptions(original, before, checkpoint, verified))
     tiers = verified.sections["tiers"] = tiers_of(layout, certified, regimes)
-    verified.add("tiers", check_tiers(report, tiers, certified, ran=run_model))
+    verified.add("tiers", check_tiers(report, tiers, certified, ran=verified.run_model))
 
 
 def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
@@ -243,35 +244,29 @@ class Rerun:
     same_inputs: bool
 
 
-def run_again(
-    checkpoint: Checkpoint,
-    report: schema.Report,
-    data: str | None,
-    before: Layout | None,
-    device: Device,
-    progress: Progress,
-) -> Rerun:
+def run_again(checkpoint: Checkpoint, verified: Verified, before: Layout | None) -> Rerun:
+    report, data = verified.report, verified.data
     recorded, config = report.inputs or schema.Inputs(), load_config(checkpoint.folder)
-    seed = recorded.seed or 0
+    seed, how = recorded.seed or 0, (verified.device, verified.progress)
     with torch.random.fork_rng(devices=[]):
         chosen = probe.usable(recorded.chosen, config)
         inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, chosen=chosen)
         in_fp32 = [] if before is None else in_fp32_too(inputs, before, report.of_plan)
-        ran = audited(checkpoint, inputs, in_fp32, device, progress, train=report.target == "train", seed=seed)
+        ran = audited(checkpoint, inputs, in_fp32, *how, train=report.target == "train", seed=seed)
     return Rerun(inputs, in_fp32, ran, describe_batches(inputs, seed=seed, data=data)["sha256"] == recorded.sha256)
 
 
-def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterator[tuple[str, ...]]:
+def check_audit(again: Rerun, verified: Verified) -> Iterator[tuple[str, ...]]:
     """Yield the sites that break. If none does and the inputs are the report's, yield the differences from its results.
     Other versions of torch or transformers are compared only at sites that both runs have."""
-    entries = again.ran.regimes
+    report, entries = verified.report, again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
     if broken or not report.regimes:
         return
     other = any(report.environment.versions.get(name) != installed(name) for name in ("torch", "transformers"))
     if not again.same_inputs:
-        if data is None and report.inputs is not None and report.inputs.data is None and not other:
+        if verified.data is None and report.inputs is not None and report.inputs.data is None and not other:
             yield "inputs", "are not what the recorded seed and ids give"
         return
     recorded, ran = ({name: dump(entry) for name, entry in each.items()} for each in (report.regimes, entries))
@@ -283,16 +278,11 @@ def check_audit(again: Rerun, report: schema.Report, data: str | None) -> Iterat
 
 
 def check_fidelity(
-    original: Checkpoint,
-    before: Layout,
-    checkpoint: Checkpoint,
-    report: schema.Report,
-    again: Rerun,
-    device: Device,
-    progress: Progress,
+    original: Checkpoint, before: Layout, checkpoint: Checkpoint, verified: Verified, again: Rerun
 ) -> Iterator[tuple[str, str]]:
+    report = verified.report
     plan, sections = report.of_plan, dump(report)
-    observed = observe_source(original, again.inputs, progress, device)
+    observed = observe_source(original, again.inputs, verified.progress, verified.device)
     reference, decided = observed.reference, Decided(before, plan, report.target or "half", observed=observed)
     close, drifted = compare(original, before, plan, reference, again.ran, again.inputs, again.in_fp32)
     now: dict[str, Any] = {
@@ -312,10 +302,11 @@ def check_fidelity(
 
 
 def check_exceptions(
-    original: Checkpoint, before: Layout, checkpoint: Checkpoint, report: schema.Report, progress: Progress
+    original: Checkpoint, before: Layout, checkpoint: Checkpoint, verified: Verified
 ) -> Iterator[tuple[str, str]]:
     """Yield the worst single id, and the worst mixture, if edits harm it over twice as much as any in the report."""
-    rare = searched(original, checkpoint, before, report.of_plan, progress)
+    report = verified.report
+    rare = searched(original, checkpoint, before, report.of_plan, verified.progress)
     if rare is None:
         return
     yield from differences(report.searched and report.searched.ids, rare.searched.ids, "searched.ids")

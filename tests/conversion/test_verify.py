@@ -410,8 +410,8 @@ def test_figures_are_measured_again(folder: Path, source: Path, forged: list[tup
 
 NO_CONVERSIONS = (
     *("sub/model.safetensors", "onnx/model.onnx", "onnx/model.onnx_data", "custom_generate/generate.py"),
-    *("modeling_t5.py", "MODELING_T5.PY", "handler.py", "Config.json", "MODEL.safetensors", "readme.md"),
-    *("Modules.json", "pytorch_model.bin", "PYTORCH_MODEL.BIN", "tf_model.h5", "weights.pkl", "libx.so"),
+    *("modeling_t5.py", "MODELING_T5.PY", "handler.py", "MODEL.safetensors"),
+    *("pytorch_model.bin", "PYTORCH_MODEL.BIN", "tf_model.h5", "weights.pkl", "libx.so"),
     *("install.sh", "1_Dense/model.safetensors", "sub/config.json", "demo.ipynb"),
 )
 
