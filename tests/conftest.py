@@ -38,7 +38,7 @@ def pytest_configure() -> None:
 
 
 SLOW = (
-    *("launch", "from_a_wheel", "finetune", "family_contract", "journeys", "stock_loading", "trainer", "demo"),
+    *("launch", "wheel", "finetune", "family_contract", "journeys", "stock_loading", "trainer", "demo"),
     *("soft_side", "images", "least_edit", "least_move", "drift", "make_safe", "certificate", "faults", "pipeline"),
     *("convert", "adamw", "determinism", "sentence_encoders", "pipelines", "lanes", "agreement"),
     *("planner", "moe", "publish", "last_token", "page", "tiers", "verify", "audit_any"),

@@ -1,13 +1,11 @@
 """The ways that people go, by the commands that the docs print, in an empty folder. Two further ones:
-``finetuning/test_from_a_wheel.py`` and ``test_vllm_plugin.py``."""
+``test_wheel.py`` and ``test_vllm_plugin.py``."""
 
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,42 +130,17 @@ def test_what_another_script_trained_comes_back_to_the_scale(here: Path, program
 
 
 def test_a_recipe_is_launched_and_published(here: Path, program: Program, hub: HubServer, warm_python: Path) -> None:
-    write_recipe(here, "mine-fp16")
-    done = in_a_process(warm_python, "launch", "mine-fp16.yaml", "--gpus", "2", "--run")
-    _, said = done.communicate()
-    assert done.returncode == 0, said
+    tree = recipe_tree(here / "model", Path("mine-fp16")) | {"schedule": {"steps": 6, "learning_rate": 3e-4}}
+    Path("recipe.yaml").write_text(yaml.safe_dump(tree))
+    launch = [str(warm_python), "-m", "bf16_to_fp16", "launch", "recipe.yaml", "--gpus", "2", "--run"]
+    done = subprocess.run(launch, env=os.environ | ON_CPU, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert report("mine-fp16")["finetune"]["processes"] == 2
     program("verify", "mine-fp16")
     program("publish", "mine-fp16", "me/mine-fp16", "-y", "--endpoint", hub.endpoint)
     down = snapshot_download("me/mine-fp16", endpoint=hub.endpoint)
     assert "verified" in program("verify", "me/mine-fp16")
     assert torch.equal(logits(down, torch.float16), logits("mine-fp16", torch.float16))
-
-
-def write_recipe(here: Path, out: str) -> None:
-    tree = recipe_tree(here / "model", Path(out)) | {"schedule": {"steps": 6, "learning_rate": 3e-4}}
-    Path(f"{out}.yaml").write_text(yaml.safe_dump(tree))
-
-
-def in_a_process(python: Path, *words: str) -> "subprocess.Popen[str]":
-    program = [str(python), "-m", "bf16_to_fp16", *words]
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(program, env=os.environ | ON_CPU, **pipes)
-
-
-def test_a_finetune_that_is_killed_goes_on_to_the_same_weights(here: Path, warm_python: Path) -> None:
-    for name in ("whole", "killed"):
-        write_recipe(here, name)
-    process = in_a_process(warm_python, "finetune", "killed.yaml")
-    while process.poll() is None and not list(here.glob("killed.run/step-0000000[24]")):
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL and not Path("killed").exists()
-    for name in ("killed", "whole"):
-        done = in_a_process(warm_python, "finetune", f"{name}.yaml")
-        _, said = done.communicate()
-        assert done.returncode == 0 and ("Continuing from step" in said) == (name == "killed"), said
-    assert Path("killed/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
 
 
 def test_an_adapter_trained_on_a_model_made_safe_is_the_originals(here: Path) -> None:
