@@ -152,14 +152,13 @@ class GradientsEntry(ReportObject):
 
 class RegimeEntry(CountedEntry):
     """The result of one regime, with its sites, tightest first. ``amax``, ``headroom_bits``: of the tightest site.
-    ``nonfinite_logits``: the number of non-finite outputs that a user would see. ``runs``: by attention. ``same_as``:
-    the regime that was run instead, with the same arithmetic; else None. ``gradients``: of ``amp`` in training."""
+    ``nonfinite_logits``: the number of non-finite outputs that a user would see. ``runs``: by attention.
+    ``gradients``: of ``amp`` in training."""
 
     amax: Real
     headroom_bits: Real
     nonfinite_logits: Count = 0
     runs: list[RunEntry] = []
-    same_as: str | None = None
     sites: list[SiteEntry]
     gradients: GradientsEntry | None = None
 

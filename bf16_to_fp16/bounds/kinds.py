@@ -38,14 +38,6 @@ class SiteKind(StrEnum):
     WEIGHT = "weight"
 
 
-class Remedy(StrEnum):
-    """How to bring a bound under its limit."""
-
-    RESCALE = "rescale"
-    EDIT = "rescale at a price"
-    FINETUNE = "finetune"
-
-
 class Line(StrEnum):
     """A curve in the figures. The values are class names in style sheets."""
 
@@ -58,30 +50,26 @@ class Line(StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """How sites of one kind are treated. ``remedy``: what lowers its bound. ``line``: its curve in figures, None if not
-    drawn. ``limit_in_training``: under 65504 if gelu_new's derivative overflows earlier."""
+    """How sites of one kind are treated. ``line``: its curve in figures, None if not drawn. ``movable``: whether
+    rescaling, which is exact, can lower its values. ``limit_in_training``: under 65504 if gelu_new's derivative
+    overflows earlier."""
 
-    remedy: Remedy = Remedy.RESCALE
     line: Line | None = None
+    movable: bool = True
     limit_in_training: float = FP16_MAX
-
-    @property
-    def movable(self) -> bool:
-        """Whether rescaling, which is exact, can lower the site's values."""
-        return self.remedy is Remedy.RESCALE
 
 
 _TRAITS: Mapping[str, Traits] = {
     SiteKind.RESIDUAL: Traits(line=Line.STREAM),
     SiteKind.OUTPUT: Traits(line=Line.ATTENTION),
     SiteKind.PRODUCT: Traits(line=Line.PRODUCT),
-    SiteKind.ACTIVATION: Traits(Remedy.EDIT, Line.PRODUCT),
-    SiteKind.SCORES: Traits(Remedy.EDIT, Line.SCORES),
-    SiteKind.MASKED_SCORES: Traits(Remedy.EDIT, Line.SCORES),
-    SiteKind.LOGITS: Traits(Remedy.EDIT, Line.SCORES),
-    SiteKind.ROUTING: Traits(Remedy.EDIT),
-    SiteKind.POSITION_BIAS: Traits(Remedy.FINETUNE),
-    SiteKind.GATE: Traits(Remedy.EDIT, limit_in_training=GELU_CUBE_BACKWARD_LIMIT),
+    SiteKind.ACTIVATION: Traits(Line.PRODUCT, movable=False),
+    SiteKind.SCORES: Traits(Line.SCORES, movable=False),
+    SiteKind.MASKED_SCORES: Traits(Line.SCORES, movable=False),
+    SiteKind.LOGITS: Traits(Line.SCORES, movable=False),
+    SiteKind.ROUTING: Traits(movable=False),
+    SiteKind.POSITION_BIAS: Traits(movable=False),
+    SiteKind.GATE: Traits(movable=False, limit_in_training=GELU_CUBE_BACKWARD_LIMIT),
 }
 
 

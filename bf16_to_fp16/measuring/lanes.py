@@ -11,7 +11,6 @@ import copy
 import inspect
 import threading
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -29,8 +28,6 @@ T = TypeVar("T")
 
 Change = Callable[[str, Tensor], Tensor]
 """Gives the values that a run uses in place of a stored weight, from its name and values in the run's dtype."""
-
-_STACK = 1 << 21  # bytes of a lane's stack; the usual 8 MB, for dozens of lanes, would count where memory is limited
 
 
 class _Ended(BaseException):
@@ -145,10 +142,6 @@ class Walk:
             self._models[dtype, half] = _Model(self.checkpoint, self.device, dtype, half)
         return self._models[dtype, half]
 
-    def alike(self, one: tuple[torch.dtype, bool], other: tuple[torch.dtype, bool]) -> bool:
-        first, second = ([p.dtype for p in self._weights(*key).module.parameters()] for key in (one, other))
-        return first == second
-
     def run(self, advance: Advance | None = None) -> None:
         """Run all lanes to their ends; raise the first error. advance: called after each block, final norm or head."""
         with STOCK_LOCK:
@@ -169,8 +162,7 @@ class Walk:
                 for lane in self.lanes:
                     if lane.thread is not None:
                         lane.go.release()
-                        with suppress(RuntimeError):  # where an interrupt came before it had started
-                            lane.thread.join()
+                        lane.thread.join()
                 # Models and their hooks hold the walk, in circles that are not collected at once; results are large.
                 self.lanes.clear()
                 self._models.clear()
@@ -200,12 +192,9 @@ class Walk:
 
     def _resume(self, lane: Lane[Any]) -> None:
         if lane.thread is None:
-            lane.thread = threading.Thread(target=self._live, args=(lane,), daemon=True)
-            before = threading.stack_size(_STACK)
-            try:
-                lane.thread.start()
-            finally:
-                threading.stack_size(before)
+            thread = threading.Thread(target=self._live, args=(lane,), daemon=True)
+            thread.start()
+            lane.thread = thread
         else:
             lane.go.release()
         self._back.get()

@@ -95,7 +95,6 @@ def regime_result(runs: Sequence[Run], norms: Mapping[str, NormRange], known: It
         **finite(amax, bits, FP16_MAX),
         nonfinite_logits=sum(run.nonfinite_logits for run in runs),
         runs=[run.entry for run in runs],
-        same_as=None,
         sites=sites,
         norms=norms,
     )

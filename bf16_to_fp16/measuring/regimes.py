@@ -141,25 +141,23 @@ def run_regimes(
     fp32: Sequence[Batch] = (),
     advance: Advance | None = None,
 ) -> Audited:
-    """Run a checkpoint in ``regimes`` in one pass over its files, as ``audit_folder`` does without training. ``stock``
-    reuses ``half`` if the stock model keeps no weight in fp32. fp32: inputs whose outputs are wanted in fp32 too."""
+    """Run a checkpoint in ``regimes`` in one pass over its files, as ``audit_folder`` does without training. fp32:
+    inputs whose outputs are wanted in fp32 too."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
-    alike = {"stock", "half"} <= {*regimes} and walk.alike(_weights("stock"), _weights("half"))
-    ran = [regime for regime in regimes if regime != "stock" or not alike]
     pooled = bool(listed_modules(checkpoint.folder))
     behind = checkpoint.folder if runs_behind(checkpoint.folder) else None
     first = ("half", attention[0])
     seen = {
         which: _Runs(*which, meters=which == first, keeps=which == first, behind=behind)
-        for which in product(ran, attention)
+        for which in product(regimes, attention)
     }
     given = {name: without_blind_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():
-        shown.add(walk, _inputs_of(given[name], regime == "half" or "half" not in ran, name == attention[0]))
+        shown.add(walk, _inputs_of(given[name], regime == "half" or "half" not in regimes, name == attention[0]))
     every: list[EveryOutput] = []
     plain = add_outputs(walk, fp32, torch.float32, every)
     walk.run(advance)
-    halves = [sites for name in attention if "half" in ran for sites in seen["half", name].done.sites]
+    halves = [sites for name in attention if "half" in regimes for sites in seen["half", name].done.sites]
     if any(site.nonfinite or site.saturated for sites in halves for site in sites):
         # Other runs get fewer inputs only because half shows that they fit.
         rest = Walk(checkpoint, device)
@@ -168,16 +166,12 @@ def run_regimes(
             shown.add(rest, [b for b in _inputs_of(given[name], True, name == attention[0]) if id(b) not in ran_on])
         rest.run(advance)
     results: dict[str, RegimeResult] = {}
-    for regime in ran:
+    for regime in regimes:
         shares = [seen[regime, name] for name in attention]
         result = regime_result([shown.done for shown in shares], norms_seen(shares[0].norms))
         results[regime] = result.model_copy(update={"vectors": pooled})
-    for regime in regimes:
-        if regime not in results:
-            results[regime] = results["half"].model_copy(update={"same_as": "half"})
-    half = seen[first].outputs if "half" in ran else []
-    beside = _beside_fp32(checkpoint, inputs, {regime: results[regime] for regime in regimes}, device)
-    return Audited(beside, half, results_of(plain), every)
+    half = seen[first].outputs if "half" in regimes else []
+    return Audited(_beside_fp32(checkpoint, inputs, results, device), half, results_of(plain), every)
 
 
 def _weights(regime: str) -> tuple[torch.dtype, bool]:

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import PurePath
 from typing import Any
 
-from ..bounds.kinds import Remedy, traits
+from ..bounds.kinds import traits
 from ..checkpoint.sources import SHIPPED
 from ..families.known import named
 from ..numerics import FP16_MAX, OVERFLOWED
@@ -159,12 +159,11 @@ def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEn
 
 
 def over_limits(certificate: CertificateEntry, *, converted: bool = False) -> list[UnprovenEntry]:
-    why = {
-        Remedy.RESCALE: (OVER, PENALTY if converted else CONVERT),
-        Remedy.EDIT: (NOTHING_MOVES, PENALTY if converted else EDITED_BY_CONVERT),
-        Remedy.FINETUNE: (NOTHING_MOVES, PENALTY),
-    }
-    return [unproven(site, *why[traits(site.kind).remedy]) for site in certificate.over]
+    def why(kind: str) -> tuple[str, str]:
+        reason, remedy = (OVER, CONVERT) if traits(kind).movable else (NOTHING_MOVES, EDITED_BY_CONVERT)
+        return reason, PENALTY if converted else remedy
+
+    return [unproven(site, *why(site.kind)) for site in certificate.over]
 
 
 def unproven(site: BoundEntry, reason: str, remedy: str) -> UnprovenEntry:

@@ -211,8 +211,7 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
     if report.signals:
         screen.print(source_line(report))
         after = max(signal.after for signal in report.signals)
-        kept = wording.below_limit(math.log2(FP16_MAX / after) if after else math.inf)
-        screen.print(f"after: the largest of these values would be {wording.magnitude(after)}, {kept}")
+        screen.print(f"after: the largest of these values would be {wording.magnitude(after)}")
     screen.rows(*facts.function_rows(report, MOST_EDITS))
     if planned is None:
         return
@@ -230,8 +229,6 @@ def print_plan(plan: Plan, planned: Planned | None) -> None:
     screen = console()
     rows = [("residual stream", wording.signed(plan.residual_exponent)), *exponent_rows(plan.exponents)]
     screen.table(Table((Column("what", 0), Column("value", 1)), rows, f"plan for {plan.family}"))
-    for name, factor in plan.gain_correction.items():
-        screen.print(f"{name} times {factor:.6f} against the drift of eps")
     violations = [] if planned is None else planned.violations
     lines = [f"{each.signal} by {wording.excess(each.excess_bits, 2)} bits" for each in violations]
     print_first(screen, "over the limit with margin", lines)

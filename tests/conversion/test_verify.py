@@ -383,7 +383,6 @@ FORGED: dict[str, list[tuple[str, object, str, str]]] = {
         ("regimes.half.amax", 0.5, "audit", "regimes.half.amax"),
         ("regimes.half.headroom_bits", 14.0, "audit", "regimes.half.headroom_bits"),
         ("regimes.stock.runs", [], "audit", "regimes.stock.runs"),
-        ("regimes.amp.same_as", "half", "audit", "regimes.amp.same_as"),
         ("fidelity.kl_fp16", 0.5, "fidelity", "fidelity.kl_fp16"),
         ("fidelity.positions", 3, "fidelity", "fidelity.positions"),
         ("signals.0.before", 1e9, "fidelity", "signals."),

@@ -290,21 +290,6 @@ def test_an_error_in_one_lane_ends_all(error: type[BaseException], folders: dict
     assert not any(hasattr(lane, "result") for lane in lanes)
 
 
-def test_an_interrupt_before_a_lane_starts_is_one(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    walk, before, start = Walk(open_checkpoint(folders["t5"])), threading.active_count(), threading.Thread.start
-    lanes = [walk.add(partial(run_batch, batch=FEW_IDS), torch.float32) for _ in range(2)]
-
-    def interrupted(thread: threading.Thread) -> None:
-        if thread is lanes[1].thread:
-            raise KeyboardInterrupt
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        walk.run()
-    assert threading.active_count() == before and threading.stack_size() == 0
-
-
 CONVERTED_TWICE = """
 import sys
 
