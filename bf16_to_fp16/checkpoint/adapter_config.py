@@ -13,8 +13,8 @@ CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 NOTE = "fp16_adapter.json"  # in a converted adapter's folder, the checkpoint that it is for; PEFT ignores the file
 
 OTHER_FORMS = (  # config keys of adapters that do something else than add B·A to a named weight
-    *("arrow_config", "kasa_config", "layer_replication", "megatron_config", "monteclora_config"),
-    *("target_parameters", "use_bdlora", "use_dora", "use_qalora", "velora_config"),
+    *("arrow_config", "ensure_weight_tying", "kasa_config", "layer_replication", "megatron_config"),
+    *("monteclora_config", "target_parameters", "use_bdlora", "use_dora", "use_qalora", "velora_config"),
 )
 
 

@@ -58,7 +58,6 @@ def convert_adapter(
     checkpoint, report = open_checkpoint(base), read_written(base)
     origin, run = report.source, report.finetune
     layout, plan = resolve(checkpoint), whole_plan(report.of_plan, run)
-    check_tying(adapter, config, plan)
     gain = head_gain(layout, plan, checkpoint.config, origin)
     applied, gain = (inverse(plan), 1 / gain) if back else (plan, gain)
     on = (origin.path or str(base)) if back else str(base)
@@ -100,14 +99,6 @@ def rescale_adapter(
         note = {"for": "original" if back else "converted", "base": config["base_model_name_or_path"]}
         write_json(work / NOTE, note | {"output": {"files": records(work, {NOTE})}})
     return rescaled
-
-
-def check_tying(adapter: Path, config: Mapping[str, Any], plan: Plan) -> None:
-    if plan.untied_head and config.get("ensure_weight_tying"):
-        raise UserError(
-            f"{adapter / CONFIG}: ensure_weight_tying, and the conversion separated the head from the embedding; merge"
-            " the adapter into the original and convert that"
-        )
 
 
 def head_gain(layout: Layout, plan: Plan, config: Mapping[str, Any], origin: Source) -> float:

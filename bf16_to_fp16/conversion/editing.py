@@ -147,8 +147,7 @@ class Trial:
         names, costs = list(chosen)[::-1], dict[str, Cost]()
         for some in (names[start : start + TOGETHER] for start in range(0, len(names), TOGETHER)):
             trials = [{name: chosen[name]} for name in some]
-            of = "" if len(some) == len(names) else f" of {len(names)}"
-            costs |= zip(some, self.costs(trials, f"{counted(len(some), 'edit')}{of}", len(names)), strict=True)
+            costs |= zip(some, self.costs(trials, counted(len(some), "edit"), len(names)), strict=True)
             if most < math.inf and not sum(cost.share for cost in costs.values()) <= most:
                 return None
         return {name: costs[name] for name in chosen}

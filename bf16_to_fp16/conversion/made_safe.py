@@ -28,7 +28,7 @@ from ..rescaling.apply import apply
 from ..rescaling.follow import check_whole, exponents_by_parameter, follow
 from ..rescaling.plan import OfChannels, Plan, inverse
 from ..targets import WHERE
-from .adapter import check_tying, rescale_adapter
+from .adapter import rescale_adapter
 
 EMBEDDINGS = "inputs_embeds"
 MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
@@ -181,7 +181,6 @@ class MadeSafe:
             saved = Path(folder) / ("" if adapters == ["default"] else adapters[0])  # as PEFT places it
             model.save_pretrained(folder)
             config = adapter_config(saved) | {"base_model_name_or_path": self.original}
-            check_tying(saved, config, self.plan)
             gain = 1 / self.head_gain
             rescale_adapter(saved, out, self.layout, inverse(self.plan), gain, config, back=True, force=force)
         return out

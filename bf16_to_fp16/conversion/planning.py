@@ -200,10 +200,8 @@ class Search:
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
         """Bound the source with only its streams rescaled, by ``exponents``, in arithmetic without subnormals."""
         opened, target = self.opened, self.options.target
-        again = "" if all(e == -RESIDUAL_RANGE for e in exponents.values()) else f", with {stream_powers(exponents)}"
         name = "source" if opened.edits is None else "edited source"
-        head = "" if layout.tied == opened.layout.tied else " with its head apart"
-        with self.progress.step(f"Bounding every site of the {name}{head} {WHERE[target]}{again}") as advance:
+        with self.progress.step(f"Bounding every site of the {name} {WHERE[target]}") as advance:
             arithmetic, weights = Arithmetic(self.options.max_length, planned=exponents), opened.weights(layout)
             certificate = bound(layout, weights, arithmetic, target=target, spectra=opened.spectra, advance=advance)
         unmoved = {site.name for site in certificate.sites if not site.holds and not traits(site.kind).movable}
@@ -232,26 +230,24 @@ class Search:
         Bounding and planning repeat with larger exponents, until no stream's new exponent exceeds the assumed one."""
         start = self.start if layout.family.centred_norm else {}
         exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
-        planned, bounds = self.planned_within(layout, exponents, "")
+        planned, bounds = self.planned_within(layout, exponents)
         while layout.family.centred_norm:
             chosen = stream_exponents(layout, planned.plan)
             if all(chosen[stream] <= exponents[stream] for stream in chosen):
                 break
             exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-            planned, bounds = self.planned_within(layout, exponents, f", with {stream_powers(exponents)} at most")
+            planned, bounds = self.planned_within(layout, exponents)
         if self.observed is not None and planned.plan.gain_correction:
             # A correction takes out the mean over all tokens, and outputs may depend on few.
             planned = min((uncorrected(planned), planned), key=lambda each: self.drift(layout, each.plan).kl_fp16)
         return planned, bounds
 
-    def planned_within(self, layout: Layout, exponents: Mapping[str, int], again: str) -> tuple[Planned, SourceBounds]:
+    def planned_within(self, layout: Layout, exponents: Mapping[str, int]) -> tuple[Planned, SourceBounds]:
         """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it if
         a run shows that a fixed eps then changes outputs little. A proven stream gets no margin if gains rounded by it
-        would cost more than bf16. again: the end of the progress line."""
+        would cost more than bf16."""
         options, bounds = self.options, self.bounds(layout, exponents)
-        head = ", with a head apart from the embedding" if layout.tied is False and self.opened.layout.tied else ""
-        place = f" for use {WHERE[options.target]}" if options.target in WHERE else ""
-        with self.progress.step(f"Planning the exponents{place}{head}{again}") as advance:
+        with self.progress.step(f"Planning the exponents for use {WHERE[options.target]}") as advance:
             planned = self.planned(layout, bounds.ranges, advance=advance)
         fallbacks = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams}
         held = {stream: exponent for stream, exponent in fallbacks.items() if exponent is not None}
@@ -291,8 +287,7 @@ class Search:
     def drift(self, layout: Layout, plan: Plan) -> Fidelity:
         assert self.observed is not None
         opened, reference = self.opened, self.observed.reference
-        tried = stream_powers(stream_exponents(layout, plan)) + (" and corrected gains" if plan.gain_correction else "")
-        with self.progress.step(f"Trying how far the function drifts with {tried}") as advance:
+        with self.progress.step("Trying how far the function drifts") as advance:
             whole = plan if opened.edits is None else with_edits(plan, opened.edits)
             drifted = drifted_outputs(opened.checkpoint, layout, whole, opened.inputs, advance)
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
@@ -333,11 +328,6 @@ def edited_search(search: Search, edits: Edits, exponents: Mapping[str, int]) ->
 
 def stream_exponents(layout: Layout, plan: Plan) -> dict[str, int]:
     return {stream: plan.stream_exponent(stream) for stream in layout.streams}
-
-
-def stream_powers(exponents: Mapping[str, int]) -> str:
-    streams = "the stream" if len(exponents) == 1 else "the streams"
-    return f"{streams} at {' and '.join(f'2^{e}' for e in exponents.values())}"
 
 
 def uncorrected(planned: Planned) -> Planned:
