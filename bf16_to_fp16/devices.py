@@ -171,7 +171,7 @@ class Device:
 
         on_cpu, place = torch.device("cpu"), self.asked
         if not self.used:
-            self.progress.say(f"Device: {self.name}", once=True)
+            self.progress.say(f"Device: {self.name}")
         if self.used.get(part, [""])[-1] == shown(on_cpu):
             place = on_cpu
         elif wide and self.asked.type == "mps":

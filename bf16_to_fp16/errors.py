@@ -12,10 +12,7 @@ LONGEST_SHOWN = 120  # characters of a wrong value that an error message repeats
 
 
 def shortened(value: object) -> str:
-    try:
-        text = str(value)
-    except ValueError:  # an integer of more digits than Python writes
-        return "a number of thousands of digits"
+    text = str(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
 
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 from rich.segment import Segment
-from rich.text import Text
 
 HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's control and format characters, line separators, surrogates
 
@@ -46,12 +45,8 @@ class Progress:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)
-        self.said: set[str] = set()
 
-    def say(self, text: str, *, once: bool = False) -> None:
-        if once and text in self.said:
-            return
-        self.said.add(text)
+    def say(self, text: str) -> None:
         self.console.print(text, soft_wrap=True, markup=False)
 
     @contextmanager
@@ -61,7 +56,12 @@ class Progress:
             self.say(text)
             yield lambda done, total: None
             return
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), _Count(), TimeRemainingColumn())
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
         with ProgressBar(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task(text, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -71,8 +71,3 @@ class Progress:
 def progress_of(progress: Progress | bool | None) -> Progress:
     """Return the given Progress, a printing one for True, or a silent one for False and None."""
     return progress if isinstance(progress, Progress) else Progress(quiet=not progress)
-
-
-class _Count(MofNCompleteColumn):
-    def render(self, task: Task) -> Text:
-        return Text() if task.total is None else super().render(task)

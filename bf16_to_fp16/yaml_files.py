@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from .errors import UserError, shortened
+from .errors import UserError, first_line, shortened
 
 
 def read_yaml(path: Path) -> Any:
@@ -17,8 +17,6 @@ def read_yaml(path: Path) -> Any:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the recipe as UTF-8") from error
-    except IsADirectoryError as error:
-        raise UserError(f"{path} is a folder; give the recipe's YAML file") from error
     except OSError as error:
         raise UserError(f"{shortened(path)}: {error.strerror}; give the recipe's YAML file") from error
     return parse_yaml(text, str(path))
@@ -61,11 +59,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 def parse_yaml(text: str, name: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or first_line(error)
         where = f" at line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{name}: not YAML{where} ({error.problem or error.context}); mend that line") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{name}: not YAML ({str(error).splitlines()[0]}); write the file as plain text") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not YAML ({type(error).__name__}); write `key: value` lines") from error
+        raise UserError(f"{name}: not YAML{where} ({problem}); write `key: value` lines") from error

@@ -44,7 +44,7 @@ class Said(Progress):
         super().__init__(quiet=True)
         self.lines: list[str] = []
 
-    def say(self, text: str, *, once: bool = False) -> None:
+    def say(self, text: str) -> None:
         self.lines.append(text)
 
 

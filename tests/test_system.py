@@ -1,7 +1,6 @@
 """What differs between operating systems; progress on a terminal alone; and silence when called from Python."""
 
 import ast
-import io
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from bf16_to_fp16.checkpoint import folder as folders
 from bf16_to_fp16.checkpoint.staging import check_out
 from bf16_to_fp16.finetuning import run as finetuning
 from bf16_to_fp16.finetuning.recipe import Recipe
-from bf16_to_fp16.progress import Progress, VisibleConsole, progress_of
+from bf16_to_fp16.progress import Progress, progress_of
 from bf16_to_fp16.quiet import quiet
 
 
@@ -118,14 +117,6 @@ def test_a_library_call_shows_its_progress_where_it_is_asked_to(capsys: pytest.C
             pass
         printed = capsys.readouterr()
         assert (printed.out, printed.err) == ("", said)
-
-
-def test_what_is_to_be_said_once_is_not_said_again() -> None:
-    screen, file = Progress(), io.StringIO()
-    screen.console = VisibleConsole(file=file, width=100)
-    for text in ("Device: cpu", "Device: cpu", "Device: cuda"):
-        screen.say(text, once=True)
-    assert file.getvalue() == "Device: cpu\nDevice: cuda\n"
 
 
 CALLS = """

@@ -41,12 +41,12 @@ class MadeSafe:
 
     plan: the powers of two, all 0 if nothing had to be done. certified: whether no input can overflow the present
     weights, rounded to fp16; training changes them. headroom_bits: log2(limit / bound) at ``tightest``, the site with
-    the least. eps: of the norms before. again: the model had been made safe before, and nothing was done. converted:
-    the name of the converted folder that the model was loaded from; plan then includes that folder's. originals: by
-    name, the former values of key biases and position-bias tables that were centred; tables: the centred tables.
-    outputs: by name of an output of the class, log2 of the factor that rescaling put on it, for all channels or for
-    each; logits keep their values. inputs: log2 of the factor for ``inputs_embeds``. passed: an observed signal over
-    65504 that no exponent can lower, or "". layout, head_gain, original: used by ``adapter``."""
+    the least. eps: of the norms before. converted: the name of the converted folder that the model was loaded from;
+    plan then includes that folder's. originals: by name, the former values of key biases and position-bias tables that
+    were centred; tables: the centred tables. outputs: by name of an output of the class, log2 of the factor that
+    rescaling put on it, for all channels or for each; logits keep their values. inputs: log2 of the factor for
+    ``inputs_embeds``. passed: an observed signal over 65504 that no exponent can lower, or "". layout, head_gain,
+    original: used by ``adapter``."""
 
     plan: Plan
     target: str
@@ -54,7 +54,6 @@ class MadeSafe:
     headroom_bits: float
     tightest: str
     eps: float
-    again: bool = False
     converted: str = ""
     originals: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     tables: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
@@ -75,9 +74,7 @@ class MadeSafe:
     def __str__(self) -> str:
         exponents = self.plan.residual_exponents
         streams, signals = " and ".join(f"2^{r}" for r in exponents), len(self.plan.exponents) - len(exponents) + 1
-        if self.again:
-            done = "made safe before; nothing was done"
-        elif self.converted:
+        if self.converted:
             done = (
                 f"loaded from the converted folder {self.converted}; its stream is now {streams} times the original's"
             )

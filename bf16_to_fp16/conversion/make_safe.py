@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from torch import nn
 
 from ..bounds.arithmetic import MAX_LENGTH, Arithmetic, full_precision
@@ -68,9 +65,8 @@ def make_fp16_safe(
     check_asked(target, margin_bits)
     check_plain(model, "call make_fp16_safe before get_peft_model")
     check_known(model)
-    mark = model.__dict__.get(MARK)
-    if mark is not None:
-        return replace(mark, again=True)
+    if MARK in model.__dict__:
+        return model.__dict__[MARK]
     with on_the_cpu(model):
         source, layout = opened(model)
         arithmetic, spectra = Arithmetic(max_length), Spectra(source_weights(source, layout))
@@ -133,10 +129,6 @@ def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) ->
     if mark is None:
         return {"plan": moved, "originals": originals, "eps": layout.eps, "original": name}
     report = Path(name) / REPORT
-    if not report.is_file():
-        with suppress(HFValidationError):  # raised for a path
-            cached = try_to_load_from_cache(name, REPORT)
-            report = Path(cached) if isinstance(cached, str) else report
     if not report.is_file() or mark_of(read_plan(report.parent).of_plan) != mark:
         raise UserError(
             f"{name} is a converted model, and its {REPORT} is not beside it, so nobody knows its scale; load it from"

@@ -135,7 +135,7 @@ def test_a_file_that_is_no_recipe_is_one_line(tmp_path: Path, text: str | bytes,
 
 def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "none.yaml")
-    assert "is a folder; give the recipe's YAML file" in refusal(tmp_path)
+    assert "Is a directory; give the recipe's YAML file" in refusal(tmp_path)
     assert "write it first: bf16-to-fp16 recipe demo > demo.yaml" in refusal(tmp_path / "demo")
 
 
