@@ -17,7 +17,7 @@ from ..checkpoint.sources import written_folder
 from ..checkpoint.staging import check_out, staged
 from ..checkpoint.writer import Written, write_fp16
 from ..errors import UserError
-from ..families.configs import default_of, looked_up, positive, with_value, without_value
+from ..families.configs import config_value, positive, with_value, without_value
 from ..families.layout import Layout
 from ..families.other_class import names_under
 from ..families.resolve import resolve
@@ -154,7 +154,7 @@ def write_beside(checkpoint: Checkpoint, report: Report, work: Path) -> None:
     if start is not None and not start.eps_held:
         family = resolve(checkpoint).family
         for key in family.eps_keys:
-            eps = positive(key, looked_up(config, key, default_of(family, key)), "a small positive number")
+            eps = positive(key, config_value(family, config, key), "a small positive number")
             config = with_value(config, key, eps * 4.0**-start.residual_exponent)
     write_json(work / "config.json", config)
     carry_over(checkpoint.folder, work, back=True)

@@ -19,7 +19,7 @@ from ..checkpoint.sources import local_source, own_name
 from ..devices import Device
 from ..environment import SCHEMA, installed
 from ..errors import UserError
-from ..families.configs import default_of, looked_up
+from ..families.configs import config_value, looked_up, without_value
 from ..families.from_config import DTYPE_KEYS
 from ..families.known import padding_entry
 from ..families.layout import Layout
@@ -204,7 +204,11 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
         yield "config.json", "the plan separates the head, and the checkpoint has it tied"
     for key in layout.family.eps_keys[:1]:
         change = report.source.config_changes.get(key)
-        before = layout.eps if change is None else change.get("before", default_of(layout.family, key))
+        before = (
+            layout.eps
+            if change is None
+            else change.get("before", config_value(layout.family, without_value(config, key), key))
+        )
         if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
             yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
     if report.outputs and report.finetune is None:

@@ -1,66 +1,63 @@
-"""Read values of a family's config keys, or the stock class's defaults."""
+"""Read a config.json as its stock class does: with defaults, and with nulls and aliases resolved."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from ..checkpoint.sources import shown
 from ..errors import UserError
 from .types import INNER, Family
 
-_NOWHERE = object()
-
-FOLLOWING = {
-    "id2label": "num_labels",
-    "num_decoder_layers": "num_layers",
-    "num_global_key_value_heads": "num_key_value_heads",
-    "num_key_value_heads": "num_attention_heads",
-}
-"""Config keys that take the value of another one where they are null, or where the stock class has no default."""
-
 BOTH_WAYS = (True, "all")  # values of ``use_bidirectional_attention`` with which text is seen from both sides
 
-OTHERWISE: Mapping[str, object] = {"num_labels": 2, "classifier_dropout": 0.1, "global_head_dim": 512}
-"""Defaults of stock classes for keys that neither a config nor its class has."""
+LABEL_DROPOUT = 0.1  # of stock classifiers whose config has none
+
+OF_WHOLE = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+"""Sizes of Gemma 4's full attention, with the keys that ``per_layer_config`` has for them."""
 
 
-@cache
-def stock_defaults(model_type: str) -> Mapping[str, object]:
-    """Return the stock config class's defaults by key; None for values that follow from other keys."""
-    from transformers import CONFIG_MAPPING, PreTrainedConfig  # slow to load
+def full_config(family: Family, config: Mapping[str, object]) -> Mapping[str, Any]:
+    """Return a config as its stock class reads it. Raises UserError for what that class refuses."""
+    return _read(family.model_type, json.dumps(dict(config), default=str))
+
+
+@lru_cache(maxsize=16)
+def _read(model_type: str, text: str) -> Mapping[str, Any]:
+    from transformers import CONFIG_MAPPING  # slow to load
 
     if model_type not in CONFIG_MAPPING:
         raise UserError(
             f"config.json: model_type {model_type!r} needs a newer transformers; pip install -U transformers"
         )
-
-    def values(config: Any) -> dict[str, object]:
-        own = {key: None if follows(config, key) else value for key, value in config.to_dict().items()}
-        inside = {key: values(value) for key, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
-        return own | inside
-
-    def follows(config: Any, key: str) -> bool:
-        return key in (*FOLLOWING, "head_dim", "layer_types") and getattr(type(config), key, None) is None
-
-    return values(CONFIG_MAPPING[model_type]())
+    config = json.loads(text)
+    try:
+        values = stock_values(CONFIG_MAPPING[model_type].from_dict(config))
+    except Exception as error:  # each class raises its own kind
+        reason = " ".join(str(error).split())
+        raise UserError(f"config.json: {reason}; take it from the original checkpoint") from error
+    # An older config with images may have the text model's keys outside.
+    return values if isinstance(config.get(INNER), dict) else {**values.get(INNER, {}), **values}
 
 
-def default_of(family: Family, key: str) -> object:
-    """Return the stock config class's default for ``key``, at the top level or inside ``text_config``."""
-    last, stock = key.rpartition(".")[2], stock_defaults(family.model_type)
-    places = (key, f"{INNER}.{key}", family.aliases.get(key, key))
-    values = (looked_up(stock, place) for place in places)
-    return next((value for value in values if value is not None), OTHERWISE.get(last))
+def stock_values(config: Any) -> dict[str, Any]:
+    from transformers import PreTrainedConfig
 
-
-def of_other_layers(config: Mapping[str, object], before: str, name: str) -> object:
-    """Return the value of ``name``, without its "global_", in ``per_layer_config``. before: the prefix of that key."""
-    layers, plain = looked_up(config, f"{before}per_layer_config"), name.replace("global_", "")
-    own = layers.values() if isinstance(layers, Mapping) else ()
-    return next((each[plain] for each in own if isinstance(each, Mapping) and plain in each), None)
+    values = config.to_dict()
+    values |= {key: stock_values(each) for key, each in vars(config).items() if isinstance(each, PreTrainedConfig)}
+    for alias in type(config).attribute_map:
+        values.setdefault(alias, getattr(config, alias))
+    if values.get("head_dim") is None and (heads := values.get("num_attention_heads")):
+        values["head_dim"] = values["hidden_size"] // heads
+    if values.get("classifier_dropout") is None:
+        values["classifier_dropout"] = LABEL_DROPOUT
+    if layers := values.get("per_layer_config"):
+        own = {key: each for layer in layers.values() for key, each in layer.items()}
+        values |= {name: own.get(key, values[key]) for name, key in OF_WHOLE.items()}
+    return values
 
 
 def looked_up(config: Mapping[str, object], key: str, default: object = None) -> object:
@@ -101,39 +98,8 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[s
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
-    """Return the config's value for ``key``, or the stock class's default; None if a null turns a part off."""
-    value = value_or_none(family, config, key)
-    if value is None and key not in family.nullable:
-        raise UserError(
-            f"config.json has no {key!r}, which is needed for {family.title}; take it from the original checkpoint"
-        )
-    return value
-
-
-def value_or_none(family: Family, config: Mapping[str, object], key: str) -> object:
-    value = looked_up(config, key)
-    if value is None and (other := family.aliases.get(key)):
-        value = looked_up(config, other)
-    is_null = looked_up(config, key, _NOWHERE) is None
-    if value is not None or (is_null and key in family.nullable):
-        return value
-    last = key.rpartition(".")[2]
-    before = key.removesuffix(last)
-    value = of_other_layers(config, before, last) if "global_" in last else None
-    value = default_of(family, key) if value is None else value
-    if is_null and type(value) is int:  # no stock class takes null for a number
-        value = None
-    if value is None and last in FOLLOWING:
-        return value_or_none(family, config, before + FOLLOWING[last])
-    if value is None and last == "head_dim":
-        width, heads = (f"{before}{name}" for name in ("hidden_size", "num_attention_heads"))
-        return number_of(family, config, width, "a size") // number_of(family, config, heads, "a size")
-    return value
-
-
-def full_config(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    values = {key: value_or_none(family, config, key) for key in family.config_keys}
-    return values | {key: value for key, value in config.items() if value is not None}
+    """Return the value that stock code takes for a config key."""
+    return looked_up(full_config(family, config), key)
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:

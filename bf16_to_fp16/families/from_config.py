@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checkpoint.sources import shown
 from ..errors import UserError
-from .configs import axis_size, config_value, default_of, full_config, looked_up, whole_number
+from .configs import axis_size, config_value, full_config, looked_up, whole_number
 from .known import class_of, placed_family
 from .layout import Layout
 from .types import Family, Part, Stack
@@ -17,16 +17,6 @@ from .wiring import Attention, Experts, Head
 EARLY = 8  # where tensors are unknown, layers of each stack with records; all kinds of layer are among them
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # keys for a word or, as stock code saves some models, a table by part
-
-COMMON: Mapping[str, object] = {  # config keys with one type of value in all families, each with an example
-    **dict.fromkeys(("is_encoder_decoder", "scale_decoder_outputs", "tie_word_embeddings", "use_cache"), True),
-    **dict.fromkeys(DTYPE_KEYS, "bfloat16"),
-    "initializer_factor": 1.0,
-    "initializer_range": 0.02,
-    "id2label": {"0": "LABEL_0"},
-}
-
-KINDS = {bool: "true or false", float: "a number", str: "a word", dict: "a table"}  # words for a value's type
 
 IDS = ("decoder_start_token_id", "pad_token_id")
 
@@ -48,7 +38,7 @@ def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[
     for key, (only, why) in family.alone.items():
         if (value := config_value(family, config, key)) != only:
             raise UserError(f"config.json: {key!r} is {value!r}, and {why}")
-    check_kinds(family, config)
+    check_flags(family, config)
     parts = [family.encoder_ends, *blocks(family.encoder, family, config, tensors)]
     if stock.decodes:
         assert family.decoder is not None and family.decoder_ends is not None
@@ -80,28 +70,12 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
     return [part for i in range(min(count, EARLY if tensors is None else count)) for part in stack.block(full, i)]
 
 
-def check_kinds(family: Family, config: Mapping[str, object]) -> None:
-    """Raise UserError for config values of a wrong type, a dropout outside [0, 1), or ``tie_encoder_decoder``."""
-    for key, example in {**{key: default_of(family, key) for key in family.config_keys}, **COMMON}.items():
-        value = looked_up(config, key)
-        what, number = KINDS.get(type(example)), isinstance(example, float)
-        kinds = (int, float) if number else (str, dict) if key in DTYPE_KEYS else type(example)
-        fits = isinstance(value, kinds) and not (number and isinstance(value, bool))
-        if value is not None and what is not None and not fits:
-            such = "" if isinstance(example, bool) else f" such as {example!r}"
-            raise UserError(
-                f"config.json: {key!r} is {shown(value)}, not {what}{such}; take it from the original checkpoint"
-            )
-    ends = config.get("eos_token_id")
-    tokens = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    if not all(type(token) is int for token in tokens):  # a negative one ends no text, as stock code allows
-        raise UserError(
-            f"config.json: 'eos_token_id' is {shown(ends)}, not an id or some; take it from the original checkpoint"
-        )
+def check_flags(family: Family, config: Mapping[str, object]) -> None:
+    """Raise UserError for an output scale of null, a dropout outside [0, 1), or ``tie_encoder_decoder``."""
     if (key := family.output_scale_key) in config and config[key] is None:
         raise UserError(f"config.json: {key!r} is null, which stock code takes for false; write false")
     for key in sorted({*family.dropout.values()}):
-        rate = looked_up(config, key)
+        rate = config_value(family, config, key)
         if isinstance(rate, (int, float)) and not 0 <= rate < 1:
             raise UserError(f"config.json: {key!r} is {rate}, not a dropout rate; give a number from 0 to under 1")
     if config.get(key := "tie_encoder_decoder"):

@@ -52,14 +52,13 @@ GEMMA3 = replace(
     title="Gemma 3 (text), EmbeddingGemma",
     config_type="gemma3_text",
     classes=llama.classes("Gemma3", STYLE, bare="TextModel", labels=(f"Text{llama.OF_ROWS}",)),
-    keys=("hidden_activation", "query_pre_attn_scalar"),
+    keys=("hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", CAP),
     encoder=llama.layers(block),
     encoder_ends=ends(StackEnds("", "embed_tokens", "norm", scaled_by="module"), table("embed_tokens.weight")),
     encoder_output=states("norm", STYLE),
     **llama.heads(STYLE, cap=CAP),
     norm_site="to#2",
     norm_rounds_once=True,
-    nullable=("attn_logit_softcapping", "final_logit_softcapping"),
     alone=WITHOUT_BIASES
     | {"attn_logit_softcapping": (None, "stock code reads this cap on scores and does not apply it")},
     older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_local_base_freq", "")},
@@ -148,6 +147,5 @@ GEMMA = replace(
     keys=("hidden_act",),
     encoder=llama.layers(plain_block),
     **llama.heads(STYLE),
-    nullable=(),
     older_notes={},
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from . import gemma, llama
 from .nested import keys_inside
@@ -19,10 +20,9 @@ from .types import Part
 from .wiring import ImageInput, Projector
 
 
-def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+def block(config: Mapping[str, Any], i: int) -> Sequence[Part]:
     llama.check_window(config)
-    at, is_last = f"layers.{i}", i + 1 == llama.number(config, "num_hidden_layers")
-    whole = llama.kind_of_layer(config, i, 6) == llama.FULL or is_last  # the last layer sees every position
+    at, whole = f"layers.{i}", config["layer_types"][i] == llama.FULL
     equal = whole and bool(config["attention_k_eq_v"])
     style, kv_heads = PLAIN, "num_global_key_value_heads" if equal else "num_key_value_heads"
     if whole:
@@ -64,11 +64,10 @@ GEMMA4 = replace(
         "global_head": ("global_head_dim",),
         "one": (1,),
     },
-    keys=("hidden_activation", "attention_k_eq_v"),
+    keys=("hidden_activation", "attention_k_eq_v", "final_logit_softcapping", "layer_types"),
     encoder=llama.layers(block),
     encoder_output=states("norm"),
     **llama.heads(cap=gemma.CAP),
-    nullable=("final_logit_softcapping", "layer_types"),
     alone=gemma.WITHOUT_BIASES
     | {
         "hidden_size_per_layer_input": (0, "per-layer inputs, as in E2B and E4B, have no bound here; run it in bf16"),

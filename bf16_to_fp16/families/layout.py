@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..checkpoint.headers import TensorInfo
 from ..errors import UserError
-from .configs import config_value, default_of, looked_up, number_of, positive
+from .configs import config_value, number_of, positive
 from .signals import Axis, Kind, ObservationPoint, carried_by
 from .types import Family, MultiplierKind, StockClass
 from .wiring import Attention, Experts, FeedForward, Head, Projector, StackEnds, Sublayer, Topology, feed_forwards_of
@@ -259,7 +259,7 @@ class Layout:
 
     @property
     def eps(self) -> float:
-        values = {key: looked_up(self.config, key, default_of(self.family, key)) for key in self.family.eps_keys}
+        values = {key: config_value(self.family, self.config, key) for key in self.family.eps_keys}
         eps = {positive(key, value, "a small positive number such as 1e-06") for key, value in values.items()}
         if len(eps) > 1:
             raise UserError(

@@ -12,11 +12,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, first_line
 from . import parts
-from .configs import BOTH_WAYS, is_nested, kind_of, looked_up, positive, whole_number
+from .configs import BOTH_WAYS, is_nested, kind_of, looked_up, whole_number
 from .signals import Spread, Tensor
 from .types import Family, Part, Stack, StockClass, StoredExperts
 from .wiring import Attention, Experts, FeedForward, Head, Rotary, StackEnds, StockAttributes
@@ -44,25 +45,13 @@ def check_window(config: Mapping[str, object], key: str = "sliding_window") -> N
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def kind_of_layer(config: Mapping[str, object], i: int, every: object) -> object:
-    """Return the kind of attention in layer ``i``. Default: every ``every``-th is ``FULL``, the others ``SLIDING``."""
-    kinds = config["layer_types"]
-    if kinds is None and isinstance(every, int):
-        return FULL if every > 0 and (i + 1) % every == 0 else SLIDING
-    if not isinstance(kinds, Sequence) or isinstance(kinds, str) or len(kinds) <= i:
-        raise UserError(f"config.json: 'layer_types' has no entry for layer {i}; take it from the original checkpoint")
-    return kinds[i]
-
-
 def number(config: Mapping[str, object], key: str) -> int:
     return whole_number(key, config[key], "a number")
 
 
-def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
-    """Return which query heads share each value head, as a ``Spread``. within: the prefix of config keys."""
-    heads, kv_heads, size = (
-        number(config, f"{within}{key}") for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+def shared_values(config: Mapping[str, object]) -> Spread:
+    """Return which query heads share each value head, as a ``Spread``."""
+    heads, kv_heads, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % kv_heads or size % 2:
         raise UserError(
             f"config.json: num_attention_heads is {heads}, which has to be a multiple of num_key_value_heads,"
@@ -72,49 +61,36 @@ def shared_values(config: Mapping[str, object], within: str = "") -> Spread:
     return kv_heads, heads // kv_heads, size
 
 
-ROTATIONS = ("default", "linear", "dynamic", "llama3", "proportional", "mrope")
-"""Kinds of rotary positions that multiply cosines and sines by no further factor."""
-
-
-def rotary_factor(config: Mapping[str, object]) -> float:
+def rotary_factor(config: Mapping[str, Any]) -> float:
     """Return the largest factor on cosines and sines in any layer, at least 1; raise UserError for an unknown kind."""
-    factors = [1.0]
-    for key in ("rope_parameters", "rope_scaling"):
-        rotation = config.get(key)
-        if isinstance(rotation, Mapping):
-            by_layer = rotation.values() if is_nested(rotation) else [rotation]
-            factors += [stated_factor(config, key, each) for each in by_layer if isinstance(each, Mapping)]
-    return max(factors)
+    rotation = config.get("rope_parameters") or {}
+    by_layer = rotation.values() if is_nested(rotation) else [rotation]
+    return max(1.0, *(factor_of(config, each) for each in by_layer if isinstance(each, Mapping)))
 
 
-def stated_factor(config: Mapping[str, object], key: str, rotation: Mapping[str, object]) -> float:
-    """Return the factor on cosines and sines that transformers' ``modeling_rope_utils`` uses for one ``rotation``."""
-    kind, given = kind_of(rotation), rotation.get("attention_factor")
-    if kind in ROTATIONS:
+def factor_of(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> float:
+    """Return transformers' factor on cosines and sines for one ``rotation``."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow to load
+
+    kind, factor = kind_of(rotation), rotation.get("attention_factor")
+    if kind in ("default", "mrope"):
         return 1.0
-    if given is not None or kind not in ("yarn", "longrope"):
-        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given < math.inf:
+    if kind in ROPE_INIT_FUNCTIONS:
+        shape = SimpleNamespace(**{**config, "rope_parameters": rotation}, standardize_rope_params=lambda: None)
+        try:
+            _, factor = ROPE_INIT_FUNCTIONS[kind](shape, "cpu")
+        except Exception as error:  # of whatever the numbers lead to
             raise UserError(
-                f"config.json: {key!r} is of the kind {kind!r} with an attention_factor of {given!r}, and its"
-                f" factor on queries and keys is unknown; known are {', '.join(ROTATIONS)}, yarn, longrope, and"
-                " others with a positive attention_factor"
-            )
-        return float(given)
-
-    def size(name: str, otherwise: object) -> float:
-        return positive(f"{key}.{name}", rotation.get(name) or config.get(name) or otherwise, "a positive number")
-
-    original = float(size("original_max_position_embeddings", config.get("max_position_embeddings")))
-    factor = rotation.get("factor")
-    factor = size("max_position_embeddings", None) / original if factor is None else size("factor", None)
-    if kind == "longrope":
-        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-
-    def scale(times: object = 1) -> float:
-        return 1.0 if factor <= 1 else 0.1 * float(str(times)) * math.log(factor) + 1.0
-
-    over, under = rotation.get("mscale"), rotation.get("mscale_all_dim")
-    return scale(over) / scale(under) if over and under else scale()
+                f"config.json: stock code cannot compute rotary positions of the kind {kind!r} ({first_line(error)});"
+                " take 'rope_parameters' from the original checkpoint"
+            ) from error
+    if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        raise UserError(
+            f"config.json: 'rope_parameters' is of the kind {kind!r} with an attention_factor of {factor!r}, and its"
+            f" factor on queries and keys is unknown; known are default, mrope, {', '.join(ROPE_INIT_FUNCTIONS)}, and"
+            " others with a positive attention_factor"
+        )
+    return float(factor)
 
 
 def wired_attention(config: Mapping[str, object], at: str, **own: Any) -> Attention:
@@ -344,13 +320,10 @@ SEED_OSS = replace(
 )
 
 
-def every_fourth_unturned(config: Mapping[str, object], i: int) -> Sequence[Part]:
+def every_fourth_unturned(config: Mapping[str, Any], i: int) -> Sequence[Part]:
     """Return the parts of SmolLM3's layer ``i``; by default every fourth has an attention without positions."""
-    turns = config.get("no_rope_layers") or [(n + 1) % number(config, "no_rope_layer_interval") for n in range(i + 1)]
-    if not isinstance(turns, Sequence) or len(turns) <= i:
-        raise UserError("config.json: 'no_rope_layers' has too few numbers; take it from the original checkpoint")
     biases = {"attention_bias": ATTENTION, "mlp_bias": FEED_FORWARD}
-    return block(config, i, biases=biases, turned=bool(turns[i]))
+    return block(config, i, biases=biases, turned=bool(config["no_rope_layers"][i]))
 
 
 SMOLLM3 = replace(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ..errors import UserError
 from . import llama
 from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
@@ -27,14 +27,12 @@ def mixtral_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
     return attending, llama.sparse(at, config, "num_local_experts", Style(), block=block, names=TWO_LINEARS, **own)
 
 
-def qwen3_moe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+def qwen3_moe_block(config: Mapping[str, Any], i: int) -> Sequence[Part]:
     llama.check_window(config)
     at, style = f"layers.{i}", Style(biased=llama.ATTENTION if config["attention_bias"] else ())
     wiring = llama.wired_attention(config, at, norms_by_position=True, **llama.head_norms(at))
-    dense, step = config["mlp_only_layers"], llama.number(config, "decoder_sparse_step")
-    if not isinstance(dense, list):
-        raise UserError(f"config.json: 'mlp_only_layers' is {dense!r}, not a list of layers; take it from the original")
-    if i in dense or step < 1 or (i + 1) % step:
+    step = llama.number(config, "decoder_sparse_step")
+    if i in config["mlp_only_layers"] or step < 1 or (i + 1) % step:
         last = feed_forward(llama.wired_feed_forward(at, config["hidden_act"]), style)
     else:
         last = llama.sparse(at, config, "num_experts", replace(style, ff="expert_ff"), normalised="norm_topk_prob")
@@ -84,7 +82,6 @@ OLMOE = replace(
     keys=("hidden_act", "attention_bias", *CHOICE),
     encoder=llama.layers(olmoe_block),
     free_keys=(*llama.LLAMA.free_keys, *ROUTER),
-    nullable=("clip_qkv",),
     alone={"clip_qkv": (None, "clipped queries, keys and values pass no factor on; its own checkpoints have none")},
     stored_experts=StoredExperts(),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 from .signals import RESIDUAL, ROOT, Axis, ObservationPoint
 from .types import INNER, Family, Part, Stack
@@ -82,10 +83,8 @@ def keys_inside(family: Family) -> Family:
         return replace(of, topology=keyed)
 
     def block(config: Mapping[str, object], i: int) -> list[Part]:
-        inner = config.get(INNER)
-        own = dict(inner) if isinstance(inner, Mapping) else {}
-        own |= {n.removeprefix(f"{INNER}."): value for n, value in config.items() if n.startswith(f"{INNER}.")}
-        return [moved(each) for each in family.encoder.block(own, i)]
+        inner: Any = config[INNER]
+        return [moved(each) for each in family.encoder.block(inner, i)]
 
     return replace(
         family,
@@ -98,7 +97,6 @@ def keys_inside(family: Family) -> Family:
         eps_key=family.eps_key and key(family.eps_key),
         dropout={kind: key(name) for kind, name in family.dropout.items()},
         free_keys=keys(family.free_keys),
-        nullable=keys(family.nullable),
         alone={key(name): of for name, of in family.alone.items()},
         tie_keys=("tie_word_embeddings", *keys(family.tie_keys)),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from . import llama
 from .parts import Style, attention, feed_forward
@@ -53,10 +54,10 @@ OLMO3 = replace(
 )
 
 
-def unturned_without_window(config: Mapping[str, object], i: int) -> Sequence[Part]:
+def unturned_without_window(config: Mapping[str, Any], i: int) -> Sequence[Part]:
     """Return the parts of layer ``i``. If some layers have a window, the others have no rotary positions."""
-    kind = llama.kind_of_layer(config, i, config.get("sliding_window_pattern", 4))
-    return block(config, i, whole=False, turned=config["sliding_window"] is None or kind == llama.SLIDING)
+    turned = config["sliding_window"] is None or config["layer_types"][i] == llama.SLIDING
+    return block(config, i, whole=False, turned=turned)
 
 
 EXAONE4 = replace(
@@ -64,8 +65,7 @@ EXAONE4 = replace(
     name="exaone4",
     title="EXAONE 4",
     classes=llama.classes("Exaone4"),
-    keys=("hidden_act",),
+    keys=("hidden_act", "layer_types", "sliding_window"),
     encoder=Stack("num_hidden_layers", unturned_without_window),
     free_keys=(*llama.LLAMA.free_keys, "layer_types", "sliding_window_pattern"),
-    nullable=("layer_types", "sliding_window"),
 )

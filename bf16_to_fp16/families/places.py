@@ -21,8 +21,7 @@ _STACK = re.compile(r"(?:^|\.)(encoder|decoder)\.")
 
 def attention_names(family: Family) -> set[str]:
     """Return the last path components of a family's attention modules, such as "SelfAttention"."""
-    first = {stack.layers: 1 for stack in family.stacks}
-    configs = [full_config(family, {**first, **variant}) for variant in ({}, *family.variants)]
+    configs = [full_config(family, variant) for variant in ({}, *family.variants)]
     every = [p.topology for stack in family.stacks for config in configs for p in stack.block(config, 0)]
     return {part.at.rpartition(".")[2] for part in every if isinstance(part, Attention)}
 

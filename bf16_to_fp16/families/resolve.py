@@ -7,9 +7,10 @@ a checkpoint or of a model in memory (``ModelTensors``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..checkpoint.formats import SAFETENSORS_NAMES
 from ..checkpoint.headers import FLOATING_DTYPES, TensorInfo
 from ..checkpoint.reader import Checkpoint
 from ..errors import UserError
-from .configs import axis_size, default_of, looked_up
+from .configs import axis_size, looked_up
 from .experts import experts_apart
 from .from_config import declared, in_folder
 from .known import class_by_tensor_names, of_model_type
@@ -50,7 +51,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     embedding = next((n for n in (family.embedding, *family.copies) if n in names), None)
     if embedding is None:
         raise UserError(
-            f"{checkpoint.source}: tensor {family.embedding} is missing{under_other_names(checkpoint, family, stock)}"
+            f"{checkpoint.source}: tensor {family.embedding} is missing{under_other_names(checkpoint, stock)}"
         )
     dropped = find_dropped(checkpoint, family, embedding, stock)
     tied = is_tied(checkpoint, family, embedding) if stock.is_language_model else None
@@ -61,7 +62,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     parts.append(stock.end or (family.tied_head if tied and not separate else family.untied_head))
     parts += family.brings(config) if family.brings is not None else ()
 
-    scale = head_scale(family, config, tied)
+    scale, size_of = head_scale(family, config, tied), cache(partial(axis_size, family, config))
     sources = {family.embedding: embedding}
     if separate:
         sources[family.head] = embedding
@@ -69,7 +70,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     for record in (t for part in parts for t in part.tensors):
         if record.name not in tensors:
             gain = scale if separate and record.name == family.head and family.untie == "scaled" else 1.0
-            resolved = resolve_tensor(checkpoint, family, record, sources.get(record.name, record.name), gain)
+            resolved = resolve_tensor(checkpoint, size_of, record, sources.get(record.name, record.name), gain)
             if resolved is not None:
                 tensors[record.name] = resolved
     says_apart = tied is None and says_untied(family, config)
@@ -96,7 +97,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
         bare,
         tied=tied if not separate else False,
         tensors=tensors,
-        signals=merge_signals(family, config, parts, tensors),
+        signals=merge_signals(size_of, parts, tensors),
         dropped=dropped,
         head_scale=1.0 if separate and family.untie == "scaled" else scale,
         topology=tuple(part.topology for part in parts if part.topology is not None),
@@ -108,22 +109,16 @@ def computed(name: str, used: Iterable[str]) -> bool:
     return not rest and any(f".{each}".startswith(f"{place}.") for each in used)
 
 
-def under_other_names(checkpoint: TensorSource, family: Family, stock: StockClass) -> str:
+def under_other_names(checkpoint: TensorSource, stock: StockClass) -> str:
     """Return the remedy in the error message for a missing embedding. If the tensors have another class's names, stock
     code can read them and save them under its own names, unless a head is missing."""
     other = class_by_tensor_names(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
     own, name = stock.names[0], other.names[0]
-    key = family.tie_keys[0]
-    tied = looked_up(checkpoint.config, key, default_of(family, key))
-    if stock.is_language_model and tied is False and family.head not in checkpoint.tensors:
-        return (
-            f', its names are those of {name}, and it has no head; write "architectures": ["{name}"] into config.json'
-        )
     return (
         f" and its names are those of {name}; load it with {own}.from_pretrained of transformers 5 and save it with"
-        f" save_pretrained, which writes those of {own}"
+        f' save_pretrained or, where there is no head, write "architectures": ["{name}"] into config.json'
     )
 
 
@@ -204,9 +199,9 @@ def same_values(checkpoint: TensorSource, one: str, other: str) -> bool:
 
 
 def resolve_tensor(
-    checkpoint: TensorSource, family: Family, record: Tensor, source: str, gain: float
+    checkpoint: TensorSource, size_of: Callable[[str], int], record: Tensor, source: str, gain: float
 ) -> ResolvedTensor | None:
-    rows, *columns = (axis_size(family, checkpoint.config, name) for name in record.shape)
+    rows, *columns = map(size_of, record.shape)
     shape = (rows + record.ahead, *columns)
     info = checkpoint.tensors.get(source)
     if info is None:
@@ -219,15 +214,9 @@ def resolve_tensor(
             return ResolvedTensor(record.name, None, shape, record.axes, record.generate)
         if record.absent:
             return None
-        # Defaults of keys that the config lacks may imply other tensors.
-        missing = [key for key in sorted(family.config_keys) if looked_up(checkpoint.config, key) is None]
-        taken, counts = {key: default_of(family, key) for key in missing}, {stack.layers for stack in family.stacks}
-        taken = {key: value for key, value in taken.items() if isinstance(value, str) or key in counts}
-        unsaid = [f"{key!r} (stock code takes {value!r})" for key, value in taken.items()]
-        says = f", with the config.json that says {' and '.join(unsaid)}" if unsaid else ""
         raise UserError(
             f"{checkpoint.source}: tensor {record.name} is missing, and stock code would fill it with random numbers;"
-            f" take the whole original checkpoint{says}"
+            " take the whole original checkpoint"
         )
     check_floating(checkpoint, source)
     if tuple(info.shape) != shape:
@@ -240,7 +229,7 @@ def resolve_tensor(
 
 
 def merge_signals(
-    family: Family, config: Mapping[str, object], parts: list[Part], tensors: Mapping[str, ResolvedTensor]
+    size_of: Callable[[str], int], parts: list[Part], tensors: Mapping[str, ResolvedTensor]
 ) -> dict[str, ResolvedSignal]:
     merged: dict[str, ResolvedSignal] = {}
     for record in (s for part in parts for s in part.signals):
@@ -248,7 +237,7 @@ def merge_signals(
         merged[record.name] = ResolvedSignal(
             record.name,
             record.kind,
-            old.size if old else channels_along(axis_size(family, config, record.size), record.spread),
+            old.size if old else channels_along(size_of(record.size), record.spread),
             old.seen + record.seen if old else record.seen,
             old.beside + record.beside if old else record.beside,
         )

@@ -23,12 +23,10 @@ def style(stack: str) -> Style:
     return replace(STYLE, memory="encoder_model", **sizes)
 
 
-def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
+def block(config: Mapping[str, Any], i: int, stack: str) -> Sequence[Part]:
     check_window(config, f"{stack}.sliding_window")
-    at = f"{stack}.layers.{i}"
-    dropout, own, share = f"{at}.dropout", style(stack), shared_values(config, f"{stack}.")
-    inner = config.get(stack)
-    inner = inner if isinstance(inner, Mapping) else {}
+    at, inner = f"{stack}.layers.{i}", config[stack]
+    dropout, own, share = f"{at}.dropout", style(stack), shared_values(inner)
     wiring = wired_attention(
         inner,
         at,
@@ -58,7 +56,7 @@ def block(config: Mapping[str, object], i: int, stack: str) -> Sequence[Part]:
         parts.append(attention(wiring, own, share))
     gated = wired_feed_forward(
         at,
-        config[f"{stack}.hidden_activation"],
+        inner["hidden_activation"],
         **gate_norms(at),
         add=f"{at}:add#{len(parts) + 1}",
         dropouts=(f"{at}.mlp.dropout", dropout),
@@ -114,7 +112,6 @@ T5GEMMA = replace(
     free_keys=(*GEMMA2.free_keys, "classifier_dropout_rate"),
     older_notes=dict.fromkeys(in_both("attn_logit_softcapping"), WITHOUT_CAP)
     | {"encoder.sliding_window": "transformers 4.57 attends otherwise in texts longer than the encoder's window"},
-    nullable=(*in_both("attn_logit_softcapping"), *in_both("final_logit_softcapping")),
     alone={f"{stack}.{key}": why for stack in STACKS for key, why in WITHOUT_BIASES.items()},
     attributes=replace(GEMMA2.attributes, embedding_scale=""),
 )

@@ -143,7 +143,6 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)  # config keys of transformers 4.57, with names in 5
     alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """Config keys with only one supported value: that value, and the message for any other."""
-    nullable: tuple[str, ...] = ()  # config keys whose null leaves a part out, and does not mean the default
     made_in_fp32: bool = False
     """Whether stock code computes buffers in fp32 that no file has, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
@@ -178,13 +177,7 @@ class Family:
     def config_keys(self) -> frozenset[str]:
         """The config keys on which the layout depends, without the norms' eps."""
         sizes = (factor for product in self.sizes.values() for factor in product if isinstance(factor, str))
-        others = (
-            *self.dropout.values(),
-            *self.multipliers.values(),
-            *self.alone,
-            *self.nullable,
-            *(self.buckets or ()),
-        )
+        others = (*self.dropout.values(), *self.multipliers.values(), *self.alone, *(self.buckets or ()))
         return frozenset({*sizes, *(stack.layers for stack in self.stacks), *others, *self.keys})
 
     @property

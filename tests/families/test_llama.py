@@ -20,8 +20,9 @@ from bf16_to_fp16.bounds.arithmetic import Arithmetic
 from bf16_to_fp16.bounds.certificate import Certificate, bound
 from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
+from bf16_to_fp16.families.configs import full_config
 from bf16_to_fp16.families.layout import Layout
-from bf16_to_fp16.families.llama import rotary_factor
+from bf16_to_fp16.families.llama import LLAMA, rotary_factor
 from bf16_to_fp16.families.mistral3 import MINISTRAL3, MISTRAL3
 from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights
 from bf16_to_fp16.families.signals import Kind
@@ -127,8 +128,8 @@ def test_the_factor_of_rotary_positions_is_stock_codes(name: str) -> None:
     stock = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).attention_scaling
     assert (stock == 1.0) == (name == "llama3")
     assert rotary_factor(config.to_dict()) == max(1.0, stock)
-    older = {"rope_scaling": config.to_dict()["rope_parameters"], "max_position_embeddings": 512}
-    assert rotary_factor(older) == max(1.0, stock)
+    older = tiny.LLAMA_SHAPE | {"rope_scaling": config.to_dict()["rope_parameters"], "max_position_embeddings": 512}
+    assert rotary_factor(full_config(LLAMA, older)) == max(1.0, stock)
 
 
 @pytest.mark.parametrize("kind", ["llama", "glm4", "qwen3", "gemma3", "gemma", "olmo2"])

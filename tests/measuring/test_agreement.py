@@ -82,20 +82,19 @@ LONG_AT_ONCE |= {"original_max_position_embeddings": 8}
 BLOCKS = """is 'block_sparse', and attention over blocks has no bound yet; write "original_full" there"""
 NAMED: dict[str, tuple[tuple[str, Any], ...]] = {
     "t5": (
-        *(("dense_act_fn", "relu2"), ("is_encoder_decoder", False), ("hidden_size", 48)),
-        *(("num_hidden_layers", 4), ("num_heads", True), ("tie_encoder_decoder", True)),
-        *(("transformers_weights", "other.safetensors"), ("fusion_config", {}), ("attribute_map", {"d_ff": "d_kv"})),
+        *(("dense_act_fn", "relu2"), ("is_encoder_decoder", False), ("tie_encoder_decoder", True)),
+        *(("transformers_weights", "other.safetensors"), ("fusion_config", {})),
         *(("text_config", {"model_type": "t5"}), ("layer_types", ["full_attention"] * 2)),
     ),
     "pegasus": (
-        *(("num_attention_heads", 1), ("hidden_size", 12), ("transformers_weights", "other.safetensors")),
+        *(("num_attention_heads", 1), ("transformers_weights", "other.safetensors")),
         *(("is_causal", None), ("sliding_window", 1)),
     ),
-    "mt5": (("num_attention_heads", 1), ("tie_encoder_decoder", 1)),
+    "mt5": (("tie_encoder_decoder", 1),),
     "switch": (("expert_capacity", 2**63),),
     **{"umt5": (("dense_act_fn", "relu"),), "gelu": (("dense_act_fn", "gelu_pytorch_tanh"),)},
     **{"gated": (("is_gated_act", False),), "t5-encoder": (("is_decoder", True),)},
-    **{"gemma3": (("sliding_window", 0),), "embeddinggemma": (("sliding_window", -1),)},
+    "gemma3": (("sliding_window", 0),),
     "gemma4": (
         *(("attention_bias", True), ("hidden_size_per_layer_input", 4), ("num_kv_shared_layers", 1)),
         *(("enable_moe_block", True), ("sliding_window", 0)),
@@ -105,14 +104,20 @@ NAMED: dict[str, tuple[tuple[str, Any], ...]] = {
 
 EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     *((kind, {key: value}, f"'{key}' is {value!r}") for kind, said in NAMED.items() for key, value in said),
-    ("t5", {"head_dim": 3, "num_attention_heads": 5}, "'head_dim' is 3"),
+    ("t5", {"head_dim": 3, "num_attention_heads": 5}, "asks for [9, 5]"),
+    ("t5", {"hidden_size": 48}, "asks for [97, 48]"),
+    ("t5", {"num_hidden_layers": 4}, "encoder.block.2.layer.0.layer_norm.weight is missing"),
+    ("t5", {"num_heads": True}, "'num_heads' expected int, got bool"),
+    ("t5", {"attribute_map": {"d_ff": "d_kv"}}, "config.json"),
+    ("mt5", {"num_attention_heads": 1}, "asks for [5, 24]"),
+    ("embeddinggemma", {"sliding_window": -1}, "'sliding_window' is -2, in which no position sees itself"),
     ("pegasus", {"decoder_attention_heads": 5}, "does not divide the 24 rows"),
     ("t5", {"layer_norm_epsilon": True}, "layer_norm_epsilon"),
     ("t5", {"relative_attention_max_distance": 4}, "'relative_attention_max_distance' are 9 and 4"),
     ("pegasus", {"tie_word_embeddings": False}, "no separate lm_head.weight"),
-    ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "_heterogeneity_spec"),
+    ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "'num_heads' is"),
     ("gemma4-images", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False"),
-    ("gemma4", {"layer_types": ["full_attention"]}, "'layer_types' has no entry for layer 1"),
+    ("gemma4", {"layer_types": ["full_attention"]}, "must be equal to the number of `layer_types` (1)"),
     ("gemma4", {"use_bidirectional_attention": "vision", "sliding_window": 0}, "'sliding_window' is 0"),
     ("t5", {"attn_implementation": "flex_attention"}, "'flex_attention'"),
     ("t5", {"return_dict": False}, UNRUN),
@@ -304,7 +309,7 @@ def test_where_a_head_would_be_filled_at_random_the_class_without_one_is_named(t
     file = source / "config.json"
     said = json.loads(file.read_text()) | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False}
     file.write_text(json.dumps(said))
-    with pytest.raises(UserError, match=r'no head; write "architectures": \["LlamaModel"\]'):
+    with pytest.raises(UserError, match=r'no head, write "architectures": \["LlamaModel"\]'):
         agreed_layout(open_checkpoint(source))
     file.write_text(json.dumps(said | {"architectures": ["LlamaModel"]}))
     assert agreed_layout(open_checkpoint(source)).stock.names[0] == "LlamaModel"
