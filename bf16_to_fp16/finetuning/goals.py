@@ -61,25 +61,16 @@ def goal(what: str, missing: float, reason: str) -> UnsafeEntry:
 
 
 def lost_quality(recipe: Recipe, run: FinetuneEntry) -> list[UnsafeEntry]:
-    wanted, lost = recipe.quality, list[UnsafeEntry]()
+    most = recipe.quality.max_kl
     _, unit, measures = distances(run)
-    if measures and (most := wanted.max_kl) is not None:
-        far = max(measures, key=lambda each: times_over(each, most))
-        if (over := times_over(far, most)) > 1:
-            allowed = f"at most {max(most, far.bf16):.3g} (quality.max_kl)"
-            reason = f"{scientific(far.value)}{unit} from the original on {far.where}, {allowed}"
-            bits_over = math.log2(over) if over < math.inf else FP16_RANGE_BITS
-            lost.append(goal("divergence from the original", bits_over, reason))
-    least = None if wanted.max_kl is None else wanted.min_agreement
-    if least is not None and (shares := [e for e in measures if e.agreement is not None]):
-        same, needed, where = min(
-            ((e.agreement or 0.0, min(least, e.bf16_agreement), e.where) for e in shares), key=lambda e: e[0] - e[1]
-        )
-        if same < needed:
-            wish = f"at least {needed:.0%} (quality.min_agreement)"
-            reason = f"the original's best choice at {same:.0%} of positions on {where}, {wish}"
-            lost.append(goal("agreement with the original", math.log2(needed / max(same, 1e-9)), reason))
-    return lost
+    if most is None or not measures:
+        return []
+    far = max(measures, key=lambda each: times_over(each, most))
+    if (over := times_over(far, most)) <= 1:
+        return []
+    allowed = f"at most {max(most, far.bf16):.3g} (quality.max_kl)"
+    reason = f"{scientific(far.value)}{unit} from the original on {far.where}, {allowed}"
+    return [goal("divergence from the original", math.log2(over) if over < math.inf else FP16_RANGE_BITS, reason)]
 
 
 def times_over(distance: Distance, most: float) -> float:

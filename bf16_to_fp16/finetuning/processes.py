@@ -241,16 +241,12 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return "bf16" if wanted == "fp16" and computes_in_bf16(accelerator.device) else "fp32", wanted
     config = accelerator.state.deepspeed_plugin.deepspeed_config
-    if any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16")):
-        raise UserError(
-            "DeepSpeed's fp16 and bf16 sections keep weights in 16 bits, and finetune needs them in fp32; put"
-            " torch_autocast with dtype float16 in their place in the JSON"
-        )
     cast = config.get("torch_autocast", {})
     dtype = str(cast.get("dtype")) if cast.get("enabled") else "float32"
-    if dtype != {"fp16": "float16"}.get(wanted, "float32"):
+    in_16_bits = any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
+    if in_16_bits or dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            f"the recipe's precision is {wanted} and DeepSpeed's configuration is for {dtype};"
-            " set the recipe's precision, or change torch_autocast in the JSON"
+            f"DeepSpeed's configuration is not for the recipe's precision, {wanted}: in the JSON, set torch_autocast"
+            " with dtype float16 for fp16 and none for fp32, and no fp16 or bf16, which keep weights in 16 bits"
         )
     return wanted, wanted

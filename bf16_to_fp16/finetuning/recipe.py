@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import json
 import pydoc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -95,13 +95,13 @@ class Optimizer(Section):
         except pydoc.ErrorDuringImport as error:
             raise ValueError(f"cannot be imported ({error.value})") from error
         if value is not None and not isinstance(located, type):
-            raise ValueError(f"is {value!r}, no class of an installed package")
+            raise ValueError("is no class of an installed package")
         return value
 
     @model_validator(mode="after")
     def _agree(self) -> Optimizer:
         if self.name is None and self.arguments:
-            raise ValueError("arguments are another optimizer's; name it")
+            raise ValueError("has arguments of another optimizer; name it")
         return self
 
 
@@ -151,9 +151,6 @@ class Quality(Section):
         "most KL to the original, nats per token (an encoder: squared error); null: no distance is judged",
         gt=0,
     )
-    min_agreement: float | None = _key(
-        0.7, "least share of tokens (or rows) with the original's best choice; null: not judged", ge=0, le=1
-    )
 
 
 class Evaluation(Section):
@@ -193,7 +190,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
         if self.penalty.certify and self.target not in CERTIFIABLE:
-            raise ValueError(f"penalty.certify is for target half, and target is {self.target}; leave one of them out")
+            raise ValueError(f"has penalty.certify, which is for target half, and target {self.target}; leave out one")
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
@@ -284,25 +281,14 @@ def _override(tree: dict[Any, Any], override: str, name: str) -> None:
 
 
 def _problem(error: Any) -> str:
-    place = [part for part in error["loc"] if isinstance(part, str)]
-    key, kind = ".".join(place) or "recipe", error["type"]
-    if kind == "extra_forbidden":
+    key = ".".join(part for part in error["loc"] if isinstance(part, str)) or "recipe"
+    if error["type"] == "extra_forbidden":
         known = (".".join(each) for each in _key_paths(Recipe))
         return f"unknown key {key}; did you mean {difflib.get_close_matches(key, known, n=1, cutoff=0)[0]}?"
-    if kind == "value_error":
-        # A message about one field begins with a verb; one about a section names its own fields.
-        message = str(error["ctx"]["error"])
-        return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if place else message
-    if kind == "missing":
-        return f"{key} is missing; add it: {_field(place).description}"
-    if kind in ("string_too_short", "string_pattern_mismatch"):
-        return f"{key} is empty; give {_field(place).description}"
-    wanted = error["msg"].removeprefix("Input should be ")
-    if kind in ("model_type", "model_attributes_type"):
-        wanted = "a section: keys on indented lines under it"
-    value = error["input"]
-    shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return f"{key} is {shortened(shown)}; it should be {wanted}"
+    if error["type"] == "missing":
+        return f"{key} is missing; add it"
+    reason = error["ctx"]["error"] if error["type"] == "value_error" else error["msg"].partition(" ")[2]
+    return f"{key} is {shortened(repr(error['input']))}: it {reason}"
 
 
 def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -310,10 +296,3 @@ def _key_paths(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[
         yield (*above, name)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _key_paths(field.annotation, (*above, name))
-
-
-def _field(place: Sequence[str]) -> Any:
-    model: Any = Recipe
-    for part in place[:-1]:
-        model = model.model_fields[part].annotation
-    return model.model_fields[place[-1]]

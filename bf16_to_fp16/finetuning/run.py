@@ -38,13 +38,13 @@ from ..results import AttackEntry
 from ..system import available_memory
 from ..targets import AUTO
 from .corpus import Corpus
-from .distillation import Teacher, arguments, sharded
+from .distillation import Teacher, sharded
 from .goals import Command, with_goals
 from .launching import MOST_OVER, Needs
 from .processes import begun_by, make_accelerator, weights_in_parts
 from .recipe import Recipe, parse_recipe, read_recipe, read_recipe_for
 from .start import START_FOLDER, START_RECORD, check_start, options_of, write_start, written_trained
-from .states import LOG, RunFolder, lines, read_state, start_tracker
+from .states import LOG, RunFolder, read_state, start_tracker
 from .trainer import Trainer, check_same_recipe
 
 UNNEEDED = "Nothing to train: after a conversion alone no input can overflow it (--force trains all the same)"
@@ -106,10 +106,7 @@ def saying_where_it_stopped(folder: Path) -> Iterator[None]:
         states = RunFolder(folder).steps()
         if not states:
             raise KeyboardInterrupt("interrupted; no state is saved yet: the same command begins anew") from None
-        logged = lines(folder / LOG) if (folder / LOG).is_file() else ()
-        step = max([states[-1], *(step for step, _ in logged)])
-        words = f"interrupted at step {step}; the same command goes on from step {states[-1]}"
-        raise KeyboardInterrupt(words) from None
+        raise KeyboardInterrupt(f"interrupted; the same command goes on from step {states[-1]}") from None
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,7 @@ def _train(
     if not RunFolder(folder).steps():
         converted = None
         if main:
-            report = rehearse(recipe, folder, corpus, progress)
+            report = rehearse(recipe, folder, progress)
             enough = report["proof"] == "certified" and recipe.is_met_by(report["certificate"]["headroom_bits"])
             converted = converted_alone(recipe, progress) if enough and if_needed else None
         if broadcast_object_list([converted is not None])[0]:
@@ -328,18 +325,14 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
     )
 
 
-def rehearse(recipe: Recipe, folder: Path, corpus: Corpus, progress: Progress) -> Mapping[str, Any]:
-    """Convert and audit the untrained weights, so that errors of both show before the training; return the report."""
+def rehearse(recipe: Recipe, folder: Path, progress: Progress) -> Mapping[str, Any]:
+    """Convert the untrained weights, so that errors show before the training; return the report."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
         written_trained(folder, {}) as trained,
         scratch(Path(recipe.out)) as beside,
     ):
-        result = convert_by(options_of(recipe, run_model=False), trained, Destination(beside / "out"))
-        model = load(beside / "out", torch.float16, half=True)
-        with torch.no_grad():
-            model(**arguments(model, next(corpus.training_batches()), torch.device("cpu")))
-    return result.report
+        return convert_by(options_of(recipe, run_model=False), trained, Destination(beside / "out")).report
 
 
 def attack_unproven(

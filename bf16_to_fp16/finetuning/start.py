@@ -84,30 +84,24 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
     """Return whether a few batches, and under a penalty the probe, are finite everywhere in the recipe's precision.
 
-    Raises UserError if they are not and training cannot mend it. That is so without a penalty, or where they overflow
-    in the precision of the first steps too: a penalty on an infinity has no gradient."""
+    Raises UserError where training cannot mend it: without a penalty, or where they overflow in the precision of the
+    first steps too, since a penalty on an infinity has no gradient."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
-    if recipe.penalty.form != "none":
+    penalised = recipe.penalty.form != "none"
+    if penalised:
         probe = probe_batches(student.config, None, None, seed=recipe.seed)
         given += [arguments(student, batch, device) for batch in probe if not batch.generate]
     student.to(device).eval()
     broken = overflowing(student, given, wanted, device, progress)
     if broken is None:
         return True
-    if before != wanted and recipe.penalty.form == "none":
-        # The bounds that certify holds do bring it down.
-        why = "says when it is" if recipe.penalty.certify else "brings it down"
-        raise UserError(
-            f"{broken} is not finite in {wanted} before the first step, and without a penalty nothing {why};"
-            " set penalty.form"
-        )
-    if before != wanted:
+    if penalised and before != wanted:
         broken = overflowing(student, given, before, device, progress)
     if broken is not None:
         raise UserError(
-            f"{broken} is not finite in {before} before the first step, and a penalty on it has no gradient;"
-            f" set {'' if recipe.rescale else 'rescale: true, or '}precision: fp32"
+            f"{broken} is not finite before the first step, and nothing would bring it down; set"
+            f" {'' if recipe.rescale else 'rescale: true, '}{'' if penalised else 'penalty.form, or '}precision: fp32"
         )
     return False
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from ..checkpoint.files import sync, sync_tree
 from ..environment import HOW_TO_TRAIN
-from ..errors import UserError
+from ..errors import UserError, first_line
 from ..json_text import finite
 from .recipe import Recipe
 
@@ -92,18 +92,11 @@ def remove(place: Path) -> None:
 def on_a_disk(path: Path) -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}; {GOES_ON}") from error
-    except SafetensorError as error:
-        reason = str(error).partition("I/O error: ")[2].partition(" (os error")[0]
-        raise UserError(f"{path}: {reason or 'cannot be written'}; {GOES_ON}") from error
-    except RuntimeError as error:
-        # torch's writer of zip files, which does not say why a write came back short.
-        if "inline_container" not in str(error):
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # torch's writer of zip files raises a RuntimeError of this name.
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
             raise
-        raise UserError(f"{path}: cannot be written, as where a disk is full; {GOES_ON}") from error
+        raise UserError(f"{path}: cannot be written ({first_line(error)}); {GOES_ON}") from error
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ Two processes with half the batch each must log the losses and end with the weig
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -329,8 +328,8 @@ def test_an_interrupt_is_told_once_with_the_step(recipe: Path, warm_python: Path
     _, said = end_of(process, tmp_path / "out.run", "step-0000000[4-8]", as_a_terminal_does)
     assert process.returncode == 130, said
     (line,) = (line for line in said.splitlines() if "interrupted" in line)
-    step, last = map(int, re.findall(r"interrupted at step (\d+); the same command goes on from step (\d+)", line)[0])
-    assert RunFolder(tmp_path / "out.run").steps()[-1] == last and last <= step <= last + 2
+    last = RunFolder(tmp_path / "out.run").steps()[-1]
+    assert line == f"interrupted; the same command goes on from step {last}"
 
 
 def test_an_interrupt_before_the_first_state_says_that_there_is_none(tmp_path: Path) -> None:
