@@ -76,20 +76,6 @@ def how_to_mend(capability: tuple[int, int]) -> str:
     return f"pip install --force-reinstall {package} (other builds: https://pytorch.org/get-started/locally/)"
 
 
-def check_torch_uses_cards() -> None:
-    """Raise UserError if the driver lists a card that the installed torch cannot compute on."""
-    import torch
-
-    if torch.cuda.is_available() or not (seen := cards()):
-        return
-    build, card = torch.version.cuda, seen[0]
-    if build is None:
-        reason = f"torch {torch.__version__} is a build without CUDA"
-    else:
-        reason = f"torch {torch.__version__}, built for CUDA {build}, cannot use it (is the driver too old?)"
-    raise UserError(f"there is a {card.name} and {reason}; {how_to_mend(card.capability)}, or set device: cpu")
-
-
 def find_device(name: str | torch.device) -> torch.device:
     """Return a device by name: auto (CUDA, else CPU), cpu, cuda, cuda:N, mps. Raises UserError if it is missing."""
     import torch
@@ -140,9 +126,14 @@ def check_auto_uses_the_card(name: str) -> None:
 
     if name != "auto":
         return
-    check_torch_uses_cards()
-    if torch.cuda.is_available() and not has_kernels(torch.device("cuda")):
-        raise UserError(f"{without_kernels(torch.device('cuda'))}, or set device: cpu")
+    if torch.cuda.is_available():
+        if not has_kernels(torch.device("cuda")):
+            raise UserError(f"{without_kernels(torch.device('cuda'))}, or set device: cpu")
+    elif seen := cards():
+        build, card = torch.version.cuda, seen[0]
+        reason = "is a build without CUDA" if build is None else f"for CUDA {build} cannot use it (an old driver?)"
+        mend = how_to_mend(card.capability)
+        raise UserError(f"there is a {card.name} and torch {torch.__version__} {reason}; {mend}, or set device: cpu")
 
 
 def shown(device: torch.device) -> str:

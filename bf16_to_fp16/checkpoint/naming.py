@@ -120,14 +120,13 @@ FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one fil
 
 @dataclass(frozen=True)
 class FileLayout:
-    """How a program reads one file. ``model_type``, ``eps``, ``activation``: set if the program fixes them."""
+    """How a program reads one file. ``model_type``, ``eps``: set if the program fixes them."""
 
     name: str
     readers: str
     naming: Naming = STOCK
     model_type: str | None = None
     eps: float | None = None
-    activation: str = ""
 
     def check_model(self, model_type: object, where: str) -> None:
         if self.model_type not in (None, model_type):
@@ -138,7 +137,7 @@ class FileLayout:
 
 
 LAYOUTS: Mapping[str, FileLayout] = {
-    "wan": FileLayout("wan", "Wan's tools", WAN, "umt5", 1e-6, "gelu_new"),
+    "wan": FileLayout("wan", "Wan's tools", WAN, "umt5", 1e-6),
     "single": FileLayout("single", "any tool, stock names"),
 }
 

@@ -56,16 +56,12 @@ def publish_command(
     result = publish(folder, repo_id, **how, **options)
     if write_result(json_file, result):
         screen = console()
-        if result["dry_run"]:
-            screen.print("dry run: nothing was sent")
-        elif result["url"] is None:
-            screen.print("nothing was uploaded")
-        elif not result["uploaded"]:
-            screen.say(f"{result['url']} has all of it already")
-        else:
+        if result["uploaded"]:
             kind = "private" if result["private"] else "public"
             files = counted(len(result["uploaded"]), "file")
             screen.say(f"{result['url']} ({kind}): {files} in {result['commit']}")
+        else:
+            screen.print("nothing was uploaded")
         screen.rows(("these stay", ", ".join(result["kept"])))
     return SAFE if result["verdict"] == "safe" else UNSAFE
 

@@ -193,12 +193,6 @@ class Options:
             name = layout.family.giving_states(decodes=False)
             how = "give a folder of the encoder" if name is None else f"add --as {name}"
             raise UserError(f"{where}: {chosen.readers} read only encoders; {how}, or choose --layout single")
-        for feed_forward in layout.feed_forwards:
-            if feed_forward.activation != chosen.activation:
-                raise UserError(
-                    f"{where}: {chosen.readers} use the activation {chosen.activation}, and the config"
-                    f" has {feed_forward.activation}; choose --layout single"
-                )
         for name in layout.tensors:
             chosen.naming.from_stock(name)  # raises for a tensor without a name there
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..families.signals import RESIDUAL, before
+from ..families.signals import RESIDUAL
 from ..numerics import LARGEST_EXPONENT
 
 RANGE = Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)
@@ -69,15 +69,6 @@ class Plan(BaseModel):
     drift: Drift | None = None
     margin_bits: float | None = None
     centred_keys: list[str] = Field(default_factory=list)
-
-    @property
-    def drifts_by(self) -> str:
-        if self.eps_held:
-            return "the eps that is held"
-        if self.eps is None:
-            return "LayerNorm's eps"
-        before_norms = any(name.endswith(before("")) for name in self.exponents)
-        return "norms' eps and rounded gains" if before_norms else "rounded gains"
 
     @property
     def exact(self) -> bool:

@@ -133,7 +133,7 @@ def test_every_byte_is_published_and_a_second_run_has_nothing_to_do(run: Run, hu
 def test_a_dry_run_sends_nothing(run: Run, hub: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_TOKEN")
     status, out, _ = run("publish", folder, "me/out", "--dry-run")
-    assert status == 0 and hub.seen == [] and "nothing was sent" in out
+    assert status == 0 and hub.seen == [] and "nothing was uploaded" in out
     for name in contents(folder):
         assert name in out
     size = (folder / "model-00001-of-00002.safetensors").stat().st_size

@@ -242,7 +242,6 @@ def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path
         ("umt5", {}, "--layout wan", "Wan's tools read only encoders"),
         ("t5-encoder", {}, "--layout wan", "Wan's tools read the encoder of umt5, and this is 't5'"),
         ("t5-encoder", {}, "--layout single --as Other", "/config.json: Other is no class that reads a t5 checkpoint"),
-        ("umt5-encoder", {"feed_forward_proj": "relu"}, "--layout wan", "use the activation gelu_new, and the config"),
     ],
 )
 def test_what_a_tool_cannot_read_is_refused_before_the_work(
