@@ -63,7 +63,7 @@ class ActivationPenalty:
     largest values.
 
     docs/finetuning.md lists the sites left out by default, and covers ranks and non-finite values. Raises ``UserError``
-    for fused attention whose scores cannot be seen, compiled models and reentrant checkpointing."""
+    for unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing."""
 
     def __init__(
         self,
@@ -77,6 +77,17 @@ class ActivationPenalty:
         train_mode: bool = False,
     ) -> None:
         # So many parameters because two lines are to adopt the penalty: a record of them would be a third.
+        usable = {
+            f"headroom_bits is {headroom_bits}; give a number of bits from 0": 0 <= headroom_bits < math.inf,
+            f"dual_step is {dual_step}; give a number above 0": 0 < dual_step < math.inf,
+            f"weight is {weight}; give a number from 0": weight is None or 0 <= weight < math.inf,
+            f"accumulation is {accumulation}; give the calls per optimizer step, 1 or more": accumulation >= 1,
+        }
+        for site, target in (targets or {}).items():
+            usable[f"the target of {site} is {target}; give a finite number above 0"] = 0 < target < math.inf
+        for wrong, is_right in usable.items():
+            if not is_right:
+                raise UserError(wrong)
         self.model = model
         self.targets = None if targets is None else dict(targets)
         self.headroom_bits = headroom_bits

@@ -246,7 +246,7 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     in_16_bits = any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
     if in_16_bits or dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            f"DeepSpeed's configuration is not for the recipe's precision, {wanted}: in the JSON, set torch_autocast"
+            f"DeepSpeed's configuration is not for the recipe's precision, {wanted}; in the JSON, set torch_autocast"
             " with dtype float16 for fp16 and none for fp32, and no fp16 or bf16, which keep weights in 16 bits"
         )
     return wanted, wanted

@@ -10,9 +10,10 @@ import torch
 from support import masks
 from support.penalised import LOGITS, SCORES, One, Scaled, built, gradients, ids_of, reached, two, waiting
 from support.steps import same
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bf16_to_fp16
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.penalty import SHARPNESS, ActivationPenalty
 from bf16_to_fp16.measuring.batch import run_batch
@@ -287,6 +288,21 @@ def test_fused_attention_and_a_second_attachment_are_refused_in_a_line() -> None
         penalty()
     with pytest.raises(UserError, match="attached already"):
         penalty.attach().attach()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"headroom_bits": -1.0}, "headroom_bits"),
+        ({"dual_step": 0.0}, "dual_step"),
+        ({"weight": -1.0}, "weight"),
+        ({"accumulation": 0}, "accumulation"),
+        ({"targets": {"lm_head": math.inf}}, "lm_head"),
+    ],
+)
+def test_unusable_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        bf16_to_fp16.ActivationPenalty(nn.Linear(1, 1), **options)
 
 
 # ---- a step in several passes, on a device that is waited for or not -----------------------------------------------
