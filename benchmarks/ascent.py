@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from support.adversary import free_norms
 from support.contract import layout_of
+from support.inside import Whole, bound
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.layout import Layout, walk
 from bf16_to_fp16.families.resolve import ModelTensors, source_weights
@@ -33,7 +33,7 @@ Seen = Mapping[str, tuple[Tensor, Tensor]]  # inputs and outputs of linears by p
 Lengths = tuple[int, int]  # of what encoder and decoder read
 
 
-def certified(model: Any, arithmetic: Arithmetic, target: str = "half") -> Certificate:
+def certified(model: Any, arithmetic: Arithmetic, target: str = "half") -> Whole:
     layout = layout_of(model)
     return bound(layout, source_weights(ModelTensors(model), layout), arithmetic, target=target)
 

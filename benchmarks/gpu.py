@@ -45,10 +45,10 @@ from models import DEMO, random_model
 from optimizer import seconds, transient_megabytes
 from results import print_header, print_row
 from support.contract import FREE, layout_of
+from support.inside import Whole, bound
 
 from bf16_to_fp16.bounds.arithmetic import MAX_LENGTH, SPLITS, UNIT, Arithmetic
-from bf16_to_fp16.bounds.certificate import bound, fp16_weights
-from bf16_to_fp16.bounds.findings import Certificate
+from bf16_to_fp16.bounds.certificate import fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.errors import UserError, first_line
@@ -158,7 +158,7 @@ def run_kernels(session: Session) -> None:
             session.row("elements that split-K changes", differing)
 
 
-def compare(session: Session, where: str, certificate: Certificate, seen: Mapping[str, float]) -> None:
+def compare(session: Session, where: str, certificate: Whole, seen: Mapping[str, float]) -> None:
     """Compare the largest value at every site that has a bound with it."""
     shares = []
     for name, amax in seen.items():

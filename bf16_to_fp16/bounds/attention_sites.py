@@ -49,7 +49,6 @@ class AttentionSites:
         if keep != 1.0:
             site = f"{sublayer.weights_dropout}:mul" if sublayer.weights_dropout else f"{sublayer.at}:mul#2"
             self.note(site, SiteKind.WEIGHTS, self.rounded(torch.tensor(1 / keep, dtype=torch.float64)))
-            findings.mask(sublayer.weights_dropout or sublayer.at, keep)
         context = attention.gathered(values, keep, self.seen_at_once)
         self.note(f"{sublayer.at}:context", SiteKind.CONTEXT, context.bound)
         weight, bias = findings.weight(sublayer.output)
@@ -71,15 +70,14 @@ class AttentionSites:
         """Record the scores. query, key: bounds and mean squares of the linear's output."""
         sublayer, rotary = self.sublayer, self.sublayer.rotary
         if rotary is None:
-            scores = attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale)
-            self.scored(scores, max(largest(query[0].bound), largest(key[0].bound)))
+            self.scored(attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale))
         elif sublayer.query_norm:
             norms = (sublayer.query_norm, *query, self.heads), (sublayer.key_norm, *key, self.kv_heads)
             normed = (self.head_norm(*each) for each in norms)
             one, other = (attention.turned(source, self.a, together, rotary) for source, together in normed)
             self.raise_outputs({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
-            factors = self.rotation(rotary, one.bound, other.bound)
-            self.scored(attention.turned_score_bounds(one, other, self.heads, self.a, self.scale), factors)
+            self.rotation(rotary, one.bound, other.bound)
+            self.scored(attention.turned_score_bounds(one, other, self.heads, self.a, self.scale))
         else:
             self.rotated_scores(rotary, query[0], key[0])
 
@@ -109,8 +107,8 @@ class AttentionSites:
             self.raise_outputs({sublayer.query: torch.cat([one.bound, other.bound, still])})
         else:
             self.raise_outputs({sublayer.query: one.bound, sublayer.key: other.bound})
-        factors = self.rotation(rotary, one.bound, other.bound)
-        self.scored(attention.rotated_score_bounds(one, other, a, self.scale), factors)
+        self.rotation(rotary, one.bound, other.bound)
+        self.scored(attention.rotated_score_bounds(one, other, a, self.scale))
 
     def raise_outputs(self, rotated: Mapping[str, Tensor]) -> None:
         """Raise modules' output bounds to ``rotated``, those after rotation: the same exponents scale both, so both
@@ -119,23 +117,20 @@ class AttentionSites:
             bound, square = self.findings.outputs[path]
             self.findings.outputs[path] = (torch.maximum(bound, most), square)
 
-    def rotation(self, rotary: Rotary, query: Tensor, key: Tensor) -> float:
-        most = max(largest(query), largest(key))
+    def rotation(self, rotary: Rotary, query: Tensor, key: Tensor) -> None:
         if not self.sublayer.turns:
-            return most
+            return
+        most = max(largest(query), largest(key))
         self.note(f"{rotary.at}:to", SiteKind.ROTATION, rotary.factor)
         for operation in ("mul", "mul#2", "mul#3", "mul#4", "add", "add#2"):
             self.note(f"{self.sublayer.at}:{operation}", SiteKind.ROTATION, most)
-        return most
 
-    def scored(self, scores: attention.ScoreBounds, factors: float) -> None:
-        """Record the sites from query·key products to attention weights. factors: bound of query and key elements."""
+    def scored(self, scores: attention.ScoreBounds) -> None:
+        """Record the sites from query·key products to attention weights."""
         sublayer, findings = self.sublayer, self.findings
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, scores.product, scores.partial)
         scaled = self.rounded(scores.product * self.scale) if sublayer.scaled else scores.product
         self.note(sublayer.scaling[0], SiteKind.SCORES, scaled)
-        # SDPA's plain path multiplies queries and keys by the root of the scale instead.
-        findings.inner |= dict.fromkeys(sublayer.scaling, factors * max(1.0, self.scale))
         top, steps, span = scaled, scaled, scores.span
         if self.cap is not None:
             capped = attention.soft_capped(scaled, self.cap, self.a)

@@ -53,7 +53,7 @@ def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
         note("model:mul", SiteKind.NORM, final.bound)
     if keep != 1.0:
         final = final.scaled(1 / keep, a)
-        findings.dropout(head.dropout, keep, SiteKind.NORM, final.bound)
+        note(f"{head.dropout}:mul", SiteKind.NORM, final.bound)
     first, *others = head.linears
     bound, expected = linear_on_norm(findings, first, (final, square))
     for linear, following in zip(head.linears, others, strict=False):
@@ -66,9 +66,6 @@ def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
         weight, bias = findings.weight(following.at)
         bound, expected = bound_box(caps, weight, bias, a), squared_matrix_vector(weight, squares)
         findings.record(following.at, SiteKind.LOGITS, (bound, bound), expected, (caps, squares))
-        findings.inner[f"{following.at}:input"] = largest(caps)
-    # The model itself selects positions of the head's input, and splits its output.
-    findings.inner["model:head"] = max(largest(final.bound), largest(bound))
     if layout.stock.is_language_model and layout.family.logits_bias:
         offset = findings.tensor(layout.family.logits_bias)
         offset = torch.zeros_like(bound) if offset is None else offset.double().abs().view(-1)
@@ -98,8 +95,6 @@ def linear_on_norm(findings: ModuleFindings, linear: HeadLinear, source: Normed)
     bound, partial, squares = torch.cat(bounds), torch.cat(partials), torch.cat(expected)
     kind = SiteKind.NEURON if linear.tanh else SiteKind.LOGITS
     findings.record(linear.at, kind, (bound, partial), squares, (final.bound, square))
-    findings.note_weight(linear.at, findings.inner[f"{linear.weight.rpartition('.')[0]}:weight"])
-    findings.inner[f"{linear.at}:input"] = largest(final.bound)
     return bound, squares
 
 
@@ -152,7 +147,6 @@ class _StreamWalk(ModuleFindings):
             square = square * scale**2
             if ends.rounds_scale:
                 scale *= 1 + a.unit
-                self.inner[f"{ends.scaling.removesuffix(':mul')}:to"] = scale
             amax = self.rounded(amax * scale)
             length = a.rounded_length(length * scale, width)
             self.note(ends.scaling, SiteKind.EMBEDDING, amax)
@@ -177,7 +171,7 @@ class _StreamWalk(ModuleFindings):
         if keep != 1.0:
             amax, length = self.rounded(amax / keep), a.rounded_length(length / keep, width)
             path = ends.dropouts[0] if ends.dropouts else ends.at
-            self.dropout(path, keep, SiteKind.RESIDUAL, amax)
+            self.note(f"{path}:mul", SiteKind.RESIDUAL, amax)
         self.stream, self.stream_square, self.stream_norm = amax, square, length
         self.stream_axes = enclosing_axes(amax, length)
 
@@ -186,8 +180,6 @@ class _StreamWalk(ModuleFindings):
         anything in fp16's range; a LayerNorm's bounds also assume a mean |x| of at most ``MOST_MEAN``."""
         width = self.layout.input_width(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
-        if w.pool:
-            self.inner[w.pool] = FP16_MAX
         unknown, longest = torch.ones_like(entering), FP16_MAX * math.sqrt(width)
         source, square = self.normalised(w.norm, entering, unknown, longest, eps=w.layer_norm_eps)
         source = side_by_side(source, w.joined, by_channel=w.by_channel)
@@ -214,7 +206,7 @@ class _StreamWalk(ModuleFindings):
         keep = self.kept("stream") if ends.dropouts else 1.0
         if keep != 1.0:
             final = final.scaled(1 / keep, self.arithmetic)
-            self.dropout(ends.dropouts[-1], keep, SiteKind.NORM, final.bound)
+            self.note(f"{ends.dropouts[-1]}:mul", SiteKind.NORM, final.bound)
         if stack.is_encoder:
             self.memory = (final, square)
         if stack.is_last and self.layout.head is not None:
@@ -262,7 +254,7 @@ class _StreamWalk(ModuleFindings):
             branch = self.rounded(branch / keep)
             # "" where the class calls a function.
             module = sublayer.dropout if isinstance(sublayer, Attention) else "".join(sublayer.dropouts[-1:])
-            self.dropout(module or sublayer.add.partition(":")[0], keep, SiteKind.OUTPUT, branch)
+            self.note(f"{module or sublayer.add.partition(':')[0]}:mul", SiteKind.OUTPUT, branch)
         self.stream = self.rounded(self.stream + branch)
         self.stream_square = self.stream_square + square
         if self.layout.reads_stream_itself:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..families.wiring import Experts, FeedForward
-from .arithmetic import COMPUTED, UNIT32, Arithmetic, largest
+from .arithmetic import COMPUTED, UNIT32
 from .feed_forward import GatedNeurons, Neurons, PlainNeurons, feed_forward_output
 from .kinds import SiteKind
 from .linear import LinearBound, Projection
@@ -18,8 +18,6 @@ WEIGHTS = ("weight", "bias")  # of a linear
 
 OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
 """The operation that computes an activation, where it has another name."""
-
-FP16_OVERFLOW = 65520.0  # values from here on are inf in fp16
 
 
 def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: Normed) -> Projected:
@@ -43,40 +41,24 @@ def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: 
         mean_square = plain_square / 2
     if keep != 1.0:
         path = sublayer.dropouts[0] if sublayer.dropouts else sublayer.at
-        findings.dropout(path, keep, SiteKind.PRODUCT, neurons.bound)
+        findings.note(f"{path}:mul", SiteKind.PRODUCT, neurons.bound)
     weight, bias = findings.weight(sublayer.output)
     projection = feed_forward_output(neurons, weight, bias, findings.refine, findings.arithmetic)
-    findings.inner[f"{sublayer.output}:input"] = largest(neurons.bound)
     return findings.project(sublayer.output, weight, projection, neurons.bound, mean_square)
 
 
 def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: LinearBound) -> None:
-    """Record the sites inside the activation. Each value is at most |x|, or bounded because tanh is."""
+    """Record the sites inside the activation. Each value is at most |x|, or bounded because tanh is. What gelu_new
+    computes before its tanh has no limit: from |x| = 40.3 on it is inf in fp16, which tanh maps to ±1."""
     note, after = findings.note, findings.rounded(before.bound)
     if sublayer.activation == "gelu_new":
         note(f"{sublayer.act}:mul", SiteKind.ACTIVATION, findings.rounded(before.bound / 2))
-        findings.unlimited |= gelu_new_steps(sublayer.act, largest(before.bound), findings.arithmetic)
         note(f"{sublayer.act}:tanh", SiteKind.ACTIVATION, 1.0)
         note(f"{sublayer.act}:add#2", SiteKind.ACTIVATION, 2.0)
         note(f"{sublayer.act}:mul#4", SiteKind.ACTIVATION, findings.rounded(after))
     else:
         name = OPERATIONS.get(sublayer.activation, sublayer.activation)
         note(f"{sublayer.act}:{name}", SiteKind.ACTIVATION, after)
-
-
-def gelu_new_steps(path: str, x: float, arithmetic: Arithmetic) -> dict[str, float]:
-    """Return bounds of gelu_new's operations before its tanh, for an input up to ``x``, by the audit's names. These
-    operations have no limit: from |x| = 40.3 on they are inf in fp16, which tanh maps to ±1."""
-
-    def computed(value: float) -> float:
-        rounded = value * (1 + arithmetic.unit) * COMPUTED + arithmetic.tiny
-        return rounded if rounded < FP16_OVERFLOW else math.inf
-
-    cube = computed(x * x * x)
-    multiple = computed(0.044715 * cube)
-    total = computed(x + multiple)
-    product = computed(math.sqrt(2 / math.pi) * total)
-    return {f"{path}:pow": cube, f"{path}:mul#2": multiple, f"{path}:add": total, f"{path}:mul#3": product}
 
 
 def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -> Projected:
@@ -89,7 +71,8 @@ def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -
     source = read, square
     findings.linear(sublayer.classifier, SiteKind.ROUTING, source)
     number, weight, together = findings.layout.experts_together(sublayer)
-    router_sites(findings, sublayer)
+    for step in ("softmax", "max", "sigmoid", "gather", "div"):
+        note(f"{sublayer.router}:{step}", SiteKind.WEIGHTS, 1.0)
     each = [feed_forward_sites(findings, expert, source) for expert in sublayer.experts]
     bound, length = torch.stack([output.bound for output, _ in each]).amax(0), max(output.length for output, _ in each)
     product, mean_square = bound, torch.stack([expected for _, expected in each]).amax(0) * together**2
@@ -112,21 +95,3 @@ def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -
         length = a.rounded_length(length + always.length, bound.numel())
         note(sublayer.sum, SiteKind.OUTPUT, bound)
     return Projection(bound, bound, length), mean_square
-
-
-def router_sites(findings: ModuleFindings, sublayer: Experts) -> None:
-    """Record the steps from a router's logits to its weights. All steps are in fp32, except for one cast."""
-    _, weight, together = findings.layout.experts_together(sublayer)
-    number, inner, path = len(sublayer.experts), findings.inner, sublayer.router
-    for step in ("softmax", "max", "sigmoid", "gather", "div"):
-        findings.note(f"{path}:{step}", SiteKind.WEIGHTS, 1.0)
-    inner[f"{path}:topk"] = 1.0
-    summed = float(number) * (1 + number * UNIT32) if sublayer.chosen else 0.0
-    if sublayer.scaling:
-        inner[f"{path}:mul"] = max(weight, together)
-    if sublayer.correction:
-        most = 1.0 + largest(findings.read(sublayer.correction).double().abs())
-        inner |= {f"{path}:{step}": 2 * most for step in ("add", "topk", "masked_fill")}
-        summed = max(summed, 2 * most)  # of a group's two best, and of the weights of those that are chosen
-    if summed:
-        inner[f"{path}:sum"] = summed

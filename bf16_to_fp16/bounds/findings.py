@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..ranges import ModuleRange
 from ..results import BoundEntry, CertificateEntry
 from .arithmetic import Arithmetic
-
-CARRYING = {"to", "clone", "cat", "where", "embedding", "index", "constant_pad_nd", "repeat", "stack"}
-CARRYING |= {"clamp", "mul", "div", "bernoulli", "native_dropout", "add", "neg", "abs"}
-"""Operations that only move, choose, limit, mask or negate values of their module, or take their magnitude."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +20,6 @@ class Certificate:
     sites: tuple[BoundEntry, ...]
     arithmetic: Arithmetic
     ranges: Mapping[str, ModuleRange]
-    inner: Mapping[str, float] = field(default_factory=dict)
-    """Bounds of module inputs and weights, which also hold for copies and casts inside the module."""
-    unlimited: Mapping[str, float] = field(default_factory=dict)
-    """Bounds of operations that may give inf without harm."""
 
     @property
     def holds(self) -> bool:
@@ -38,25 +30,6 @@ class Certificate:
     def headroom_bits(self) -> float:
         """log2(limit / bound) at the tightest site."""
         return min((site.headroom_bits for site in self.sites), default=math.inf)
-
-    def at(self, name: str) -> float | None:
-        """Return the bound of a site by the audit's name; None if unknown. Copies, casts, masks, clamps and dropout's
-        steps have the bound of their module's values. Of repeated operations the largest bound counts."""
-        if name in self.unlimited:
-            return self.unlimited[name]
-        by_name = {site.name: site.largest for site in self.sites}
-        if name in by_name or name in self.inner:
-            return max(by_name.get(name, 0.0), self.inner.get(name, 0.0))
-        plain = name.split("#")[0]
-        same = [v for values in (by_name, self.inner) for n, v in values.items() if n.split("#")[0] == plain]
-        if same:
-            return max(same)
-        path, _, operation = plain.partition(":")
-        if operation and operation not in CARRYING:
-            return None
-        inside = [v for n, v in by_name.items() if is_inside(n, path)]
-        inside += [v for n, v in self.inner.items() if is_inside(n, path)]
-        return max(inside, default=None)
 
     def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
         """Return the report's ``certificate``. observed: each site's largest observed value. sites: list the sites."""
@@ -71,10 +44,6 @@ class Certificate:
             train_mode=self.arithmetic.train,
             **more,
         )
-
-
-def is_inside(name: str, path: str) -> bool:
-    return name == path or name.startswith((f"{path}:", f"{path}."))
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,6 @@ class ModuleFindings:
     def __post_init__(self) -> None:
         self.place, self.rounded = places(self.layout), self.arithmetic.rounded
         self.sites: dict[str, BoundEntry] = {}
-        self.inner: dict[str, float] = {}
-        self.unlimited: dict[str, float] = {}
         self.inputs: dict[str, tuple[Tensor, Tensor]] = {}
         self.outputs: dict[str, tuple[Tensor, Tensor]] = {}
         self.norms: dict[str, NormRange] = {}
@@ -81,7 +79,7 @@ class ModuleFindings:
             )
             for path in paths
         }
-        return Certificate(tuple(self.sites.values()), self.arithmetic, ranges, self.inner, self.unlimited)
+        return Certificate(tuple(self.sites.values()), self.arithmetic, ranges)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
         """Record a site's bounds. If an operation runs twice, as dropout at both ends of a stack, the larger counts."""
@@ -116,15 +114,6 @@ class ModuleFindings:
         self.note(path, kind, *bounds)
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
-    def dropout(self, path: str, keep: float, kind: SiteKind, bound: Tensor) -> None:
-        """Record a dropout's output and mask. keep: from ``kept``. If a module has several, the largest counts."""
-        self.note(f"{path}:mul", kind, bound)
-        self.mask(path, keep)
-
-    def mask(self, path: str, keep: float) -> None:
-        for site in (f"{path}:bernoulli", f"{path}:div"):
-            self.inner[site] = max(self.inner.get(site, 0.0), (1 + UNIT) / keep)
-
     def kept(self, what: DropoutKind) -> float:
         """Return 1 − p of a dropout of this kind, lowered by one fp16 rounding; 1 outside training."""
         if not self.arithmetic.train:
@@ -142,9 +131,8 @@ class ModuleFindings:
         return self.checked(name, self.read(name))
 
     def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Return ``weight`` and record its largest entry. Inf and NaN are replaced and recorded as a failing site."""
+        """Return ``weight``. Inf and NaN are replaced and recorded as a failing site."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
-        self.note_weight(name.rsplit(".", 1)[0], max(-low, high))
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
             raise UserError(
                 f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which no exponent brings under 65504;"
@@ -154,9 +142,6 @@ class ModuleFindings:
             self.note(name, SiteKind.WEIGHT, math.inf)
             weight = torch.nan_to_num(weight.float(), 0.0, FP16_MAX, -FP16_MAX)
         return weight
-
-    def note_weight(self, path: str, amax: float) -> None:
-        self.inner[f"{path}:weight"] = max(amax, self.inner.get(f"{path}:weight", 0.0))
 
     def weight(self, path: str) -> tuple[Tensor, Tensor | None]:
         weight = self.tensor(f"{path}.weight")
@@ -206,7 +191,6 @@ class ModuleFindings:
             # A centred norm sums the components as well.
             most = max(length**2, math.sqrt(width) * length if centred else 0.0)
             self.note(f"{path} (sum of squares)", SiteKind.SQUARES, most * growth(width) + width * TINY)
-        self.inner[f"{path}:input"] = largest(entering)
         return output, square
 
     def linear(self, path: str, kind: SiteKind, source: Normed) -> tuple[LinearBound, Tensor]:
@@ -216,7 +200,6 @@ class ModuleFindings:
         expected = (linear.norms / linear.radius).square() + linear.centre.square()
         if read.most is not None:
             expected = squared_matrix_vector(weight, square) + linear.centre.square()
-        self.inner[f"{path}:input"] = largest(read.bound)
         self.record(path, kind, (linear.bound, linear.partial), expected, (read.bound, square))
         return linear, expected
 

@@ -12,10 +12,10 @@ import torch
 from support import exhaustive, tiny
 from support.adversary import adverse_inputs, observe, scaled
 from support.contract import FREE, bound_at, broken, certified
+from support.inside import is_inside
 
 from bf16_to_fp16 import certify, convert
 from bf16_to_fp16.bounds.arithmetic import UNIT, Arithmetic
-from bf16_to_fp16.bounds.findings import is_inside
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import FAMILIES, of_model_type
 from bf16_to_fp16.families.types import DropoutKind

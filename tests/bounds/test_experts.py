@@ -9,10 +9,10 @@ import torch
 from support import tiny
 from support.adversary import ENCODER, free_norms
 from support.contract import bound_at, certified, layout_of
+from support.inside import bound
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.families.resolve import ModelTensors, resolve

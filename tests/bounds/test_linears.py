@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import tiny
+from support import inside, tiny
 from support.adversary import adverse_inputs, cancelling, observe
 from support.contract import bound_at, certified
 from torch import Tensor
@@ -326,7 +326,7 @@ def test_the_steps_of_gelu_new_before_its_tanh_have_bounds_which_may_be_inf(kind
     inputs = adverse_inputs(model, resolve(ModelTensors(model)), 6, 0)
     model = model.half()
     layout = resolve(ModelTensors(model))
-    certificate = bound(layout, source_weights(ModelTensors(model), layout))
+    certificate = inside.bound(layout, source_weights(ModelTensors(model), layout))
     found = observe(model, layout, inputs)
     reached = False
     for feed_forward in (w for w in layout.topology if isinstance(w, FeedForward)):
@@ -347,13 +347,13 @@ def test_the_callers_precision_changes_no_bound(monkeypatch: pytest.MonkeyPatch)
     before = torch.get_float32_matmul_precision()
     rows = torch.randn(300, 200, generator=torch.Generator().manual_seed(0))
     matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    inside: set[str] = set()
+    found: set[str] = set()
 
     def noted(work: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noting(*given: Any) -> Tensor:
-            inside.add(torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision)
-            inside.add("ieee" if matmul is None else torch.backends.cuda.matmul.fp32_precision)
-            inside.add("autocast" if torch.is_autocast_enabled("cpu") else "plain")
+            found.add(torch.get_float32_matmul_precision() if matmul is None else matmul.fp32_precision)
+            found.add("ieee" if matmul is None else torch.backends.cuda.matmul.fp32_precision)
+            found.add("autocast" if torch.is_autocast_enabled("cpu") else "plain")
             return work(*given)
 
         return noting
@@ -377,7 +377,7 @@ def test_the_callers_precision_changes_no_bound(monkeypatch: pytest.MonkeyPatch)
         assert matmul is None or matmul.fp32_precision == set_by_caller
     finally:
         torch.set_float32_matmul_precision(before)
-    assert inside - {"highest"} == {"ieee", "plain"}
+    assert found - {"highest"} == {"ieee", "plain"}
 
 
 def test_a_cast_of_a_linears_parameters_is_bounded_by_its_bias_as_well() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from support import exhaustive, tiny
 from support.contract import bound_at, certified, layout_of
+from support.inside import bound
 from torch import Tensor
 
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.differentiable import DifferentiableBounds
 from bf16_to_fp16.bounds.linear import enclosing_axes, summed_axes
 from bf16_to_fp16.families.layout import Layout

@@ -15,10 +15,10 @@ import torch
 import transformers
 from support import exhaustive, tiny
 from support.contract import certified, outputs
+from support.inside import bound
 from support.steps import same, weights
 
 from bf16_to_fp16 import UserError, certify, convert, make_fp16_safe, rescale
-from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.conversion.make_safe import layout_under
 from bf16_to_fp16.measuring.stock import load
 

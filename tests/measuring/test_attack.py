@@ -9,9 +9,10 @@ import pytest
 import torch
 from support import exhaustive, tiny
 from support.contract import bound_at
+from support.inside import bound
 from support.masks import spanning
 
-from bf16_to_fp16.bounds.certificate import bound, fp16_weights
+from bf16_to_fp16.bounds.certificate import fp16_weights
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.resolve import ModelTensors, resolve, source_weights

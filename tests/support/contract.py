@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support import tiny
 from support.adversary import adverse_inputs, observe
+from support.inside import Whole, bound
 
 from bf16_to_fp16 import convert, undo
 from bf16_to_fp16.bounds.arithmetic import Arithmetic
-from bf16_to_fp16.bounds.certificate import bound
 from bf16_to_fp16.bounds.findings import Certificate
 from bf16_to_fp16.families.known import class_named
 from bf16_to_fp16.families.layout import Layout
@@ -115,14 +115,14 @@ def uniform_plan(layout: Layout) -> Plan:
     return Plan(family=layout.family.name, exponents=exponents)
 
 
-def bound_at(certificate: Certificate, site: str) -> float:
+def bound_at(certificate: Whole, site: str) -> float:
     """Return the bound of a site that has to have one."""
     bound = certificate.at(site)
     assert bound is not None, site
     return bound
 
 
-def certified(model: Any, arithmetic: Arithmetic | None = None, **options: Any) -> tuple[Layout, Certificate]:
+def certified(model: Any, arithmetic: Arithmetic | None = None, **options: Any) -> tuple[Layout, Whole]:
     source = ModelTensors(model)
     layout = resolve(source)
     return layout, bound(layout, source_weights(source, layout), arithmetic, **options)
