@@ -101,7 +101,6 @@ def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path) -> None:
         "text": ({"layer_norm_epsilon": "1e-6"}, "'layer_norm_epsilon' expected float, got str"),
         "rate": ({"dropout_rate": 1.5}, "not a dropout rate"),
         "number": ({"dropout_rate": "0.1"}, "'dropout_rate' with value '0.1' doesn't match any type"),
-        "null": ({"scale_decoder_outputs": None}, "is null, which stock code takes for false; write false"),
         "labels": ({"id2label": 3}, "'int' object has no attribute 'items'"),
         "end": ({"eos_token_id": [-1, "1"]}, "'eos_token_id' with value [-1, '1'] doesn't match any type"),
         "word": ({"feed_forward_proj": 3}, "'feed_forward_proj' expected str, got int"),

@@ -43,11 +43,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{file}: the checkpoint is quantised (quantization_config); give the one it was quantised from"
         )
-    if config.get("configuration_files", ["config.json"]) not in ([], ["config.json"]):
-        raise UserError(
-            f"{file}: configuration_files lists other configs, of which transformers reads one by its own version;"
-            " save the right one as config.json, without the key"
-        )
     if config.get("auto_map"):
         raise UserError(
             f"{file}: the model runs code of its own (auto_map), of which nothing is known here;"

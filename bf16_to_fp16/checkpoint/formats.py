@@ -34,10 +34,7 @@ FileState = tuple[int, int, int, int, int]  # device, inode, size in bytes, mtim
 
 
 def state_of(file: Path) -> FileState:
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; {RESTORE}") from error
+    status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 

@@ -16,7 +16,6 @@ BELONGING = ("config.json", "model_index.json", "adapter_config.json")
 
 PAGE_MARK = '<meta name="generator" content="bf16-to-fp16">'  # in the head of every page of this program
 
-LARGEST_REPORT = 1 << 28  # bytes; a larger report is not replaced
 _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
@@ -54,7 +53,7 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 def is_report(file: Path) -> bool:
     """Whether a file is a report that this program may replace; not one in a checkpoint, since ``undo`` needs it."""
-    if any((file.parent / name).exists() for name in BELONGING) or file.stat().st_size > LARGEST_REPORT:
+    if any((file.parent / name).exists() for name in BELONGING):
         return False
     data = file.read_bytes()
     return not data or bool(_REPORT.match(data)) or PAGE_MARK.encode() in data

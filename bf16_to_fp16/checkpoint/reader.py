@@ -102,8 +102,8 @@ def open_checkpoint(source: str | Path, subfolder: str | None = None, *, endpoin
         folder = subfolder_of(folder, subfolder)
     own_config = read_config(folder)
     files, index = weight_files(folder)
-    states = {file: formats.state_of(file) for file in files}
     tensors = collect(files, index, folder)
+    states = {file: formats.state_of(file) for file in files}
     for info in tensors.values():
         headers.check_not_quantised(info.dtype, info.name, info.file)
     classes = own_config.get("architectures")

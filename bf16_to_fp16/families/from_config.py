@@ -71,9 +71,7 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
 
 
 def check_flags(family: Family, config: Mapping[str, object]) -> None:
-    """Raise UserError for an output scale of null, a dropout outside [0, 1), or ``tie_encoder_decoder``."""
-    if (key := family.output_scale_key) in config and config[key] is None:
-        raise UserError(f"config.json: {key!r} is null, which stock code takes for false; write false")
+    """Raise UserError for a dropout outside [0, 1), or ``tie_encoder_decoder``."""
     for key in sorted({*family.dropout.values()}):
         rate = config_value(family, config, key)
         if isinstance(rate, (int, float)) and not 0 <= rate < 1:
@@ -99,15 +97,6 @@ def check_numbers(layout: Layout, rows: Mapping[str, int]) -> None:
                 )
         elif isinstance(part, Experts):
             layout.experts_together(part), layout.noise(part)
-    if layout.family.buckets is not None:
-        number, distance = (config_value(layout.family, layout.config, key) for key in layout.family.buckets)
-        # Else stock code reads outside the table.
-        if not (isinstance(number, int) and isinstance(distance, int) and number >= 4 and distance > number // 2):
-            keys = " and ".join(map(repr, layout.family.buckets))
-            raise UserError(
-                f"config.json: {keys} are {shown(number)} and {shown(distance)}, with which stock code would read"
-                " outside the table of position biases; take them from the original checkpoint"
-            )
 
 
 def check_ids(setting: Callable[[str], object], size: int) -> None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..errors import UserError
 from . import llama
-from .configs import looked_up, positive, whole_number
+from .configs import whole_number
 from .moe import CHOICE, ROUTER
 from .parts import Style, attention, feed_forward
 from .types import Part, StoredExperts
@@ -62,12 +63,10 @@ GLM = replace(
 UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names are read
 
 
-def rotated_channels(config: Mapping[str, object], otherwise: float = 0.5) -> int:
-    """Return the number of channels in a head to which rotary positions apply, 0 for all. otherwise: their fraction
-    if the config has none. Raises UserError for channels that cannot form pairs."""
-    inner = looked_up(config, f"rope_parameters.{PARTIAL}")
-    part = positive(PARTIAL, config.get(PARTIAL, otherwise) if inner is None else inner, "a share of a head's channels")
-    size = whole_number("head_dim", config["head_dim"], "a number")
+def rotated_channels(config: Mapping[str, Any]) -> int:
+    """Return how many channels of a head rotary positions rotate, 0 for all. Raises UserError for channels that cannot
+    form pairs."""
+    part, size = config["rope_parameters"][PARTIAL], llama.number(config, "head_dim")
     turned = int(size * part)
     if not 0 < turned <= size or (turned % 2 and size != UNEVEN):
         raise UserError(
@@ -77,7 +76,7 @@ def rotated_channels(config: Mapping[str, object], otherwise: float = 0.5) -> in
     return turned % size
 
 
-def sparse_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
+def sparse_block(config: Mapping[str, Any], i: int) -> Sequence[Part]:
     at, style = f"layers.{i}", Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     normed = {"norms_by_position": True, **llama.head_norms(at)} if config["use_qk_norm"] else {}
     wiring = llama.wired_attention(

@@ -26,7 +26,7 @@ def block(config: Mapping[str, object], i: int) -> Sequence[Part]:
         value=joint,
         dropout=f"{at}.resid_attn_dropout",
         fused=(kv_heads * heads * size, kv_heads * size, kv_heads * size),
-        rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=rotated_channels(config, 1.0)),
+        rotary=Rotary("rotary_emb", llama.rotary_factor(config), turned=rotated_channels(config)),
     )
     gated = llama.wired_fused(config, at, dropouts=(f"{at}.resid_mlp_dropout",))
     return attention(wiring, share=(kv_heads, heads, size)), feed_forward(gated)

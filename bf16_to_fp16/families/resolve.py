@@ -34,8 +34,6 @@ ROWS_AT_A_TIME = 4096
 
 COMPUTED = ".rotary_emb.inv_freq"  # of a layer or a model; older files hold it, and every stock class computes it
 
-MOST_POSITIONS = 1 << 16  # most positions made where a file lacks them; published Pegasus models have 512 and 1024
-
 
 def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
     """Return the layout of ``checkpoint``, with a role for every tensor. untie: give a tied head a copy of the
@@ -206,11 +204,6 @@ def resolve_tensor(
     info = checkpoint.tensors.get(source)
     if info is None:
         if record.generate is not None:
-            if shape[0] > MOST_POSITIONS:
-                raise UserError(
-                    f"{checkpoint.source}: tensor {record.name} is missing, and config.json asks for {shape[0]} rows;"
-                    " take the whole original checkpoint"
-                )
             return ResolvedTensor(record.name, None, shape, record.axes, record.generate)
         if record.absent:
             return None

@@ -81,7 +81,10 @@ SWITCH = replace(
     title="Switch Transformers",
     classes=t5.classes("SwitchTransformers")[:3],
     sizes=t5.SIZES | {"experts": ("num_experts",)},
-    keys=(ACTIVATION, BIAS, DTYPE, "num_sparse_encoder_layers", "num_sparse_decoder_layers", "router_jitter_noise"),
+    keys=(
+        *(ACTIVATION, BIAS, DTYPE, "num_sparse_encoder_layers", "num_sparse_decoder_layers", "router_jitter_noise"),
+        "relative_attention_max_distance",
+    ),
     encoder=Stack("num_layers", partial(block, stack="encoder", dense=t5.ENCODER)),
     decoder=Stack("num_decoder_layers", partial(block, stack="decoder", dense=t5.DECODER)),
     ignorable=(),

@@ -148,7 +148,7 @@ T5 = Family(
     # t5-3b and t5-11b on the Hub still carry the class name of 2020.
     classes=classes("T5", "T5WithLMHeadModel"),
     sizes=SIZES,
-    keys=("feed_forward_proj",),
+    keys=("feed_forward_proj", "relative_attention_max_distance"),
     encoder=ENCODER,
     decoder=DECODER,
     encoder_ends=stack_ends("encoder", table("shared.weight")),
@@ -166,7 +166,6 @@ T5 = Family(
     kept_in_fp32=("wo",),
     eps_key="layer_norm_epsilon",
     dropout={**dict.fromkeys(("stream", "attention", "neurons"), "dropout_rate"), "head": "classifier_dropout"},
-    buckets=("relative_attention_num_buckets", "relative_attention_max_distance"),
     attributes=StockAttributes(heads="n_heads", head_size="key_value_proj_dim"),
     untie="scaled",
     older_scales_tied=True,

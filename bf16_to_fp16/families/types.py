@@ -129,9 +129,6 @@ class Family:
     free_keys: tuple[str, ...] = ()
     """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in training;
     one that ends in ``*`` means all keys that begin so."""
-    buckets: tuple[str, str] | None = None
-    """Config keys of the number of position buckets and of the last one's distance, or None. Stock code computes
-    indices outside the table unless there are at least 4 buckets and the distance is over half their number."""
     attributes: StockAttributes
     untie: Literal["", "copy", "scaled"]
     """How a tied head can be separated: "copy", "scaled" (with the d^-1/2 before the head folded in), or "" (never)."""
@@ -177,7 +174,7 @@ class Family:
     def config_keys(self) -> frozenset[str]:
         """The config keys on which the layout depends, without the norms' eps."""
         sizes = (factor for product in self.sizes.values() for factor in product if isinstance(factor, str))
-        others = (*self.dropout.values(), *self.multipliers.values(), *self.alone, *(self.buckets or ()))
+        others = (*self.dropout.values(), *self.multipliers.values(), *self.alone)
         return frozenset({*sizes, *(stack.layers for stack in self.stacks), *others, *self.keys})
 
     @property

@@ -133,11 +133,6 @@ class Corpus:
         density, span = self.conventions.noise
         self.density, self.mean_span = data.noise_density or density, data.mean_span_length or span
         self.window = self._window()
-        # Text may spell a special token; taken for one it would break the target. Bytes are text, whatever they mean.
-        highest = objectives.BYTE_SENTINEL if self.conventions.bytes else -1
-        named = [k for k in self.conventions.sentinels if k > highest]
-        names = ("pad", "end", "mask", "span_mask")
-        self._reserved = {*named, *before, *after, *(getattr(self.conventions, name) for name in names)}
 
     def _objective(self) -> objectives.Objective:
         if not self.predicts:
@@ -162,9 +157,8 @@ class Corpus:
         return max(1, window)
 
     def tokens(self, text: str) -> list[int]:
-        """Return a text's ids without special tokens, also where the text spells one out, such as "</s>"."""
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return checked([token for token in ids if token not in self._reserved], self.vocabulary, self.folder)
+        """Return a text's ids without special tokens around it."""
+        return checked(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.vocabulary, self.folder)
 
     def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
         """Return a row's (input, target) ids in an epoch. The target is empty for models that predict no tokens."""
@@ -177,7 +171,7 @@ class Corpus:
         if len(text) > (most := self.window * _CHARACTERS):
             first = _window_start(len(text), most, rng)
             text = text[first : first + most]
-        if self.objective in ("gap-sentences", "denoising"):
+        if self.objective == "gap-sentences":
             return self._of_sentences(text, rng)
         tokens, given = self.tokens(text), self.conventions
         if self.objective == "next-token":
@@ -190,7 +184,11 @@ class Corpus:
         if self.objective == "text":
             return [*given.before, *tokens, *given.after], []
         spans = objectives.noise_spans(len(tokens), self.density, self.mean_span, rng)
-        return objectives.span_corruption(tokens, spans, given.sentinels, given.end)
+        if given.span_mask is None or self.objective != "denoising":
+            return objectives.span_corruption(tokens, spans, given.sentinels, given.end)
+        (*masked, _), _ = objectives.span_corruption(tokens, spans, itertools.repeat(given.span_mask), given.end)
+        before, after = self.target_frame
+        return [*given.before, *masked, *given.after], [*before, *tokens, *after]
 
     def _pair(self, text: str, target: str) -> tuple[list[int], list[int]]:
         source = self._cut(text, self.input_length)
@@ -213,13 +211,9 @@ class Corpus:
         for ids in sentences:
             pieces.append(ids[max(0, first - place) : max(0, first + self.window - place)])
             place += len(ids)
-        given, noise = self.conventions, {"density": self.density, "mean_span": self.mean_span}
-        if given.mask is not None:
-            return objectives.gap_sentences(pieces, mask=given.mask, end=given.end, most=self.target_length, rng=rng)
-        assert given.span_mask is not None
-        source, target = objectives.denoising(pieces, **noise, mask=given.span_mask, rng=rng)
-        before, after = self.target_frame
-        return [*given.before, *source, *given.after], [*before, *target, *after]
+        given = self.conventions
+        assert given.mask is not None
+        return objectives.gap_sentences(pieces, mask=given.mask, end=given.end, most=self.target_length, rng=rng)
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         pairs = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]

@@ -2,14 +2,14 @@
 
 Span corruption (Raffel et al. 2020, §3.1.4): spans of tokens become sentinels, and the target lists the spans. Gap
 sentences (Zhang et al. 2020, PEGASUS, "Random"): some sentences are masked, and are the target. Denoising (Liu et al.
-2020, mBART): the sentences change places, spans become one mask each, and the target is the original text. Next token
-(causal language models): the target is the text after its first token."""
+2020, mBART): spans become one mask each, and the target is the original text; here sentences keep their places. Next
+token (causal language models): the target is the text after its first token."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ def noise_spans(length: int, density: float, mean_span: float, rng: np.random.Ge
 
 
 def span_corruption(
-    tokens: Sequence[int], spans: Sequence[tuple[int, int]], sentinels: Sequence[int], end: int
+    tokens: Sequence[int], spans: Sequence[tuple[int, int]], sentinels: Iterable[int], end: int
 ) -> tuple[list[int], list[int]]:
     """Return (input, target) ids: each span becomes a sentinel, and the target lists sentinels and spans."""
     source: list[int] = []
@@ -65,19 +65,6 @@ def span_corruption(
         target += [sentinel, *tokens[start:stop]]
         place = stop
     return [*source, *tokens[place:], end], [*target, end]
-
-
-def denoising(
-    sentences: Sequence[Sequence[int]], *, density: float, mean_span: float, mask: int, rng: np.random.Generator
-) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: the sentences in random order with a ``mask`` for each span, and the original."""
-    shuffled = [token for k in rng.permutation(len(sentences)) for token in sentences[k]]
-    source: list[int] = []
-    place = 0
-    for start, stop in noise_spans(len(shuffled), density, mean_span, rng):
-        source += [*shuffled[place:start], mask]
-        place = stop
-    return [*source, *shuffled[place:]], list(itertools.chain.from_iterable(sentences))
 
 
 def window_length(input_length: int, target_length: int, density: float, mean_span: float, sentinels: int) -> int:

@@ -39,8 +39,6 @@ def make_optimizer(
         named: Any = pydoc.locate(given.name)
         if not issubclass(named, torch.optim.Optimizer):
             raise UserError(f"optimizer.name: {given.name} is no torch.optim.Optimizer; name one")
-        if issubclass(named, (torch.optim.SparseAdam, torch.optim.LBFGS)):
-            raise UserError(f"optimizer.name: {given.name} cannot step by plain gradients alone; name another")
         own = {"seed": recipe.seed} if named is AdamW else {}
         try:
             arguments = own | given.arguments

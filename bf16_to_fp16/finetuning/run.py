@@ -279,11 +279,8 @@ def check_recipe(recipe: Recipe) -> None:
     check_auto_uses_the_card(recipe.device)
     device, world = find_device(recipe.device), int(os.environ.get("WORLD_SIZE", "1"))
     recipe.data.share(world)  # which says where it cannot be divided
-    several = world > 1
-    if device.index is not None and several:
+    if device.index is not None and world > 1:
         raise UserError(f"device {device} would serve all processes; set device: cuda, so that each takes its own")
-    if device.type == "cuda" and several and not torch.distributed.is_nccl_available():
-        raise UserError("several GPUs need NCCL, which torch has on Linux alone; launch one process, or under WSL 2")
 
 
 def run_folder(recipe: Recipe) -> Path:

@@ -131,9 +131,10 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Remove the lines after ``step``, and a truncated last line."""
         if self.path.is_file():
-            kept = "".join(line for at, line in lines(self.path) if at <= step)
+            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
             partial = self.path.with_suffix(".partial")
-            partial.write_text(kept, encoding="utf-8", newline="\n")
+            partial.write_text("".join(kept), encoding="utf-8", newline="\n")
             partial.replace(self.path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -143,16 +144,6 @@ class RunLog:
             file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")
         # Lists are left to the file.
         self.track({key: value for key, value in row.items() if isinstance(value, (int, float, Mapping))}, step=step)
-
-
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            step = int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-        if line.endswith("\n"):
-            yield step, line
 
 
 def start_tracker(accelerator: Any, recipe: Recipe, folder: Path) -> None:

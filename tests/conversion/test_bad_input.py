@@ -66,12 +66,6 @@ def with_code_of_a_tokenizer(source: Path) -> None:
     (source.parent / "text.txt").write_text("a line\n")
 
 
-def with_another_config(source: Path) -> None:
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.4.0.0.json").write_text(json.dumps({**config, "num_layers": 1}))
-    (source / "config.json").write_text(json.dumps({**config, "configuration_files": ["config.4.0.0.json"]}))
-
-
 def converted_before(source: Path) -> None:
     (source.parent / "out").mkdir()
     (source.parent / "out" / "fp16_report.json").write_text('{"output": {"files": [{"name": "config.json"}]}}')
@@ -96,7 +90,6 @@ ROWS: tuple[tuple[Callable[[Path], object], str, str, str], ...] = (
         lambda source: (source / "generation_config.json").write_text(IMPOSSIBLE),
         *("", "source: stock code cannot run it", "generation_config.json"),
     ),
-    (with_another_config, "", "configuration_files", "save the right one as config.json"),
     (
         lambda source: save_file(load_file(source / WEIGHTS), source / WEIGHTS, metadata={"format": "bogus"}),
         *("", "format 'bogus'", "save it again with save_pretrained"),

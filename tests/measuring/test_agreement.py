@@ -113,7 +113,6 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("embeddinggemma", {"sliding_window": -1}, "'sliding_window' is -2, in which no position sees itself"),
     ("pegasus", {"decoder_attention_heads": 5}, "does not divide the 24 rows"),
     ("t5", {"layer_norm_epsilon": True}, "layer_norm_epsilon"),
-    ("t5", {"relative_attention_max_distance": 4}, "'relative_attention_max_distance' are 9 and 4"),
     ("pegasus", {"tie_word_embeddings": False}, "no separate lm_head.weight"),
     ("t5", {"per_layer_config": {"0": {"num_heads": 1}}}, "'num_heads' is"),
     ("gemma4-images", {"tie_word_embeddings": False}, "'tie_word_embeddings' is False"),
