@@ -4,7 +4,6 @@ config changes with the weights, so that ``save_pretrained`` writes a matching p
 from __future__ import annotations
 
 import copy
-import math
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
@@ -39,26 +38,24 @@ SAVES = "save_pretrained"  # method of a rescaled model that warns
 class MadeSafe:
     """The result of ``make_fp16_safe``; ``str`` gives a summary.
 
-    plan: the powers of two, all 0 if nothing had to be done. certified: whether no input can overflow the present
-    weights, rounded to fp16; training changes them. headroom_bits: log2(limit / bound) at ``tightest``, the site with
-    the least. eps: of the norms before. converted: the name of the converted folder that the model was loaded from;
-    plan then includes that folder's. originals: by name, the former values of key biases and position-bias tables that
-    were centred; tables: the centred tables. outputs: by name of an output of the class, log2 of the factor that
-    rescaling put on it, for all channels or for each; logits keep their values. inputs: log2 of the factor for
-    ``inputs_embeds``. passed: an observed signal over 65504 that no exponent can lower, or "". layout, head_gain,
-    original: used by ``adapter``."""
+    plan: the powers of two, all 0 if nothing had to be done; of a model loaded from a converted folder also that
+    folder's. certified: whether no input can overflow the present weights, rounded to fp16; training changes them.
+    headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps: of the norms before. originals: by
+    name, the former values of key biases and position-bias tables that were centred; tables: the centred tables.
+    outputs: by name of an output of the class, log2 of the factor that rescaling put on it, for all channels or for
+    each; logits keep their values. inputs: log2 of the factor for ``inputs_embeds``. passed: an observed signal over
+    65504 that no exponent can lower, or "". layout, head_gain, original: used by ``adapter``."""
 
-    plan: Plan
+    plan: Plan = field(repr=False)
     target: str
     certified: bool
     headroom_bits: float
     tightest: str
     eps: float
-    converted: str = ""
-    originals: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
-    tables: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
-    outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
-    inputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False)
+    originals: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    tables: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    outputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False, repr=False)
+    inputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False, repr=False)
     passed: str = ""
     layout: Layout | None = field(default=None, compare=False, repr=False)
     head_gain: float = 1.0
@@ -72,38 +69,25 @@ class MadeSafe:
         return self.plan.moves or bool(self.plan.centred_keys)
 
     def __str__(self) -> str:
-        exponents = self.plan.residual_exponents
-        streams, signals = " and ".join(f"2^{r}" for r in exponents), len(self.plan.exponents) - len(exponents) + 1
-        if self.converted:
-            done = (
-                f"loaded from the converted folder {self.converted}; its stream is now {streams} times the original's"
+        streams = " and ".join(f"2^{r}" for r in self.plan.residual_exponents)
+        done = f"the residual stream is {streams} times the original's" if self.changed else "nothing to rescale"
+        at = f"{self.headroom_bits:.2f} bits at {self.tightest}"
+        if self.certified:
+            proof = (
+                f"Certified {WHERE[self.target]}: no input overflows these weights in fp16"
+                f"{tower_aside(self.plan.family)} (least headroom {at}); training moves them, so certify what you save."
             )
-        elif not self.changed:
-            done = "nothing to rescale; the weights are as they were"
         else:
-            done = f"rescaled in memory: the residual stream by {streams}, channels of {signals} other signals"
-        least = f"{self.headroom_bits:.2f} bits" if math.isfinite(self.headroom_bits) else "an infinite bound"
-        at = f"{least} at {self.tightest}"
-        observed = (
-            f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
-            " checkpoint, which can edit it, or train it in bf16"
-            if self.passed
-            else "safe on what was observed only"
-        )
-        proof = (
-            f"certified {WHERE[self.target]}: no input overflows these weights in fp16"
-            f"{tower_aside(self.plan.family)} (least headroom {at}); training moves them, so certify what you save"
-            if self.certified
-            else f"not certified {WHERE[self.target]} ({at}); {observed}"
-        )
+            observed = (
+                f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
+                " checkpoint, which can edit it, or train it in bf16"
+            )
+            observed = observed if self.passed else "safe on what was observed only"
+            proof = f"Not certified {WHERE[self.target]} ({at}); {observed}."
         scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
         if factor := self.inputs.get(EMBEDDINGS):
             scale += f" {own_embeddings(factor)}."
-        return f"{done}. {proof[0].upper()}{proof[1:]}.{scale}"
-
-    def __repr__(self) -> str:
-        proof = f"{'' if self.certified else 'not '}certified {WHERE[self.target]}"
-        return f"<MadeSafe: {proof}, {self.headroom_bits:.2f} bits at {self.tightest}>"
+        return f"{done}. {proof}{scale}"
 
     def mark(self, model: Any) -> None:
         """Attach this result to the model, which then warns of its changed scale if it is saved or given embeddings."""

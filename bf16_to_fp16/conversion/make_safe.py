@@ -140,7 +140,6 @@ def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) ->
         "plan": composed(first, moved),
         "originals": originals | {n: t.float() for n, t in stored_originals(layout, first, origin).items()},
         "eps": layout.eps * 4.0**-first.residual_exponent,
-        "converted": folder.name,
         "original": origin.path or "",
         "head_gain": head_gain(layout, first, read_config(folder), origin),
     }

@@ -5,7 +5,6 @@ import json
 import math
 import pickle
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,6 @@ def test_the_certificate_is_that_of_the_weights_as_saved(tmp_path: Path) -> None
     tightest = min(found["sites"], key=lambda site: site["headroom_bits"])
     assert (tightest["name"], tightest["headroom_bits"]) == (safe.tightest, pytest.approx(safe.headroom_bits, abs=0.02))
     assert "Certified in training" in str(safe) and "training moves them" in str(safe)
-    assert repr(safe) == f"<MadeSafe: certified in training, {safe.headroom_bits:.2f} bits at {safe.tightest}>"
 
 
 def test_where_no_certificate_can_be_had_it_says_so() -> None:
@@ -94,8 +92,6 @@ def test_where_no_certificate_can_be_had_it_says_so() -> None:
     safe = make_fp16_safe(model)
     assert not safe.certified and "wi_0" in safe.tightest and "Not certified in training" in str(safe)
     assert safe.passed == "" and "safe on what was observed only" in str(safe)
-    infinite = replace(safe, headroom_bits=-math.inf)
-    assert f"(an infinite bound at {safe.tightest})" in str(infinite)
 
 
 def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
