@@ -8,12 +8,12 @@ outputs for text do not."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..errors import UserError
-from .configs import looked_up
+from .configs import looked_up, positive
 from .llama import IMAGE_KEYS, INSIDE, MISTRAL, block, classes, heads, image_classes, layers
 from .nested import keys_inside
 from .parts import Style
@@ -67,18 +67,14 @@ def projector(config: Mapping[str, object]) -> Sequence[Part]:
     return (projector_records(whole, wiring.output, *tensors),)
 
 
-def growth(config: Mapping[str, object]) -> tuple[float, float]:
+def growth(config: Mapping[str, Any]) -> tuple[float, float]:
     """Return (g, n): queries at position p are multiplied by 1 + g·ln(1 + ⌊p/n⌋); raise UserError for bad numbers."""
-    rotation = config.get("rope_parameters") or DEFAULT_ROTATION
-    given = [rotation.get(key) for key in DEFAULT_ROTATION] if isinstance(rotation, Mapping) else [None]
-    numbers = [float(n) for n in given if isinstance(n, (int, float)) and not isinstance(n, bool)]
-    if len(numbers) != 2 or not 0 <= numbers[0] < math.inf or not 0 < numbers[1] < math.inf:
-        named = " and ".join(DEFAULT_ROTATION)
-        raise UserError(
-            f"config.json: in 'rope_parameters', {named} are {given!r}, not a number of at least 0 and one"
-            " over 0; take them from the original checkpoint"
-        )
-    return numbers[0], numbers[1]
+    beta, reach = "llama_4_scaling_beta", "original_max_position_embeddings"
+    rotation = config["rope_parameters"]
+    return (
+        positive(beta, rotation.get(beta), "a number of at least 0", zero=True),
+        positive(reach, rotation.get(reach), "a number over 0"),
+    )
 
 
 def growing(config: Mapping[str, object], i: int) -> Sequence[Part]:
@@ -99,7 +95,6 @@ def of_either(config: Mapping[str, object], i: int) -> Sequence[Part]:
     return TEXT_MODELS[str(kind)](config, i)
 
 
-DEFAULT_ROTATION = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16_384}  # stock code's
 TEXT_MODELS: Mapping[str, Callable[[Mapping[str, object], int], Sequence[Part]]] = {
     "mistral": MISTRAL.encoder.block,
     "ministral3": growing,

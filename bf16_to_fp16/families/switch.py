@@ -9,26 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from ..errors import UserError
 from . import t5
-from .configs import number_of
+from .configs import whole_number
 from .parts import experts as parts_of_experts
 from .t5 import T5
 from .types import Part, Stack
 from .wiring import Experts, FeedForward
 
 ACTIVATION, CAPACITY, DTYPE, BIAS = "dense_act_fn", "expert_capacity", "router_dtype", "router_bias"
-LAYERS = {"encoder": "num_layers", "decoder": "num_decoder_layers"}
-
-
-def is_sparse(config: Mapping[str, object], stack: str, i: int) -> bool:
-    """Return whether block ``i`` of a stack has experts, as stock code decides: every n-th block from the second on. n
-    is the number of blocks over that of sparse ones, rounded down; with no sparse ones, the number of blocks."""
-    keys = LAYERS[stack], f"num_sparse_{stack}_layers"
-    layers, sparse = (number_of(SWITCH, config, key, "a number of layers", least=0) for key in keys)
-    step = layers // sparse if sparse else layers
-    return step == 1 or (step > 0 and i % step == 1)
 
 
 def experts(at: str, config: Mapping[str, object]) -> Part:
@@ -38,8 +29,8 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
             f"config.json: {DTYPE!r} is {config[DTYPE]!r}; only a router in float32 chooses the same experts after"
             " rescaling"
         )
-    number = number_of(SWITCH, config, "num_experts", "a number of experts")
-    parts = [t5.neurons(at, activation(config), f"mlp.experts.expert_{i}") for i in range(number)]
+    number = whole_number("num_experts", config["num_experts"], "a number of experts")
+    parts = [t5.neurons(at, str(config[ACTIVATION]), f"mlp.experts.expert_{i}") for i in range(number)]
     each = [part.topology for part in parts if isinstance(part.topology, FeedForward)]
     norm, router = each[0].norm, f"{at}.mlp.router"
     wiring = Experts(
@@ -55,24 +46,13 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
     return parts_of_experts(wiring, parts, biased=bool(config[BIAS]))
 
 
-def activation(config: Mapping[str, object]) -> str:
-    name = str(config[ACTIVATION])
-    if name.startswith("gated-"):
-        raise UserError(
-            f"config.json: {ACTIVATION!r} is {name!r}, and stock Switch Transformers has no gates; take it from the"
-            " original checkpoint"
-        )
-    return name
-
-
-def block(config: Mapping[str, object], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
-    capacity = config.get(CAPACITY)
-    if isinstance(capacity, int) and capacity >= 2**63:
-        raise UserError(f"config.json: {CAPACITY!r} is {capacity}, more than 64 bits hold; write the tokens per expert")
+def block(config: Mapping[str, Any], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
+    """Return the parts of block ``i``. As in stock code, every n-th has experts, from the second on."""
     *attending, _ = dense.block({"feed_forward_proj": "relu"}, i)
-    at = f"{stack}.block.{i}.layer.{len(attending)}"
-    sparse = is_sparse(config, stack, i)
-    return (*attending, experts(at, config) if sparse else t5.neurons(at, activation(config), "mlp"))
+    at, step = f"{stack}.block.{i}.layer.{len(attending)}", config[f"{stack}_sparse_step"]
+    if step == 1 or (step > 0 and i % step == 1):
+        return *attending, experts(at, config)
+    return *attending, t5.neurons(at, str(config[ACTIVATION]), "mlp")
 
 
 SWITCH = replace(

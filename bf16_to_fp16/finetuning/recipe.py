@@ -259,8 +259,7 @@ def parse_recipe(tree: Mapping[str, Any], name: str = "recipe") -> Recipe:
     except ValidationError as error:
         # An unknown key first: a key that is missing may be the one that it was meant for.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-        more = f" ({len(problems) - 1} more after it)" if len(problems) > 1 else ""
-        raise UserError(f"{name}: {_problem(problems[0])}{more}") from None
+        raise UserError(f"{name}: {_problem(problems[0])}") from None
 
 
 def _override(tree: dict[Any, Any], override: str, name: str) -> None:

@@ -151,11 +151,8 @@ def start_tracker(accelerator: Any, recipe: Recipe, folder: Path) -> None:
         return
     if not accelerator.log_with:  # accelerate leaves out what is not installed
         raise UserError(f"wandb is not installed; {HOW_TO_TRAIN}, or set wandb: off")
-    os.environ.setdefault("WANDB_SILENT", "true")
-    # As the library has it: its environment variables say whose project and which.
-    project = os.environ.get("WANDB_PROJECT", "bf16-to-fp16")
-    given = {"name": os.environ.get("WANDB_NAME", Path(recipe.out).name), "mode": recipe.wandb, "dir": str(folder)}
+    project, given = os.environ.get("WANDB_PROJECT", "bf16-to-fp16"), {"mode": recipe.wandb, "dir": str(folder)}
     try:
         accelerator.init_trackers(project, recipe.describe(), {"wandb": given})
-    except Exception as error:  # of many kinds; a run must not fail later for a log that cannot be
+    except Exception as error:  # of many kinds
         raise UserError(f"wandb: {' '.join(str(error).split())}; set wandb to offline or off") from error

@@ -139,9 +139,9 @@ class Trainer:
                 self._save()
             while p.step < schedule.steps:
                 self._choose_precision()
-                loss_scale = self._step()
+                self._step()
                 advance(p.step, schedule.steps)
-                check_progress(self.recipe, self.penalty, p, loss_scale)
+                check_progress(self.recipe, self.penalty, p)
                 last = p.step == schedule.steps
                 if last or p.step % self.recipe.evaluation.every == 0:
                     self._evaluate()
@@ -153,7 +153,7 @@ class Trainer:
             steps=p.step, tokens=p.tokens, skipped=p.skipped, evaluations=p.evaluations, kept=self.kept
         )
 
-    def _step(self) -> float | None:
+    def _step(self) -> None:
         p, recipe = self.position, self.recipe
         batches = [next(self.training_batches) for _ in range(self.passes)]
         positions = self._total(sum(int(distillation.counted_positions(b).sum()) for b in batches))
@@ -190,7 +190,6 @@ class Trainer:
             shown["bound_bits"] = self.constraint.headroom
         if self.log is not None:
             self.log.write(p.step, shown | {"skipped": len(p.skipped)} | self._worst())
-        return loss_scale
 
     def _worst(self) -> dict[str, Any]:
         if self.penalty is None or not self.penalty.observations():
@@ -372,17 +371,13 @@ def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) ->
         )
 
 
-def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosition, loss_scale: float | None) -> None:
+def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosition) -> None:
     """Raise UserError, with the worst site's name, where a run cannot succeed."""
     at = worst_site(penalty)
     row = list(itertools.takewhile(lambda s: s[1]["step"] == p.step - s[0], enumerate(reversed(p.skipped))))
     if len(row) >= OVERFLOW_STOP:
-        raise UserError(
-            f"{len(row)} steps in a row overflow, down to a loss scale of {loss_scale:g}{at};"
-            f" set {'precision: fp32' if recipe.rescale else 'rescale: true'}, or lower schedule.learning_rate"
-            if loss_scale is not None
-            else f"{len(row)} steps in a row have no finite gradient{at}; lower the learning rate"
-        )
+        mend = "precision: fp32" if recipe.rescale else "rescale: true"
+        raise UserError(f"{len(row)} steps in a row overflow{at}; set {mend}, or lower schedule.learning_rate")
     if len(p.skipped) >= NONFINITE_STOP:
         raise UserError(f"{len(p.skipped)} steps had no finite gradient{at}; look at their examples in log.jsonl")
     if penalty is None:

@@ -88,8 +88,8 @@ def test_what_the_router_multiplies_in_training_is_in_the_bounds_for_training() 
     assert seen[experts.classifier] > bound_at(served, experts.classifier)
 
 
-@pytest.mark.parametrize("noise", [-0.5, float("nan"), float("inf"), "x", True])
-def test_what_is_no_noise_has_no_bound_for_training(noise: Any) -> None:
+@pytest.mark.parametrize("noise", [-0.5, float("nan"), float("inf")])
+def test_what_is_no_noise_has_no_bound_for_training(noise: float) -> None:
     """Stock code draws nothing with a number under 0, with which the bounds would come out too small."""
     model, layout, _, _ = one_neuron_each(0)
     edited = replace(layout, config={**layout.config, "router_jitter_noise": noise})
@@ -150,8 +150,8 @@ def test_agreeing_experts_reach_the_summed_bound(kind: str, changes: dict[str, A
 def test_what_a_router_scales_with_must_be_a_number() -> None:
     model = tiny.small("glm4_moe")
     layout = resolve(ModelTensors(model))
-    edited = replace(layout, config={**layout.config, "routed_scaling_factor": "x"})
-    with pytest.raises(UserError, match="'routed_scaling_factor' is 'x'"):
+    edited = replace(layout, config={**layout.config, "routed_scaling_factor": -1.0})
+    with pytest.raises(UserError, match="'routed_scaling_factor' is -1"):
         bound(edited, lambda name: model.state_dict()[name])
 
 

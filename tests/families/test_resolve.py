@@ -51,7 +51,6 @@ STATED: list[tuple[str, str, object]] = [
     *((kind, "attention_bias", True) for kind in ("gemma", "gemma2", "gemma3")),
     *(("gemma3", "attn_logit_softcapping", 50.0), ("olmoe", "clip_qkv", 8.0), ("glm4_moe", "n_group", 2)),
     *(("switch", "router_dtype", dtype) for dtype in ("float16", "bfloat16")),
-    ("switch", "dense_act_fn", "gated-gelu"),
 ]
 """Values for parts that no record states."""
 OTHERS: list[tuple[str, str, object]] = [

@@ -111,7 +111,7 @@ def test_an_override_without_key_and_value_is_refused(tmp_path: Path, override: 
         ("", "the recipe is empty"),
         ("- a\n- b\n", "made of `key: value` lines"),
         ("source: a\nout: b\n", "data is missing"),
-        ("out: b\n", "source is missing; add it (1 more after it)"),
+        ("out: b\n", "source is missing; add it"),
         ("source: [\n", "not YAML at line 2"),
         ("source: a\nout: b\nsource: c\n", "not YAML at line 3 (the key source is given twice)"),
         ("data: {path: a, path: b}\n", "not YAML at line 1 (the key path is given twice)"),

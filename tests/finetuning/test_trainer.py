@@ -345,18 +345,18 @@ def test_a_loss_scale_that_collapses_stops_the_run_with_the_site(make: Make, fix
     model = tiny_model()
     model.encoder.block[0].layer[1].DenseReluDense.wo.weight.data.mul_(1e7)
     settings: dict[str, Any] = {"penalty": {"form": "smooth-max"}, "distillation": {"weight": 0.0}}
-    with pytest.raises(UserError, match=r"3 steps in a row overflow, down to a loss scale of 8") as caught:
+    with pytest.raises(UserError, match="3 steps in a row overflow") as caught:
         scaled(make(model=model, **settings), 64.0).train()
     assert "encoder.block.0.layer.1.DenseReluDense.wo" in str(caught.value)
     trainer = scaled(make("gradients", **settings), 8.0)
     trainer.stock.encoder.final_layer_norm.weight.register_hook(lambda gradient: gradient * math.inf)
-    inside = r"3 steps in a row overflow, .* though every activation is inside its target; "
+    inside = r"3 steps in a row overflow, though every activation is inside its target; "
     with pytest.raises(UserError, match=rf"{inside}set precision: fp32, or lower"):
         trainer.train()
     # What the recipe has already is not advised.
     recipe = trainer.recipe.model_copy(update={"rescale": False})
     with pytest.raises(UserError, match=f"{inside}set rescale: true, or lower"):
-        check_progress(recipe, trainer.penalty, trainer.position, 2.0)
+        check_progress(recipe, trainer.penalty, trainer.position)
     assert RunFolder(tmp_path / "run").steps()
 
 
@@ -370,7 +370,7 @@ def test_a_penalty_that_does_not_come_down_stops_a_run(fix: Fix, fall: float, st
         position.step += 1
         seen = Observation(8.0, 2.0, 2.0 - fall * position.step, 1.0)
         penalty: Any = SimpleNamespace(observations=lambda: {"a.site": seen}, worst=lambda: ("a.site", seen))
-        check_progress(recipe, penalty, position, None)
+        check_progress(recipe, penalty, position)
 
     for _ in range(12 if stuck is None else stuck - 1):
         advance()

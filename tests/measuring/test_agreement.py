@@ -91,7 +91,6 @@ NAMED: dict[str, tuple[tuple[str, Any], ...]] = {
         *(("is_causal", None), ("sliding_window", 1)),
     ),
     "mt5": (("tie_encoder_decoder", 1),),
-    "switch": (("expert_capacity", 2**63),),
     **{"umt5": (("dense_act_fn", "relu"),), "gelu": (("dense_act_fn", "gelu_pytorch_tanh"),)},
     **{"gated": (("is_gated_act", False),), "t5-encoder": (("is_decoder", True),)},
     "gemma3": (("sliding_window", 0),),
