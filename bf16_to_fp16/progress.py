@@ -3,7 +3,6 @@ escaping of hidden characters in printed text."""
 
 from __future__ import annotations
 
-import json
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
@@ -19,15 +18,11 @@ HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode's control and format characte
 Advance = Callable[[int, int], None]  # called with (done, total) as work proceeds
 
 
-def visible(text: str, *, as_json: bool = False) -> str:
-    """Escape hidden characters except newline and tab, since names from files could steer a terminal or hide text.
-    as_json: escape as JSON does, so that JSON stays valid; else as Python does."""
+def visible(text: str) -> str:
+    """Escape hidden characters except newline and tab, since names from files could steer a terminal or hide text."""
     if text.isprintable():
         return text
-    return "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in HIDDEN else (json.dumps(c) if as_json else ascii(c))[1:-1]
-        for c in text
-    )
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in HIDDEN else ascii(c)[1:-1] for c in text)
 
 
 def show(text: str, *, aside: bool = False) -> None:

@@ -15,7 +15,6 @@ from ..conversion.options import FLAGS, PATH, Options
 from ..environment import SCHEMA
 from ..errors import UserError
 from ..json_text import finite, write_json
-from ..progress import visible
 
 SAFE, UNSAFE, USAGE, UNREAD = 0, 1, 2, 141
 
@@ -72,7 +71,7 @@ def write_result(target: str | None, data: Mapping[str, Any]) -> bool:
         return True
     data = {"schema": SCHEMA, **data}
     if target == "-":
-        print(visible(json.dumps(finite(data), indent=2, ensure_ascii=False), as_json=True))
+        print(json.dumps(finite(data), indent=2))  # in ASCII, so that no character steers a terminal
         return False
     with replacing_for("--json", Path(target)) as new:
         write_json(new, data)

@@ -1,7 +1,6 @@
 """Whatever is given or closed, a command ends in a promised status and one line, and prints no control character."""
 
 import io
-import json
 import math
 import os
 import shlex
@@ -146,8 +145,6 @@ def test_what_cannot_be_seen_is_escaped_and_all_else_is_as_it_was() -> None:
     assert visible(HOSTILE) == SEEN
     for plain in ("", "täglich 2⁻¹¹ × σ", "two\nlines\tand a tab", "模型"):
         assert visible(plain) == plain
-    said = visible(json.dumps({"name": HOSTILE}, ensure_ascii=False), as_json=True)
-    assert json.loads(said) == {"name": HOSTILE} and visible(said) == said
 
 
 def test_no_control_character_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
