@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..families.layout import Layout, ResolvedStack, TensorReader, TensorSource, walk
 from ..families.resolve import effective, stored
 from ..families.wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector, StackEnds, Sublayer
-from ..numerics import FP16_MAX
+from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
 from ..targets import SQUARING, TARGETS
 from .activations import check_bounded
 from .arithmetic import COMPUTED, Arithmetic, full_precision, largest
@@ -29,7 +29,7 @@ from .attention_sites import AttentionSites
 from .factored import chunks
 from .feed_forward_sites import experts_sites, feed_forward_sites
 from .findings import Certificate
-from .kinds import SiteKind, traits
+from .kinds import SiteKind
 from .linear import (
     Projection,
     bound_box,
@@ -305,7 +305,7 @@ def bound(
     if target == "train":
         arithmetic = replace(arithmetic, train=True)
         if any(sublayer.activation == "gelu_new" for sublayer in layout.feed_forwards):
-            limits = {kind: traits(kind).limit_in_training for kind in SiteKind}
+            limits = {SiteKind.GATE: GELU_CUBE_BACKWARD_LIMIT}  # over it the derivative overflows
     with torch.no_grad():
         stream = _StreamWalk(layout, weights, arithmetic, limits, refine, spectra or Spectra(weights))
         return stream.run(advance, until_one_fails)

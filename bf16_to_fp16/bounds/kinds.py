@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT
-
 
 class SiteKind(StrEnum):
     """The quantity at a site, as a report names it."""
@@ -51,12 +49,10 @@ class Line(StrEnum):
 @dataclass(frozen=True)
 class Traits:
     """How sites of one kind are treated. ``line``: its curve in figures, None if not drawn. ``movable``: whether
-    rescaling, which is exact, can lower its values. ``limit_in_training``: under 65504 if gelu_new's derivative
-    overflows earlier."""
+    rescaling, which is exact, can lower its values."""
 
     line: Line | None = None
     movable: bool = True
-    limit_in_training: float = FP16_MAX
 
 
 _TRAITS: Mapping[str, Traits] = {
@@ -69,7 +65,7 @@ _TRAITS: Mapping[str, Traits] = {
     SiteKind.LOGITS: Traits(Line.SCORES, movable=False),
     SiteKind.ROUTING: Traits(movable=False),
     SiteKind.POSITION_BIAS: Traits(movable=False),
-    SiteKind.GATE: Traits(movable=False, limit_in_training=GELU_CUBE_BACKWARD_LIMIT),
+    SiteKind.GATE: Traits(movable=False),
 }
 
 

@@ -22,8 +22,8 @@ from ..families.wiring import Attention, Experts, FeedForward, Sublayer
 
 CHOSEN, WHOLE = 256, 384  # how many ids are chosen, and the largest vocabulary that is run whole instead
 SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
-ALONE, ENCODER, DECODER = "largest alone", "largest alone in the encoder", "largest alone in the decoder"
-"""Reasons for choosing an id: the largest value at some site, as a row of one token."""
+ALONE = "largest alone"
+"""Reasons for choosing an id; the last: the largest value at some site, as a row of one token."""
 
 _CHANNELS = 24  # channels whose largest and smallest entry is taken
 _MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}  # how many ids each reason brings in
@@ -64,16 +64,14 @@ def chosen(
     for reason, ids in extremes.items():
         add(reason, ids, _MOST[reason])
     candidates = list(dict.fromkeys([*seen, *others]))[:carried]
-    farthest: list[tuple[str, list[int]]] = []
-    sides = {True: ALONE if layout.family.decoder is None else ENCODER, False: DECODER}
+    farthest: list[list[int]] = []
     for step in forward(weights, candidates):
-        reason = sides[step.stack.is_encoder]
         for values in (step.stream, *step.outputs):
             order = values.abs().amax(1).argsort(descending=True, stable=True)
-            farthest.append((reason, [candidates[i] for i in order[:_RANKS].tolist()]))
+            farthest.append([candidates[i] for i in order[:_RANKS].tolist()])
     for rank in range(_RANKS):
-        for reason, ids in farthest:
-            add(reason, ids[rank : rank + 1])
+        for ids in farthest:
+            add(ALONE, ids[rank : rank + 1])
     add(DRAWN, others)
     return {reason: ids for reason, ids in by_reason.items() if ids}
 

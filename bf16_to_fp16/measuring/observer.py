@@ -85,15 +85,11 @@ class SiteObserver(TorchDispatchMode):
         return False
 
     def __enter__(self) -> SiteObserver:
-        try:
-            for path, module in self.model.named_modules():
-                if isinstance(module, nn.Dropout) and not self.model.training:
-                    continue
-                self._hook(path or "model", module)
-            super().__enter__()
-        except BaseException:
-            self._unhook()
-            raise
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.Dropout) and not self.model.training:
+                continue
+            self._hook(path or "model", module)
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -74,14 +74,12 @@ def by_design(site: SiteEntry) -> str:
 
 
 class Distance(NamedTuple):
-    """A finetune's distance from the original on one kind of input (None: infinite), the fraction of positions with the
-    same most likely token, and both numbers for the original in bf16."""
+    """A finetune's distance from the original on one kind of input (None: infinite), and that of the original in
+    bf16."""
 
     value: float | None
     where: str
-    agreement: float | None = None
     bf16: float = 0.0
-    bf16_agreement: float = 1.0
 
 
 KINDS = {  # inputs of a finetune's evaluations, by the prefix of their keys
@@ -99,10 +97,9 @@ def distances(run: schema.FinetuneEntry) -> tuple[str, str, list[Distance]]:
     for kind, where in KINDS.items():
         value = last.get(f"{kind}_divergence")
         if kind == "audit" and close is not None:
-            bf16 = (close.kl_bf16 or 0.0, 1.0 if close.top1_bf16 is None else close.top1_bf16)
-            measured.append(Distance(close.kl_fp16, where, close.top1_fp16, *bf16))
+            measured.append(Distance(close.kl_fp16, where, close.kl_bf16 or 0.0))
         elif isinstance(value, (int, float)):
-            measured.append(Distance(float(value), where, last.get(f"{kind}_agreement")))
+            measured.append(Distance(float(value), where))
     return f"{what} to the original", unit, measured
 
 
