@@ -3,6 +3,9 @@ since a mapping kills the process if the file shrinks."""
 
 from __future__ import annotations
 
+import struct
+import sys
+import zipfile
 from pathlib import Path
 
 import torch
@@ -57,17 +60,35 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 # --- pytorch_model.bin ---------------------------------------------------------------------------------------------
 
 
+def record_sizes(file: Path) -> dict[int, int]:
+    """Return the size of each record of an uncompressed zip file, by the offset of its data."""
+    sizes = {}
+    with reading(file) as raw, zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("its bytes are no tensor's")
+            if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
+                raise ValueError("torch crashes as it turns the bytes of tensors on the meta device")
+            raw.seek(record.header_offset + 26)
+            name, extra = struct.unpack("<HH", raw.read(4))
+            sizes[record.header_offset + 30 + name + extra] = record.file_size
+    return sizes
+
+
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
     """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. torch reads the
-    pickle onto the meta device, with ``weights_only``, which runs no code, and gives the offsets."""
+    pickle onto the meta device, with ``weights_only``, which runs no code, and gives the offsets, but not whether the
+    records there are as long as the tensors."""
     resave = "load it with torch and save it with safetensors"
     unreadable = UserError(
-        f"{file}: cut short, in torch's format of before 2020, or with more than tensors in it, which may be code;"
-        f" {RESTORE}, or {resave} where you trust it"
+        f"{file}: cut short, in torch's format of before 2020, compressed, or with more than tensors in it, which may"
+        f" be code; {RESTORE}, or {resave} where you trust it"
     )
     try:
-        with reading(file):
-            content = torch.load(file, map_location="meta", weights_only=True)
+        records = record_sizes(file)
+        content = torch.load(file, map_location="meta", weights_only=True)
+    except UserError:  # no regular file, or no permission
+        raise
     except Exception as error:  # the unpickler can raise any exception, by the file's content
         raise unreadable from error
     if not isinstance(content, dict):
@@ -81,9 +102,9 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
             raise UserError(
                 f"{file}: tensor {shown(name)} is sparse, not contiguous or of an unknown dtype ({dtype}); {resave}"
             )
-        begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
-        if begin is None:
-            raise unreadable
+        begin = int(getattr(tensor.untyped_storage(), "_checkpoint_offset", None) or 0)
         skip, nbytes = int(tensor.storage_offset()) * tensor.itemsize, tensor.numel() * tensor.itemsize
-        tensors[name] = TensorInfo(name, dtype, tuple(tensor.shape), file, int(begin) + skip, nbytes)
+        if skip + nbytes > records.get(begin, 0):
+            raise unreadable
+        tensors[name] = TensorInfo(name, dtype, tuple(tensor.shape), file, begin + skip, nbytes)
     return tensors

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,22 @@ def test_pickles_in_other_containers_are_refused(folder: Path) -> None:
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(UserError, match="cut short"):
         open_checkpoint(folder)
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(UserError, match="not a regular file"):
+        open_checkpoint(folder)
+    file.rmdir()
+    # torch takes such records for tensors on the meta device, or crashes.
+    file.write_bytes(whole)
+    with zipfile.ZipFile(file) as archive:
+        records = {record.filename: archive.read(record) for record in archive.infolist()}
+    others = {"byteorder": b"big", "data/0": bytes(400)}
+    for changed, compression in ((None, zipfile.ZIP_DEFLATED), ("byteorder", 0), ("data/0", 0)):
+        with zipfile.ZipFile(file, "w", compression) as archive:
+            for name, data in records.items():
+                archive.writestr(name, others[changed] if changed and name.endswith(changed) else data)
+        with pytest.raises(UserError, match="compressed"):
+            open_checkpoint(folder)
 
 
 ENTRY = json.dumps({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}).encode()
