@@ -155,7 +155,7 @@ def show_conversion(result: Conversion) -> None:
         terminal.print_plan(report.plan or result.plan, result.planned)
     else:
         notes = result.notes if result.out.is_file() else ()
-        terminal.print_conversion(report, result.out, notes)
+        terminal.print_conversion(report, result.out, notes, then=result.next)
 
 
 @click.command("undo")

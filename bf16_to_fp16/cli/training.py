@@ -35,7 +35,7 @@ def finetune_command(recipe: Path, overrides: tuple[str, ...], force: bool, json
     if result is None:  # not the first process
         return SAFE
     if write_result(json_file, result.report):
-        terminal.print_conversion(read(Report, result.report), Path(asked.out))
+        terminal.print_conversion(read(Report, result.report), Path(asked.out), then=result.next)
     return SAFE if result.safe else UNSAFE
 
 

@@ -51,7 +51,7 @@ from .planning import Opened, decide, open_source, replayed
 @dataclass(frozen=True)
 class Conversion:
     """The result of ``convert``. docs/report.md describes the report's keys. ``nbytes``: the size of the weights, also
-    after a dry run."""
+    after a dry run. ``next``: the report's next command, with full paths so that it runs."""
 
     report: Mapping[str, Any] = field(repr=False)
     out: Path | None
@@ -59,6 +59,7 @@ class Conversion:
     plan: Plan = field(repr=False)
     nbytes: int | None = None
     notes: tuple[str, ...] = ()
+    next: str = ""
 
     @property
     def safe(self) -> bool:
@@ -147,7 +148,8 @@ def convert_to_folder(
             )
         opened.checkpoint.check_unchanged()
         report = write_report(work, report)
-    return Conversion(dump(report), place.out, decided.planned, measured.plan)
+    then = next_of(options, report, str(source), str(place.out)) if report.next else ""
+    return Conversion(dump(report), place.out, decided.planned, measured.plan, next=then)
 
 
 def dry_run(opened: Opened, decided: Decided) -> Conversion:
@@ -219,7 +221,7 @@ def convert_to_file(options: Options, source: str | Path, place: Destination, pr
     with scratch(place.out) as work:
         folder, file = work / place.out.name, work / "packed"
         done = convert_to_folder(options, source, Destination(folder), progress)
-        plan = done.plan
+        report, plan = read(Report, done.report), done.plan
         summary = {
             "layout": options.layout,
             **{key: done.report.get(key) for key in ("verdict", "proof", "target", "tiers", "command", "environment")},
@@ -241,8 +243,9 @@ def convert_to_file(options: Options, source: str | Path, place: Destination, pr
         notes.append(f"to be loaded with a norm eps of {plan.eps!r} in its config")
     if left_out:
         notes.append(f"the tokenizer inside {own_name(source)} is left out: {layout.naming.title} has no place for it")
+    then = next_of(options, report, str(source), str(place.out)) if report.next else ""
     report_of_file = {**done.report, "output": {"files": [written]}}
-    return replace(done, report=report_of_file, out=place.out, notes=tuple(notes))
+    return replace(done, report=report_of_file, out=place.out, notes=tuple(notes), next=then)
 
 
 def check_unconverted(checkpoint: Checkpoint) -> None:

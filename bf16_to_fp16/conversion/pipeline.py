@@ -102,10 +102,10 @@ def convert_pipeline(
             done[name] = converted(asked[name], pipeline, name, Destination(work / name), progress)
         report = report_of(pipeline, done, links, work, settings.command(pipeline.source, place.out))
         write_json(work / PIPELINE, dump(report))
-    moved = {}
-    for name, one in done.items():
-        told = {**one.report, "next": alone(pipeline, name)} if one.report.get("next") else one.report
-        moved[name] = replace(one, out=place.out / name, report=told)
+    moved = {
+        name: replace(one, out=place.out / name, next=alone(pipeline, name) if one.next else "")
+        for name, one in done.items()
+    }
     return PipelineConversion(dump(report), place.out, moved)
 
 

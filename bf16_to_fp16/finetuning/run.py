@@ -32,7 +32,7 @@ from ..measuring.stock import attentions_of, load, load_config
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.build import other_sha256
-from ..report.schema import FinetuneEntry, Lineage, Source
+from ..report.schema import FinetuneEntry, Lineage, Report, Source, read
 from ..rescaling.plan import Plan
 from ..results import AttackEntry
 from ..system import available_memory
@@ -69,7 +69,7 @@ def finetune(
         command, recipe = Command(str(recipe), tuple(overrides), begun_by()), read_recipe(recipe, overrides)
     elif not isinstance(recipe, Recipe):
         recipe = parse_recipe(recipe)
-    command, asked, recipe = command.published(), recipe, recipe.settled()
+    asked, recipe = recipe, recipe.settled()
     out = Path(recipe.out)
     check_recipe(recipe)
     check_out(out, recipe.source, force=force)  # before a download
@@ -83,15 +83,18 @@ def finetune(
     if run.weights is None:
         return None
     provenance = Provenance(
-        command.line(),
+        command.published().line(),
         lineage_of(checkpoint, asked, recipe, run),
         checkpoint,
-        judge=partial(with_goals, recipe=asked, command=command),
+        judge=partial(with_goals, recipe=asked, command=command.published()),
         search=partial(attack_unproven, recipe.evaluation.attack_steps, progress),
     )
     with saying_where_it_stopped(run.folder), written_trained(run.folder, run.weights) as trained:
         place, options = Destination(out, force=force), options_of(recipe)
-        return convert_by(options, trained, place, provenance=provenance, progress=progress)
+        result = convert_by(options, trained, place, provenance=provenance, progress=progress)
+    if not result.report.get("next"):
+        return result
+    return replace(result, next=with_goals(read(Report, result.report), asked, command).next)
 
 
 @contextmanager

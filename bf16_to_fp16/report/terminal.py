@@ -28,7 +28,7 @@ WORST_SITES = 6
 MOST_EDITS = 3  # edits that are named, the dearest
 
 
-def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = ()) -> None:
+def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = (), *, then: str = "") -> None:
     """Print the outcome of a conversion to a folder or one file. notes: further lines to print."""
     screen = console()
     if report.signals:
@@ -39,7 +39,7 @@ def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = ()
         screen.say(line)
     if (report.safe or report.short) and not out.is_file():
         screen.say(load_line(out))
-    then = report.next
+    then = then or report.next
     if report.safe and not then:
         command = shlex.join(["bf16-to-fp16", "verify", str(out)])
         then = f"verify it on the target machine, if possible with your own text (--data): {command}"

@@ -172,8 +172,8 @@ def test_what_is_left_out_is_counted_and_next_said_once(capsys: pytest.CaptureFi
     terminal.print_audit(read(Report, broken))
     said = capsys.readouterr().out
     assert said.count("unsafe: ") == 1 and "by design" not in said  # an empty column
-    made = fakes.conversion(safe=False) | {"next": "finetune it: exactly so"}
-    terminal.print_conversion(read(Report, made), tmp_path)
+    made = fakes.conversion(safe=False)
+    terminal.print_conversion(read(Report, made), tmp_path, then="finetune it: exactly so")
     said = capsys.readouterr().out
     assert said.count("next: finetune it: exactly so\n") == said.count("next: ") == 1 and "load: " not in said
 
