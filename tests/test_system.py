@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from support import parsed, tiny
 from transformers.utils import logging as stock
@@ -21,8 +20,6 @@ from bf16_to_fp16 import UserError, convert, system
 from bf16_to_fp16.checkpoint import files, reader, sources
 from bf16_to_fp16.checkpoint import folder as folders
 from bf16_to_fp16.checkpoint.staging import check_out
-from bf16_to_fp16.finetuning import run as finetuning
-from bf16_to_fp16.finetuning.recipe import Recipe
 from bf16_to_fp16.progress import Progress, progress_of
 from bf16_to_fp16.quiet import quiet
 
@@ -84,18 +81,6 @@ def test_the_memory_at_hand_is_what_a_limit_leaves(tmp_path: Path, monkeypatch: 
     assert system.available_memory() > 0.8 * free
     (tmp_path / "memory.max").write_text("10000000\n")
     assert system.available_memory() == 7_000_000
-
-
-def test_several_gpus_without_nccl_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = Recipe.model_validate({"source": "s", "out": str(tmp_path / "o"), "data": {"path": "t.txt"}})
-    monkeypatch.setattr(finetuning, "find_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    finetuning.check_recipe(recipe)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="several GPUs need NCCL, which torch has on Linux alone; launch one process"):
-        finetuning.check_recipe(recipe)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    finetuning.check_recipe(recipe)
 
 
 def test_text_is_written_with_its_encoding_and_its_ends_of_lines() -> None:
