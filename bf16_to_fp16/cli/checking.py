@@ -43,12 +43,7 @@ from .shared import SAFE, UNSAFE
 @shared.device
 @click.option("--html", type=FOLDER, metavar="FILE", help="Write the report as a page.")
 @shared.json_file
-def audit_command(
-    source: str,
-    html: Path | None,
-    json_file: str | None,
-    **options: Any,
-) -> int:
+def audit_command(source: str, html: Path | None, json_file: str | None, **options: Any) -> int:
     """Run SOURCE in fp16 in the ways people run models, and measure every operation's output."""
     shared.checked_target(html, "--html")
     from ..conversion.audit import audit

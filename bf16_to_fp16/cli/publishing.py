@@ -69,9 +69,7 @@ def publish_command(
 def print_upload(upload: Upload, repo: str, *, public: bool, aside: bool) -> None:
     """Print the files to upload. aside: print to standard error, because standard output is for data."""
     screen = console(stderr=aside)
-    screen.say(
-        "public: everyone can read it" if public else "private, if the repository is new (--public for a public one)"
-    )
+    screen.say("public: everyone can read it" if public else "private, if the repository is new")
     items = upload.items()
     sizes = [(item.name, item.nbytes or 0) for item in items]
     sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))

@@ -18,7 +18,7 @@ from ..checkpoint.sources import own_name
 from ..checkpoint.staging import staged
 from ..environment import SCHEMA
 from ..errors import UserError
-from ..families.known import architectures, class_named, family_of, is_known, names_of, same_code
+from ..families.known import architectures, class_named, family_of, is_known, names_of
 from ..json_text import write_json
 from ..progress import Progress, progress_of
 from ..quiet import quiet
@@ -30,21 +30,15 @@ from ..wording import counted, listed
 from .convert import Conversion, convert_by
 from .options import Destination, Options
 
-
-def classes(names: str) -> frozenset[str]:
-    return frozenset(f"{name}Pipeline" for name in names.split())
-
-
-READ_AT_THE_END = classes(
-    """
-    DreamLite DreamLiteMobile Kandinsky5I2I Kandinsky5I2V Kandinsky5T2I Kandinsky5T2V Kandinsky6TI2VA LongCatImage
-    LongCatImageEdit OvisImage QwenImage QwenImageControlNet QwenImageControlNetInpaint QwenImageEdit
-    QwenImageEditInpaint QwenImageEditPlus QwenImageImg2Img QwenImageInpaint QwenImageLayered Sana SanaControlNet
-    SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM
-    """
-)
+_LAST_STATES = """
+DreamLite DreamLiteMobile Kandinsky5I2I Kandinsky5I2V Kandinsky5T2I Kandinsky5T2V Kandinsky6TI2VA LongCatImage
+LongCatImageEdit OvisImage QwenImage QwenImageControlNet QwenImageControlNetInpaint QwenImageEdit
+QwenImageEditInpaint QwenImageEditPlus QwenImageImg2Img QwenImageInpaint QwenImageLayered Sana SanaControlNet
+SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM
+"""
+READ_AT_THE_END = frozenset(f"{name}Pipeline" for name in _LAST_STATES.split())
 """Pipeline classes that read only the last states of an encoder of one stack, by the source of diffusers 0.42.1."""
-READ_INSIDE = classes("LongCatAudioDiT")
+READ_INSIDE = frozenset({"LongCatAudioDiTPipeline"})
 """Pipeline classes that read inner states of an encoder from a family with two stacks."""
 
 
@@ -173,7 +167,8 @@ def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
     states. Raises UserError for a class that does not fit its config or has a decoder, whose inner states change."""
     config = config_of(pipeline.folder, name) or {}
     (library, loaded), known = pipeline.loaded[name], names_of(family_of(config))
-    kind = next((each for each in same_code(loaded) if each in known), None)
+    # T5 and MT5 are the same code, so that the classes of each load the other's config.
+    kind = next((each for each in (loaded, f"M{loaded}", loaded.removeprefix("M")) if each in known), None)
     if library != "transformers" or kind is None:
         raise UserError(
             f"{pipeline.folder / MODEL_INDEX} loads {name} as {library}.{loaded}, which is no supported class for its"

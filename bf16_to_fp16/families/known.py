@@ -68,27 +68,11 @@ def class_named(name: str) -> StockClass | None:
     return next((stock for family in FAMILIES for stock in family.classes if name in stock.names), None)
 
 
-SAME_CODE = ("T5", "MT5")  # beginnings of classes that are the same code, so that each loads the other's config
-
-
-def same_code(name: str) -> tuple[str, ...]:
-    """Return ``name`` and then the names of the other stock classes that have the same code."""
-    prefix = next((each for each in SAME_CODE if name.startswith(each)), None)
-    others = () if prefix is None else tuple(f"{each}{name.removeprefix(prefix)}" for each in SAME_CODE)
-    return (name, *(other for other in others if other != name))
-
-
 def loading_class(name: str) -> str:
     stock = class_named(name)
     if stock is not None and (stock.auto or not stock.is_language_model):
         return stock.auto or stock.names[0]
     return "AutoModelForSeq2SeqLM" if stock is None or stock.decodes else "AutoModelForCausalLM"
-
-
-def half_call(name: str) -> str:
-    """Return ``.half()``, or "" if that would round buffers that stock code keeps in fp32."""
-    family = next((family for family in FAMILIES if name in names_of(family)), None)
-    return "" if family is not None and family.made_in_fp32 else ".half()"
 
 
 def class_of(config: Mapping[str, object]) -> StockClass:

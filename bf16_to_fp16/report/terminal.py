@@ -15,7 +15,7 @@ from rich.text import Text
 from .. import wording
 from ..checkpoint.contents import MODULES
 from ..checkpoint.files import read_json
-from ..families.known import architectures, half_call, loading_class, named
+from ..families.known import architectures, loading_class, named, of_model_type
 from ..numerics import FP16_MAX
 from ..rescaling.plan import Plan
 from ..rescaling.planner import Planned
@@ -117,8 +117,9 @@ def verdict_line(report: schema.Report, whose: str = "") -> Text:
 
 def load_line(out: Path) -> str:
     file = out / "config.json"
-    architecture = next(iter(architectures(read_json(file, "config"))), "") if file.is_file() else ""
-    half = half_call(architecture)
+    config = read_json(file, "config") if file.is_file() else {}
+    family, architecture = of_model_type(config.get("model_type")), next(iter(architectures(config)), "")
+    half = "" if family is not None and family.made_in_fp32 else ".half()"  # which rounds buffers kept in fp32
     if (out / MODULES).is_file():
         options = "" if half else ', model_kwargs={"dtype": torch.float16}'
         return f'load: SentenceTransformer("{out}"{options}){half}'
