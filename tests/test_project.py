@@ -75,6 +75,8 @@ ANSWERED_AT_ONCE = [
     (2, ("convert nowhere/at/all out", "publish nowhere org/name", "undo nowhere out", "audit tests --device gpu")),
 ]
 """Command lines by their status, that need no model."""
+T5 = {"model_type": "t5", "architectures": ["T5EncoderModel"], "num_layers": 2, "num_heads": 2, "d_kv": 4}
+T5 |= {"d_model": 8, "d_ff": 8, "vocab_size": 9}
 
 
 def answers(lines: Sequence[str]) -> str:
@@ -91,8 +93,6 @@ for line in {list(lines)}:
 
 
 def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path) -> None:
-    t5 = {"model_type": "t5", "architectures": ["T5EncoderModel"], "num_layers": 2, "num_heads": 2, "d_kv": 4}
-    t5 |= {"d_model": 8, "d_ff": 8, "vocab_size": 9}
     damage: dict[str, tuple[dict[str, object], str]] = {
         "other": ({"model_type": "bert"}, "is not supported"),
         "quantised": ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
@@ -109,20 +109,20 @@ def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path) -> None:
         "start": ({"decoder_start_token_id": 9}, "not an id of the vocabulary of 9"),
         "empty": ({}, "no model.safetensors"),
     }
-    said = {name: (json.dumps(t5 | change), words) for name, (change, words) in damage.items()}
+    said = {name: (json.dumps(T5 | change), words) for name, (change, words) in damage.items()}
     said["broken"] = ('{"a": ', "the config is not valid JSON")
     for name, (config, _) in said.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
     (tmp_path / "file.gguf").write_bytes(b"GGUF")
-    said["short"] = (json.dumps(t5), "model.safetensors: cut short, damaged or not safetensors")
+    said["short"] = (json.dumps(T5), "model.safetensors: cut short, damaged or not safetensors")
     (tmp_path / "short").mkdir()
     (tmp_path / "short" / "model.safetensors").write_bytes(b"8")
     (tmp_path / "short" / "config.json").write_text(said["short"][0])
     for name in ("with_config", "alone"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file.gguf").write_bytes(b"GGUF")
-    (tmp_path / "with_config" / "config.json").write_text(json.dumps(t5))
+    (tmp_path / "with_config" / "config.json").write_text(json.dumps(T5))
     sources = (*said, "file.gguf", "with_config", "alone")
     broken = tuple(f"{command} {tmp_path / name}" for command in ("certify", "convert --dry-run") for name in sources)
     wanted = [f"{line}: {status}" for status, lines in (*ANSWERED_AT_ONCE, (2, broken)) for line in lines]
@@ -141,23 +141,17 @@ def test_what_convert_did_not_write_is_refused(tmp_path: Path) -> None:
     source = {"sha256": {}, "config_changes": {}, "dtype": "BF16", "dtypes": {}, "made": [], "path": "other"}
     report: dict[str, object] = {"schema": 1, "verdict": "safe", "source": source, "output": {"files": []}}
     report |= {"plan": {"family": "t5"}, "certificate": {"sites": []}, "target": "half"}
-    config = {"model_type": "t5", "architectures": ["T5EncoderModel"], "num_layers": 2, "num_heads": 2, "d_kv": 4}
-    config |= {"d_model": 8, "d_ff": 8, "vocab_size": 9}
     lora = {"peft_type": "LORA", "base_model_name_or_path": "other"}
     files: dict[str, object] = {
-        **{
-            "none/config.json": config,
-            "broken/fp16_report.json": "{",
-            "older/fp16_report.json": report | {"schema": 2},
-        },
+        **{"none/config.json": T5, "broken/fp16_report.json": "{", "older/fp16_report.json": report | {"schema": 2}},
         **{"less/fp16_report.json": report | {"plan": None}, "whole/fp16_report.json": report, "text.txt": "a"},
-        **{"source/config.json": config, "source/model.safetensors": "\2\0\0\0\0\0\0\0{}"},
-        **{"pickle/config.json": config, "pickle/pytorch_model.bin": "PK", "lone.safetensors": "\2\0\0\0\0\0\0\0{}"},
+        **{"source/config.json": T5, "source/model.safetensors": "\2\0\0\0\0\0\0\0{}"},
+        **{"pickle/config.json": T5, "pickle/pytorch_model.bin": "PK", "lone.safetensors": "\2\0\0\0\0\0\0\0{}"},
         **{"of_other/adapter_config.json": {"peft_type": "PREFIX_TUNING"}, "empty/text.txt": ""},
         **{"back/adapter_config.json": lora, "back/adapter_model.safetensors": ""},
         **{"linked/text.txt": "", "there/adapter_model.safetensors": ""},
         "there/adapter_config.json": lora | {"base_model_name_or_path": f"{tmp_path}/whole/."},
-        **{"pipe/text_encoder/config.json": config, "pipe/tokenizer/tokenizer.json": ""},
+        **{"pipe/text_encoder/config.json": T5, "pipe/tokenizer/tokenizer.json": ""},
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -77,9 +77,8 @@ def test_a_broken_download_goes_on_where_it_was(hub: HubServer, source: Path, mo
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what came whole is kept
     hub.faults.append(Fault("GET", "/cdn/", cut=4000, times=2))
     checkpoint = open_checkpoint("org/theirs", endpoint=hub.endpoint)
-    assert {p.name: p.read_bytes() for p in checkpoint.weight_files} == {
-        name: data for name, data in contents(source).items() if name.endswith(".safetensors")
-    }
+    weights = {name: data for name, data in contents(source).items() if name.endswith(".safetensors")}
+    assert {p.name: p.read_bytes() for p in checkpoint.weight_files} == weights
     assert hub.faults[0].times == 0 and hub.ranges == 2
 
 
@@ -87,8 +86,6 @@ def test_a_passing_fault_is_waited_for_a_lasting_one_told(hub: HubServer, monkey
     monkeypatch.setattr(hub_module, "WAITS", (0.0, 0.0, 0.0))
     hub.faults.append(Fault("GET", "/api/models/", 500, times=99))
     assert "answers 500; run the same command again later" in error_at("org/theirs", hub)
-    with pytest.raises(UserError, match="the Hub cannot be reached"):
-        open_checkpoint("org/good", endpoint="http://127.0.0.1:9")
     hub.faults.clear()
     hub.faults.append(Fault("GET", "/api/models/org/theirs/revision", 500, times=2))
     hub.faults.append(Fault("GET", "/tree/", 429))
@@ -200,7 +197,7 @@ def test_a_local_fault_is_not_the_hubs_and_shows_no_password(hub: HubServer, mon
     ):
         monkeypatch.setattr(file_download, "http_get", Mock(side_effect=fault))
         assert said in error_at("org/theirs", hub)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="the Hub cannot be reached") as caught:
         open_checkpoint("org/good", endpoint="http://me:s3cr3t@127.0.0.1:9")
     assert "s3cr3t" not in str(caught.value)
 

@@ -138,9 +138,10 @@ def test_without_a_tokenizer_it_works_and_says_so(tmp_path: Path, capfd: pytest.
     shutil.copytree(bare, tmp_path / "source")
     ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path / "source")
     assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "other"), "--no-audit"]) == 0
-    one_file = ["convert", str(bare), str(tmp_path / "file.safetensors"), "--layout", "single", "--no-audit"]
-    assert cli.main(one_file) == 0  # which never holds one
-    assert "has no tokenizer" not in capfd.readouterr().err
+    file = tmp_path / "file.safetensors"  # which never holds one
+    assert cli.main(["convert", str(bare), str(file), "--layout", "single", "--no-audit"]) == 0
+    printed = capfd.readouterr()
+    assert "has no tokenizer" not in printed.err and f"written: {file}" in printed.out
 
 
 EXAMPLES = {"safetensors": 40, "pickle": 30, "index": 25, "config": 25, "side files": 6, "report": 20}

@@ -76,9 +76,8 @@ def with_processor(folder: Path) -> Path:
         tokenizer_object=text, pad_token="<unused0>", extra_special_tokens=MARKS
     )
     size = {"height": tiny.VISION["image_size"], "width": tiny.VISION["image_size"]}
-    transformers.Gemma3Processor(Gemma3ImageProcessorPil(size=size), tokenizer, image_seq_length=4).save_pretrained(
-        folder
-    )
+    processor = transformers.Gemma3Processor(Gemma3ImageProcessorPil(size=size), tokenizer, image_seq_length=4)
+    processor.save_pretrained(folder)
     return folder
 
 

@@ -147,9 +147,8 @@ def test_the_plan_of_an_edited_conversion_is_replayed_to_the_same_bits(qwen: Con
 
 def test_undo_takes_edits_back_to_the_bit(demo: Converted, tmp_path: Path) -> None:
     before, after = (load_file(f / "model.safetensors") for f in (demo.source, undo(demo.out, tmp_path / "back")))
-    assert {name: (t.dtype, t.shape) for name, t in before.items()} == {
-        name: (t.dtype, t.shape) for name, t in after.items()
-    }
+    forms = [{name: (t.dtype, t.shape) for name, t in tensors.items()} for tensors in (before, after)]
+    assert forms[0] == forms[1]
     lost = {name: int((tensor != after[name]).sum()) for name, tensor in before.items()}
     # What fp16 cannot hold is lost with edits as without.
     total = sum(tensor.numel() for tensor in before.values())

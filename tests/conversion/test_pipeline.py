@@ -7,13 +7,13 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 from support import pipelines, tiny
+from support.folders import rewritten
 from support.hub_server import HubServer
 from support.pipelines import TRANSFORMER, contents
 from support.program import refused
@@ -288,11 +288,6 @@ def test_what_changes_on_the_hub_meanwhile_is_noticed(
     assert main([*map(str, words)]) == 0
 
 
-def set_index(folder: Path, **entries: Any) -> None:
-    path = folder / "model_index.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
-
-
 @pytest.mark.parametrize(
     ("encoder", "kind", "held"),
     [
@@ -339,7 +334,8 @@ def test_a_model_with_a_decoder_is_refused(tmp_path: Path, capsys: pytest.Captur
 def test_a_class_that_does_not_fit_the_config_is_refused(
     loaded: list[str], small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    set_index(small, text_encoder_2=loaded)
+    with rewritten(small / "model_index.json") as index:
+        index["text_encoder_2"] = loaded
     said = refused(capsys, "convert", small, tmp_path / "out")
     assert f"loads text_encoder_2 as {'.'.join(loaded)}, which is no supported class for its config (t5: " in said
     assert "--subfolder text_encoder_2" in said
@@ -347,7 +343,8 @@ def test_a_class_that_does_not_fit_the_config_is_refused(
 
 def test_the_same_code_under_another_name_fits_and_is_planned_for_as_the_config_calls_it(tmp_path: Path) -> None:
     folder = pipelines.make(tmp_path / "dit", {"text_encoder_2": pipelines.encoder("mt5-encoder")})
-    set_index(folder, _class_name="HunyuanDiTPipeline", text_encoder_2=["transformers", "T5EncoderModel"])
+    with rewritten(folder / "model_index.json") as index:
+        index |= {"_class_name": "HunyuanDiTPipeline", "text_encoder_2": ["transformers", "T5EncoderModel"]}
     done = convert_pipeline(folder, tmp_path / "out", run_model=False)
     assert done.safe and "--as" not in done.encoders["text_encoder_2"].report["command"]
 

@@ -19,7 +19,6 @@ from bf16_to_fp16.checkpoint.headers import TensorInfo
 from bf16_to_fp16.checkpoint.naming import WAN
 from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.checkpoint.single_file import inferred_config
-from bf16_to_fp16.cli import main
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.measuring.stock import load
 
@@ -169,12 +168,6 @@ def test_what_a_file_lacks_is_told(name: str, t5: Path, tmp_path: Path, capsys: 
     assert not (tmp_path / "out").exists()
 
 
-def test_options_that_do_not_fit_a_file_are_refused(
-    t5: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert "leave out --subfolder" in refused(capsys, "certify", t5, "--subfolder", "a")
-
-
 def test_wans_own_class_loads_every_key_and_computes_the_source_in_fp16(files: Any) -> None:
     _, file, result = files["wan"]
     tensors = load_file(file)
@@ -229,13 +222,6 @@ def test_a_file_holds_what_the_folder_holds_and_is_itself_a_source(files: Any, s
     assert audit(file, regimes=("half",))["verdict"] == "safe"
 
 
-def test_a_command_says_what_the_tool_needs_to_know(sources: Any, tmp_path: Path, capsys: Any) -> None:
-    out = tmp_path / "out.safetensors"
-    assert main(["convert", str(sources["umt5"]), str(out), "--layout", "wan", "--no-audit"]) in (0, 1)
-    said = capsys.readouterr().out
-    assert f"written: {out}" in said
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "options", "said"),
     [
@@ -260,10 +246,12 @@ def test_a_file_whose_metadata_are_damaged_is_refused(damage: str, files: Any, t
         certify(tmp_path / "x.safetensors")
 
 
-def test_a_file_is_not_verified_and_not_undone(files: Any, tmp_path: Path) -> None:
+def test_a_file_is_not_verified_and_not_undone_and_holds_no_subfolder(files: Any, tmp_path: Path) -> None:
     for command in (verify, partial(undo, out=tmp_path / "back")):
         with pytest.raises(UserError, match="is not a folder; give"):
             command(files["single"][1])
+    with pytest.raises(UserError, match="leave out --subfolder"):
+        certify(files["single"][1], subfolder="a")
 
 
 def metadata_of(file: Path) -> dict[str, str]:

@@ -117,9 +117,8 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     factor = result.report["outputs"]["encoder_hidden_states"]["factor_log2"]
     assert factor < 0 and result.report["finetune"]["start_outputs"]["encoder_hidden_states"] < 0
     ids, kept = torch.arange(5, 25)[None], verify(tmp_path / "out", run_model=False)
-    before, after = (
-        load(f, torch.float32).encoder(ids, output_hidden_states=True) for f in (tmp_path / "model", tmp_path / "out")
-    )
+    encoders = (load(tmp_path / name, torch.float32).encoder for name in ("model", "out"))
+    before, after = (encoder(ids, output_hidden_states=True) for encoder in encoders)
     ratio = after.hidden_states[0].norm() / before.hidden_states[0].norm()
     assert float(ratio.log2()) == pytest.approx(factor, abs=0.1) and kept["verified"]
     # What was trained comes back to the original's scale: of its own conversion and of the start's.
@@ -174,7 +173,7 @@ def test_a_finetune_of_a_converted_folder_comes_back_to_it_and_then_to_its_sourc
     ("overrides", "wanted"),
     [
         (["penalty.headroom=3"], "unknown key penalty.headroom; did you mean penalty.headroom_bits?"),
-        (["device=cuda"], "device cuda: this machine has no CUDA device that torch can use; choose auto or cpu"),
+        (["device=cuda:9999"], "device cuda:9999: this machine has"),
         (["out={source}"], "overlaps the source"),
         (["source=nowhere"], "nowhere is not a folder here"),
         (["data.path=nowhere.txt"], "nowhere.txt"),
@@ -184,8 +183,6 @@ def test_a_finetune_of_a_converted_folder_comes_back_to_it_and_then_to_its_sourc
 def test_bad_input_is_one_line_and_nothing_at_out(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], wanted: str
 ) -> None:
-    if torch.cuda.is_available() and overrides == ["device=cuda"]:
-        pytest.skip("there is one")
     arguments = [part for o in overrides for part in ("--set", o.format(source=source))]
     assert wanted in refused(capsys, "finetune", written(source, tmp_path), *arguments)
     assert not (tmp_path / "out").exists()
@@ -238,9 +235,8 @@ def test_only_a_fitting_start_begins_in_fp16(tmp_path: Path, source: Path, monke
     train(read_recipe(recipe, two), open_checkpoint(loud))
     assert [row["precision"] for row in rows_of(tmp_path / "second" / "out.run", "precision")] == ["bf16"] * 2
     alone = ["penalty.form=none", f"checkpointing.folder={tmp_path / 'third'}"]
-    with pytest.raises(
-        UserError, match=r"SelfAttention:scores is not finite before .* set penalty\.form, or precision"
-    ):
+    said = r"SelfAttention:scores is not finite before .* set penalty\.form, or precision"
+    with pytest.raises(UserError, match=said):
         train(read_recipe(recipe, alone), open_checkpoint(loud))
 
 
@@ -265,11 +261,9 @@ def test_convert_finetunes_what_is_unsafe(source: Path, tmp_path: Path, capsys: 
 
 
 def test_what_a_conversion_certifies_is_told(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tree = {
-        key: value for key, value in recipe_tree(source, tmp_path / "out").items() if key in ("source", "out", "data")
-    }
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(tree | {"device": "cpu", "evaluation": {"every": 100}}))
+    tree = recipe_tree(source, tmp_path / "out")
+    recipe, given = tmp_path / "recipe.yaml", {key: tree[key] for key in ("source", "out", "data")}
+    recipe.write_text(yaml.safe_dump(given | {"device": "cpu", "evaluation": {"every": 100}}))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / ".env").touch()
     (tmp_path / "out.run").symlink_to("elsewhere")

@@ -89,14 +89,6 @@ def test_log_takes_back_what_came_after_a_step(tmp_path: Path) -> None:
 ONE_STEP = {"steps": 1}
 
 
-def test_distillation_alone_comes_back_to_the_teacher(make: Make) -> None:
-    schedule = {"steps": 30, "learning_rate": 0.02}
-    trainer = make(model=tiny_model(seed=3), schedule=schedule, distillation={"weight": 1.0})
-    first, last = (row["held_out_divergence"] for row in trainer.train().evaluations)
-    assert last < first / 2
-    assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.float32}
-
-
 def objective(model: Any, teacher: Any, batches: list[TrainingBatch], share: float) -> torch.Tensor:
     """The mean loss of all positions, by its definition."""
     total, positions = torch.zeros(()), 0
@@ -112,16 +104,18 @@ def objective(model: Any, teacher: Any, batches: list[TrainingBatch], share: flo
     return total / positions
 
 
-@pytest.mark.parametrize("clip_norm", [1e9, 0.01])
-def test_a_step_follows_both_losses(folder: Path, make: Make, fix: Fix, tmp_path: Path, clip_norm: float) -> None:
+@pytest.mark.parametrize(("share", "clip_norm"), [(0.25, 1e9), (0.25, 0.01), (1.0, 1e9)])
+def test_a_step_follows_both_losses(
+    share: float, clip_norm: float, folder: Path, make: Make, fix: Fix, tmp_path: Path
+) -> None:
     fix("mixed_precision", CLIP_NORM=clip_norm)
-    settings = {"data": {"gradient_accumulation": 2}, "schedule": ONE_STEP, "distillation": {"weight": 0.25}}
+    settings = {"data": {"gradient_accumulation": 2}, "schedule": ONE_STEP, "distillation": {"weight": share}}
     trainer = make(model=tiny_model(seed=3, dropout=0.0), precision="fp32", **settings)
     trainer.train()
     got = {name: p.grad for name, p in trainer.stock.named_parameters()}
     model, teacher = tiny_model(seed=3, dropout=0.0), tiny_model(dropout=0.0)
     batches = Corpus(trainer.recipe.data, folder, model.config).training_batches()
-    loss = objective(model, teacher, [next(batches) for _ in range(2)], 0.25)
+    loss = objective(model, teacher, [next(batches) for _ in range(2)], share)
     loss.backward()
     wanted = {name: p.grad for name, p in model.named_parameters()}
     norm = float(torch.stack([g.norm() for g in wanted.values() if g is not None]).norm())
@@ -225,6 +219,7 @@ def test_the_loss_scale_rises_and_the_oldest_states_go(make: Make, fix: Fix, tmp
     trainer.train()
     assert [row["loss_scale"] for row in steps_of(run)] == [64.0, 64.0, 128.0, 128.0, 128.0, 256.0, 256.0]
     assert RunFolder(run).steps() == [6, 7]
+    assert {tensor.dtype for tensor in trainer.weights().values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(

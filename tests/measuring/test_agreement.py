@@ -1,6 +1,5 @@
 """What a config.json says beyond the keys that the bounds are made from is refused, unless it changes nothing."""
 
-import hashlib
 import json
 import shutil
 from collections import Counter
@@ -17,6 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from support import config_edits, exhaustive, tiny
 from support.folders import rewritten
+from support.forging import forge
 from support.learner import recipe_tree
 from support.program import refused
 
@@ -30,7 +30,6 @@ from bf16_to_fp16.measuring import agreement
 from bf16_to_fp16.measuring.agreement import agreed_layout, check_agreement
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.quiet import quiet
-from bf16_to_fp16.report.schema import REPORT
 
 Folders = Callable[[str], Path]
 
@@ -195,12 +194,7 @@ def spoilt(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     convert(folders("t5"), root / "whole", run_model=False)
     edited(folders("t5"), root / "source", dense_act_fn="relu2")
     converted = edited(root / "whole", root / "converted", dense_act_fn="relu2")
-    report = json.loads((converted / REPORT).read_text())
-    for entry in report["output"]["files"]:
-        if entry["name"] == "config.json":
-            entry["sha256"] = hashlib.sha256((converted / "config.json").read_bytes()).hexdigest()
-            entry["nbytes"] = (converted / "config.json").stat().st_size
-    (converted / REPORT).write_text(json.dumps(report))
+    forge(converted, views=False)
     (root / "source" / "text.txt").write_text("a line\n")
     recipe = root / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(recipe_tree(root / "source", root / "out")))

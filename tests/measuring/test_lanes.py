@@ -108,9 +108,8 @@ def test_lanes_give_the_outputs_and_the_figures_of_a_whole_model(kind: str, way:
     first, second = ([s for s in sites if s.calls] for sites in (seen, observer.sites()))
     assert sorted(map(shown, first), key=str) == sorted(map(shown, second), key=str)
     # What broke first, and what ran first, stand in the same order.
-    assert [s.name for s in sorted(first, key=lambda s: s.order)] == [
-        s.name for s in sorted(second, key=lambda s: s.order)
-    ]
+    orders = [[site.name for site in sorted(sites, key=lambda s: s.order)] for sites in (first, second)]
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(["t5"], ["t5", "gated", "pegasus", "mbart"]))

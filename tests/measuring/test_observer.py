@@ -247,9 +247,8 @@ def test_the_cube_breaks_the_backward_past_its_own_limit(x: float, breaks: bool)
 
 def test_the_bounds_of_the_clamp_are_constants() -> None:
     model = model_of("t5").half()
-    bounds = [
-        site for site in sites_of(model, padded(model)).values() if site.name.startswith("encoder.block.0:constant")
-    ]
+    sites = sites_of(model, padded(model)).values()
+    bounds = [site for site in sites if site.name.startswith("encoder.block.0:constant")]
     assert bounds
     assert all(site.limit is None and site.nonfinite == site.saturated == 0 for site in bounds)
 

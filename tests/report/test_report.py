@@ -78,8 +78,8 @@ def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFact
     regime = results.RegimeEntry(**least, runs=[run], sites=[sunk], gradients=gradients)
     model = tiny.build("t5-encoder", num_layers=2)
     index = {"text_encoder": ["transformers", "T5EncoderModel"], "text_encoder_2": ["transformers", "T5EncoderModel"]}
-    shutil.copytree(source, folder / "pipeline" / "text_encoder")
-    (folder / "pipeline" / "text_encoder_2").symlink_to("text_encoder")
+    for name in index:
+        shutil.copytree(source, folder / "pipeline" / name)
     (folder / "pipeline" / "model_index.json").write_text(json.dumps(index))
     both = tiny.save(tiny.small("t5"), folder / "both")
     with rewritten(both / "config.json") as config:
@@ -216,12 +216,8 @@ def test_nan_is_null_in_json_and_nan_again_when_read() -> None:
 def test_a_finetunes_report_has_the_keys_of_a_conversion_and_its_own(written: dict[str, ReportObject]) -> None:
     assert {*results.dump(written["finetune"])} == {*results.dump(written["convert"]), "finetune"}
     lineage = written["lineage"]
-    assert isinstance(lineage, Lineage) and list(results.dump(lineage.source)) == [
-        "path",
-        "revision",
-        "sha256",
-        "other_sha256",
-    ]
+    assert isinstance(lineage, Lineage)
+    assert list(results.dump(lineage.source)) == ["path", "revision", "sha256", "other_sha256"]
 
 
 def test_the_report_of_a_finetune_has_its_recipe_as_written_and_what_became_of_it(source: Path, tmp_path: Path) -> None:
@@ -238,14 +234,8 @@ def test_the_report_of_a_finetune_has_its_recipe_as_written_and_what_became_of_i
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (
-            "plan",
-            {"family": "t5", "residual_exponent": "much"},
-            "plan.residual_exponent is not what convert writes",
-        ),
         ("source", {"dtype": "BF16"}, "has no source.sha256, so convert did not write it"),
         ("source.dtype", "F8_E4M3", "source.dtype is not what convert writes"),
-        ("source.made", "all", "source.made is not what convert writes"),
         ("output", {}, "has no output.files, so convert did not write it"),
         ("output.files", [], "is not what convert wrote (SHA-256); fetch or convert it again"),
     ],
