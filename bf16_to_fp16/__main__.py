@@ -14,6 +14,7 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     gc.set_threshold(50_000)  # else each import of a large library, and each model, is scanned many times
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # On Windows a pipe's encoding holds the letters of one language only.
         if isinstance(stream, io.TextIOWrapper) and stream.encoding != "utf-8":
@@ -37,11 +38,22 @@ def main() -> int:
             print(f"bug: {summary}; please report it with the traceback in {path}", file=sys.stderr)
         return 70
     finally:
-        for stream in filter(None, (sys.stdout, sys.stderr)):
+        for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
             except OSError:  # already reported; the interpreter would fail on the rest of the buffer
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def open_closed_streams() -> None:
+    """Open closed standard streams on os.devnull; else the next opened files take their numbers and hold their text."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
 
 
 if __name__ == "__main__":

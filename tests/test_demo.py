@@ -176,6 +176,12 @@ def test_a_reader_that_has_gone_is_status_141(arguments: list[str], tmp_path: Pa
     assert not any(word in done.stderr for word in ("unsafe", "Traceback", "BrokenPipe", "bug: "))
 
 
+def test_closed_streams_are_opened_before_a_file_takes_their_numbers(tmp_path: Path) -> None:
+    words = 'exec "$0" -m bf16_to_fp16 families --json families.json <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", words, sys.executable], cwd=tmp_path).returncode == 0
+    assert json.loads((tmp_path / "families.json").read_text())["families"]
+
+
 @pytest.mark.parametrize("name", ["audit", "convert"])
 def test_a_dataset_out_of_reach_is_one_line_and_status_2(name: str, tmp_path: Path) -> None:
     out = ["out"] if name == "convert" else []

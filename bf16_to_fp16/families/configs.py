@@ -46,6 +46,8 @@ def _read(model_type: str, text: str) -> Mapping[str, Any]:
 def stock_values(config: Any) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
+    if getattr(config, "rope_parameters", None):
+        config.standardize_rope_params()  # as before a run: the class's own call misses keys that are no fields of it
     values = config.to_dict()
     values |= {key: stock_values(each) for key, each in vars(config).items() if isinstance(each, PreTrainedConfig)}
     for alias in type(config).attribute_map:
@@ -54,9 +56,10 @@ def stock_values(config: Any) -> dict[str, Any]:
         values["head_dim"] = values["hidden_size"] // heads
     if values.get("classifier_dropout") is None:
         values["classifier_dropout"] = LABEL_DROPOUT
-    if layers := values.get("per_layer_config"):
-        own = {key: each for layer in layers.values() for key, each in layer.items()}
-        values |= {name: own.get(key, values[key]) for name, key in OF_WHOLE.items()}
+    # Stock code leaves out the layers' own sizes where all layers have the same.
+    layers = values.get("per_layer_config") or {}
+    own = {key: each for layer in layers.values() for key, each in layer.items()}
+    values |= {name: own.get(key, values.get(name) or values.get(key)) for name, key in OF_WHOLE.items()}
     return values
 
 

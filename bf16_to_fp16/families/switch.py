@@ -49,7 +49,8 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
 def block(config: Mapping[str, Any], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
     """Return the parts of block ``i``. As in stock code, every n-th has experts, from the second on."""
     *attending, _ = dense.block({"feed_forward_proj": "relu"}, i)
-    at, step = f"{stack}.block.{i}.layer.{len(attending)}", config[f"{stack}_sparse_step"]
+    at, key = f"{stack}.block.{i}.layer.{len(attending)}", f"{stack}_sparse_step"
+    step = whole_number(key, config[key], "a number", least=0)
     if step == 1 or (step > 0 and i % step == 1):
         return *attending, experts(at, config)
     return *attending, t5.neurons(at, str(config[ACTIVATION]), "mlp")

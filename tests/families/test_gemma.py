@@ -58,6 +58,7 @@ def test_what_is_written_of_a_gain_is_rounded_once_and_its_dead_channels_are_see
         {"attention_k_eq_v": False, "num_global_key_value_heads": 1},
         {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
         {"attention_k_eq_v": True, "num_global_key_value_heads": None},
+        {"global_head_dim": tiny.GEMMA3_SHAPE["head_dim"]},
     ],
 )
 def test_a_gemma_4_config_without_layers_is_stock_codes(own: dict[str, Any], tmp_path: Path) -> None:

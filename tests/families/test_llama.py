@@ -130,6 +130,11 @@ def test_the_factor_of_rotary_positions_is_stock_codes(name: str) -> None:
     assert rotary_factor(config.to_dict()) == max(1.0, stock)
     older = tiny.LLAMA_SHAPE | {"rope_scaling": config.to_dict()["rope_parameters"], "max_position_embeddings": 512}
     assert rotary_factor(full_config(LLAMA, older)) == max(1.0, stock)
+    # Stock code prefers a length outside, and moves it inside as late as the model is built.
+    outside = older | {"rope_scaling": own | FACTORS[name], "original_max_position_embeddings": 16}
+    config = transformers.LlamaConfig(**json.loads(json.dumps(outside)))
+    stock = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).attention_scaling
+    assert rotary_factor(full_config(LLAMA, outside)) == max(1.0, stock)
 
 
 @pytest.mark.parametrize("kind", ["llama", "glm4", "qwen3", "gemma3", "gemma", "olmo2"])

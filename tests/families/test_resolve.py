@@ -54,6 +54,7 @@ STATED: list[tuple[str, str, object]] = [
 ]
 """Values for parts that no record states."""
 OTHERS: list[tuple[str, str, object]] = [
+    ("switch", "encoder_sparse_step", None),
     *(("gemma3", "head_dim", value) for value in (5, 0)),
     ("gemma3", "num_key_value_heads", 3),
     ("gemma3", "num_attention_heads", "4"),
