@@ -59,7 +59,7 @@ def read_whole_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str]
             raise UserError(f"{file}: cut short, damaged or not safetensors ({reason}); {RESTORE}") from error
         length = int.from_bytes(beginning, "little")
         entries = json.loads(source.read(length))
-    metadata = entries.pop("__metadata__", {})
+    metadata = entries.pop("__metadata__", None) or {}
     tensors = {}
     for name, entry in entries.items():
         begin, end = entry["data_offsets"]

@@ -212,6 +212,7 @@ ENTRY = json.dumps({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}).encod
 
 BAD_HEADERS: dict[str, tuple[object, int, str]] = {
     "no tensors": ({"__metadata__": {"format": "pt"}}, 0, "no tensors"),
+    "nor metadata": ({"__metadata__": None}, 0, "no tensors"),
     "longer than its tensors": ({"a": entry(0, 8)}, 9, "damaged"),
     "not JSON": (b"{'a': 1}", 0, "damaged"),
     "nested without end": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 0, "damaged"),
