@@ -17,16 +17,7 @@ from torch import Tensor
 from .activations import LOWEST, STEEPEST
 from .arithmetic import COMPUTED, Arithmetic, full_precision
 from .factored import Factored, Tall, chunks, working_dtype
-from .linear import (
-    LinearBound,
-    Projection,
-    column_norms,
-    in_ball,
-    knapsack,
-    magnitudes,
-    matrix_vector,
-    row_norms,
-)
+from .linear import LinearBound, Projection, column_norms, in_ball, knapsack, magnitudes, matrix_vector, row_norms
 from .spectral import Spectra, largest_eigenvalues, product_of_rows
 
 HEAVIEST = 8  # neurons behind a gate that get an eigenvalue together, for every row of the output

@@ -121,10 +121,7 @@ def write_fp16(
 
 
 def converted(
-    write: Write,
-    checkpoint: Checkpoint,
-    sources: Mapping[Path, FileIO],
-    stats: dict[str, TensorStats],
+    write: Write, checkpoint: Checkpoint, sources: Mapping[Path, FileIO], stats: dict[str, TensorStats]
 ) -> Iterator[memoryview]:
     """Yield a tensor's converted bytes in chunks, and add its counts to ``stats``."""
     if write.data is None:

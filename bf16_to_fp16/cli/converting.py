@@ -176,12 +176,7 @@ def show_conversion(result: Conversion) -> None:
 @shared.force
 @shared.json_file
 def undo_command(
-    folder: Path,
-    out: Path,
-    adapter: Path | None,
-    plan: Path | None,
-    force: bool,
-    json_file: str | None,
+    folder: Path, out: Path, adapter: Path | None, plan: Path | None, force: bool, json_file: str | None
 ) -> int:
     """Bring back the weights from before the rescaling, by the inverse of DIR's plan."""
     if adapter is not None:

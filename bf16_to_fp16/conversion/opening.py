@@ -20,12 +20,7 @@ from ..wording import counted
 
 
 def opened_with_notes(
-    source: str | Path,
-    subfolder: str | None,
-    progress: Progress,
-    *,
-    as_class: str | None = None,
-    proof: bool = True,
+    source: str | Path, subfolder: str | None, progress: Progress, *, as_class: str | None = None, proof: bool = True
 ) -> Checkpoint:
     """Open a source. The config is checked first, before large weights are fetched from the Hub. as_class: the class to
     take instead of the config's. proof: accept only classes that have bounds."""

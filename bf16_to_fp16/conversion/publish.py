@@ -20,8 +20,9 @@ from ..json_text import as_json
 from ..progress import Progress, progress_of
 from ..quiet import quiet
 from ..report.card import warned
+from ..report.page import render
 from ..report.remedies import CONVERT_AGAIN, TOWER_ALONE, tower_in_fp32
-from ..report.schema import CARD, PAGE, REPORT, FileEntry, Report
+from ..report.schema import CARD, PAGE, REPORT, FileEntry, Output, Report, UnsafeEntry
 from ..report.stored import read_written
 from ..results import dump
 from .file_checks import check_hashes
@@ -56,7 +57,7 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
     """Check a converted folder as ``verify`` does and return it ready for upload. A card that the user edited is kept,
     and its hash put into the report. Raises UserError for a folder that is not what its report says, and for an unsafe
-    checkpoint unless ``allow_unsafe``, whose card then begins with that."""
+    checkpoint unless ``allow_unsafe``, whose report, page and card then say so."""
     progress, folder = progress_of(progress), written_folder(folder)
     report = read_written(folder)
     verified = Verified(folder, report, Device("auto"), progress, run_model=bool(report.regimes))
@@ -66,30 +67,37 @@ def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progres
     verified.add("files", (problem for problem in problems if not (edited and problem[0] == CARD)))
     if not verified.problems:
         check_contents(verified)
-    for problem in verified.problems:
-        if report.safe or problem.check not in UNSAFE:
-            raise UserError(f"{folder} is not what its report says: {problem.name}: {problem.reason}; {CONVERT_AGAIN}")
+    broken, whole = verified.problems, report.output
+    if other := next((problem for problem in broken if problem.check not in UNSAFE), None):
+        raise UserError(f"{folder} is not what its report says: {other.name}: {other.reason}; {CONVERT_AGAIN}")
+    alone = TOWER_ALONE if tower_in_fp32(report.family, report.regimes) else ""
+    why = alone or "its report says so"
+    if report.safe and broken:
+        why = f"{broken[0].name}: {broken[0].reason}"
+        unsafe = [UnsafeEntry(signal=p.name, kind="broke", reason=p.reason, remedy=p.remedy) for p in broken]
+        changes: dict[str, Any] = {"verdict": "unsafe", "proof": "observed", "tiers": {}, "unsafe": unsafe}
+        report = report.model_copy(update=changes | {"regimes": verified.sections.get("regimes") or report.regimes})
     if not report.safe and not allow_unsafe:
-        alone = TOWER_ALONE if tower_in_fp32(report.family, report.regimes) else ""
         what = "safe in fp16, but short of what was asked" if report.short else "unsafe in fp16"
         raise UserError(
-            f"{folder} is {what} ({alone or 'its report says so'}) and is not published;"
-            f" {'' if alone else 'finetune it, or '}give --allow-unsafe, and the first line of its card will say so"
+            f"{folder} is {what} ({why}) and is not published; {'' if alone else 'finetune it, or '}give"
+            " --allow-unsafe, and the first line of its card will say so"
         )
     try:
         card = (folder / CARD).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{folder / CARD}: not readable as UTF-8; convert the source again for a new card") from error
-    files: dict[str, Path | bytes] = {entry.name: folder / entry.name for entry in report.output.files}
-    files[REPORT] = folder / REPORT
     told = card if report.safe else warned(card, report)
-    if edited or told != card:
-        files[CARD] = told.encode()
-        entries = [entry_of(e.name, files[CARD]) if e.name == CARD else e for e in report.output.files]
-        output = report.output.model_copy(update={"files": entries} | ({"card_edited": True} if edited else {}))
+    changed: dict[str, bytes] = {CARD: told.encode()} if edited or told != card else {}
+    if broken:
+        changed[PAGE] = render(report.model_copy(update={"output": Output()})).encode()
+    if changed:
+        entries = [entry_of(e.name, changed[e.name]) if e.name in changed else e for e in whole.files]
+        output = whole.model_copy(update={"files": entries} | ({"card_edited": True} if edited else {}))
         report = report.model_copy(update={"output": output})
-        files[REPORT] = as_json(dump(report)).encode()
-    return Upload(report, files, edited)
+        changed[REPORT] = as_json(dump(report)).encode()
+    files = {name: folder / name for name in (REPORT, *(entry.name for entry in whole.files))}
+    return Upload(report, {**files, **changed}, edited)
 
 
 @quiet()

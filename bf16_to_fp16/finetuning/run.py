@@ -119,11 +119,7 @@ class Run:
 
 
 def train(
-    recipe: Recipe,
-    checkpoint: Checkpoint,
-    *,
-    progress: Progress | bool | None = None,
-    if_needed: bool = False,
+    recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | bool | None = None, if_needed: bool = False
 ) -> Run | Conversion | None:
     """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. if_needed: only convert if
     the rescaled start already fulfils the recipe; the first process returns the Conversion, others None. Raises

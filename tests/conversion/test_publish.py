@@ -285,14 +285,20 @@ def overflowing(folder: Path) -> None:
     forge(folder, views=False)
 
 
-def test_the_audit_is_repeated(run: Run, hub: HubServer, converted: Path, tmp_path: Path) -> None:
+def test_the_audit_is_repeated_and_unsafe_is_told(run: Run, hub: HubServer, converted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     convert(converted.parent / "summariser", folder)
     overflowing(folder)
-    for given in ((), ("--allow-unsafe",)):  # which does not make another's report true
-        assert "is not what its report says: " in error_of(upload(run, folder, *given))
-    problems = verify(folder)["problems"]
-    assert {p["check"] for p in problems} == {"certificate", "audit", "tiers"} and hub.repos == {}
+    line = error_of(upload(run, folder))
+    assert "is unsafe in fp16" in line and "--allow-unsafe" in line and hub.repos == {}
+    status, out, _ = upload(run, folder, "--allow-unsafe")
+    assert status == 1 and json.loads(out)["verdict"] == "unsafe"
+    up = hub.files("me/out")
+    assert ModelCard(up["README.md"].decode()).text.lstrip().startswith("> **Unsafe in fp16.** Overflows in ")
+    assert ModelCard(up["README.md"].decode()).data.get("license") == "mit"
+    assert json.loads(up["fp16_report.json"])["verdict"] == "unsafe" and b"Unsafe in fp16" in up["fp16_report.html"]
+    problems = verify("me/out", endpoint=hub.endpoint)["problems"]
+    assert {p["check"] for p in problems} == {"certificate", "audit", "report"}
     assert any("inf/NaN" in p["reason"] and "finetune" in p["remedy"] for p in problems)
 
 
@@ -300,9 +306,11 @@ def test_where_nothing_was_run_the_certificate_is_computed_again(hub: HubServer,
     published: Any = publish(folder, "me/out", endpoint=hub.endpoint)
     assert published["verdict"] == "safe"
     overflowing(folder)
-    with pytest.raises(UserError, match=r"not what its report says: certificate\.holds: the report says True"):
-        publish(folder, "me/other", endpoint=hub.endpoint, allow_unsafe=True)
+    with pytest.raises(UserError, match=r"unsafe in fp16 \(certificate\.holds: the report says True"):
+        publish(folder, "me/other", endpoint=hub.endpoint)
     assert set(hub.repos) == {"me/out"}
+    assert publish(folder, "me/other", endpoint=hub.endpoint, allow_unsafe=True)["verdict"] == "unsafe"
+    assert b"**Unsafe in fp16.**" in hub.files("me/other")["README.md"]
 
 
 @pytest.mark.parametrize("given", [False, True])
