@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,6 +92,23 @@ def demo_command(out: Path, json_file: str | None) -> int:
     return SAFE if all(r["verdict"] == "safe" for r in reports) else UNSAFE
 
 
+def refusing_shared_paths(command: click.Command) -> Callable[..., Any]:
+    """Return a command's callback that refuses to write a report to the path of another argument."""
+    run = command.callback
+    assert run is not None
+    paths = {p.name: p.opts[0] for p in command.params if isinstance(p.type, click.Path) and p.name is not None}
+
+    @functools.wraps(run)
+    def checked(**values: Any) -> Any:
+        given = [os.path.realpath(values[name]) for name in paths if values[name] not in (None, "-", os.devnull)]
+        for report in {"json_file", "html"} & paths.keys():
+            if values[report] is not None and given.count(os.path.realpath(values[report])) > 1:
+                raise UserError(f"{values[report]} is given twice; choose another file for {paths[report]}")
+        return run(**values)
+
+    return checked
+
+
 COMMANDS: tuple[click.Command, ...] = (
     convert_command,
     audit_command,
@@ -106,6 +125,8 @@ COMMANDS: tuple[click.Command, ...] = (
 )
 for command in COMMANDS:
     app.add_command(command)
+    for each in command.commands.values() if isinstance(command, click.Group) else [command]:
+        each.callback = refusing_shared_paths(each)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -40,7 +40,8 @@ def _read(model_type: str, text: str) -> Mapping[str, Any]:
         reason = " ".join(str(error).split())
         raise UserError(f"config.json: {reason}; take it from the original checkpoint") from error
     # An older config with images may have the text model's keys outside.
-    return values if isinstance(config.get(INNER), dict) else {**values.get(INNER, {}), **values}
+    inner = values.get(INNER)
+    return {**inner, **values} if isinstance(inner, dict) and not isinstance(config.get(INNER), dict) else values
 
 
 def stock_values(config: Any) -> dict[str, Any]:
@@ -106,7 +107,6 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
 
 
 def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
-    """Return ``whole_number`` of the value for ``key`` or, if that is a mapping, of the number of its entries."""
     number = config_value(family, config, key)
     return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
 

@@ -52,13 +52,7 @@ GLM4 = replace(
     free_keys=(*llama.LLAMA.free_keys, PARTIAL),
 )
 
-GLM = replace(
-    GLM4,
-    name="glm",
-    title="GLM-4",
-    classes=llama.classes("Glm"),
-    encoder=llama.layers(block, behind=False),
-)
+GLM = replace(GLM4, name="glm", title="GLM-4", classes=llama.classes("Glm"), encoder=llama.layers(block, behind=False))
 
 UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names are read
 

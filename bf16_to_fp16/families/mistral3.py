@@ -101,11 +101,7 @@ TEXT_MODELS: Mapping[str, Callable[[Mapping[str, object], int], Sequence[Part]]]
 }
 
 MINISTRAL3 = replace(
-    MISTRAL,
-    name="ministral3",
-    title="Ministral 3",
-    classes=classes("Ministral3"),
-    encoder=layers(growing),
+    MISTRAL, name="ministral3", title="Ministral 3", classes=classes("Ministral3"), encoder=layers(growing)
 )
 
 TEXT_TYPE = "text_config.model_type"

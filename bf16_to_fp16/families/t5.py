@@ -171,14 +171,7 @@ T5 = Family(
     older_scales_tied=True,
 )
 
-MT5 = replace(
-    T5,
-    name="mt5",
-    title="mT5",
-    classes=classes("MT5"),
-    output_scale=OutputScale.NEVER,
-    untie="",
-)
+MT5 = replace(T5, name="mt5", title="mT5", classes=classes("MT5"), output_scale=OutputScale.NEVER, untie="")
 """T5 v1.1's tensors. Transformers 5 never multiplies the decoder's output before the head, transformers 4 does where
 the config ties. So a tied mT5 stays tied, since no stored head suits both."""
 

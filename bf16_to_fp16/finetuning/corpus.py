@@ -281,7 +281,6 @@ class Corpus:
 
 
 def _window_start(length: int, most: int, rng: np.random.Generator) -> int:
-    """Return the random start of a window of ``most`` tokens; one beyond the text is moved to its nearest end."""
     beyond = most // 2
     place = int(rng.integers(-beyond, max(1, length - most + 1) + beyond))
     return max(0, min(place, length - most))

@@ -70,7 +70,7 @@ def test_half_is_broken_before_and_clean_and_close_after(
     # Of random models with outliers in the gains behind sublayers it is 11 times, and 30 to 70 with more batches.
     # Gains that are stored less 1 cannot all be carried over, and in so small a model they are many.
     close, weights = report["fidelity"], report["weights"]
-    assert close["kl_fp16"] <= close["kl_bf16"] / (8 if kind in HEADS or "gemma" in kind else 32)
+    assert close["kl_fp16"] <= close["kl_bf16"] / (4 if kind in HEADS or "gemma" in kind else 16)
     corrected = len(result.plan.gain_correction) * 24  # of a norm that drifts
     assert weights["lossless_fraction"] >= (0.99 if "gemma" in kind else 0.999) - corrected / weights["elements"]
     assert weights["nonfinite"] == 0

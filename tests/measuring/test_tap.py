@@ -69,7 +69,7 @@ def test_names_and_largest_values_are_the_audit_s(kind: str, autocast: torch.dty
     assert all(name.endswith(":cubed") or (name.endswith(":masked") and amax == 0) for name, amax in extra.items())
     seen = {name: amax for name, amax in seen.items() if name in audited}
     assert seen == audited
-    assert len(seen) > 80
+    assert len(seen) > 70
 
 
 def gradients(kind: str, *, checkpointing: bool, backward_inside: bool, reentrant: bool = False) -> Any:
