@@ -101,8 +101,8 @@ def refusing_shared_paths(command: click.Command) -> Callable[..., Any]:
     @functools.wraps(run)
     def checked(**values: Any) -> Any:
         given = [os.path.realpath(values[name]) for name in paths if values[name] not in (None, "-", os.devnull)]
-        for report in {"json_file", "html"} & paths.keys():
-            if values[report] is not None and given.count(os.path.realpath(values[report])) > 1:
+        for report in ("json_file", "html"):
+            if values.get(report) is not None and given.count(os.path.realpath(values[report])) > 1:
                 raise UserError(f"{values[report]} is given twice; choose another file for {paths[report]}")
         return run(**values)
 
