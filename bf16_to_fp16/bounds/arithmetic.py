@@ -172,7 +172,7 @@ class Arithmetic:
         return (length * (1 + self.unit) + self.tiny * math.sqrt(width)) * COMPUTED
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return the bound of a matrix product from that of its sums: two more roundings, and subnormals' errors."""
+        """Add a matrix product's last two roundings, and subnormals' errors, to the bound of its sums."""
         return values * (1 + self.unit) ** 2 + self.floor
 
 

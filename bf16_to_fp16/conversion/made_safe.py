@@ -78,11 +78,12 @@ class MadeSafe:
                 f"{tower_aside(self.plan.family)} (least headroom {at}); training moves them, so certify what you save."
             )
         else:
-            observed = (
-                f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
-                " checkpoint, which can edit it, or train it in bf16"
-            )
-            observed = observed if self.passed else "safe on what was observed only"
+            observed = "safe on what was observed only"
+            if self.passed:
+                observed = (
+                    f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
+                    " checkpoint, which can edit it, or train it in bf16"
+                )
             proof = f"Not certified {WHERE[self.target]} ({at}); {observed}."
         scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
         if factor := self.inputs.get(EMBEDDINGS):

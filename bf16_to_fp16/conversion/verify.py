@@ -19,7 +19,7 @@ from ..checkpoint.sources import local_source, own_name
 from ..devices import Device
 from ..environment import SCHEMA, installed
 from ..errors import UserError
-from ..families.configs import config_value, looked_up, without_value
+from ..families.configs import config_value, looked_up
 from ..families.from_config import DTYPE_KEYS
 from ..families.known import padding_entry
 from ..families.layout import Layout
@@ -52,13 +52,14 @@ from .evidence import audited, compare, in_fp32_too, measured_edits, outputs_bes
 from .file_checks import check_foreign, check_hashes, check_unread
 from .locating import locate
 from .options import check_data
+from .undo import config_before
 
 CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers", "report")
 
 
 @dataclass
 class Verified:
-    """A folder to verify, and what was found. ``original``: its source, if known. ``run_model``: whether to audit."""
+    """One run of ``verify``: its input, then its findings. ``original``: the source, if known. ``run_model``: audit."""
 
     folder: Path
     report: schema.Report
@@ -203,12 +204,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
     if plan.untied_head and layout.tied is not False:
         yield "config.json", "the plan separates the head, and the checkpoint has it tied"
     for key in layout.family.eps_keys[:1]:
-        change = report.source.config_changes.get(key)
-        before = (
-            layout.eps
-            if change is None
-            else change.get("before", config_value(layout.family, without_value(config, key), key))
-        )
+        before: Any = config_value(layout.family, config_before(config, report.source), key)
         if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
             yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
     if report.outputs and report.finetune is None:

@@ -64,7 +64,7 @@ GEMMA4 = replace(
         "global_head": ("global_head_dim",),
         "one": (1,),
     },
-    keys=("hidden_activation", "attention_k_eq_v", "final_logit_softcapping", "layer_types"),
+    keys=("hidden_activation", "attention_k_eq_v", gemma.CAP, "layer_types"),
     encoder=llama.layers(block),
     encoder_output=states("norm"),
     **llama.heads(cap=gemma.CAP),
