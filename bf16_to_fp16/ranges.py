@@ -20,16 +20,16 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The range of a norm's input: the largest ‖x‖₂ of a token, and the tokens' variances, fp64 [k, 2]. A row is a
-    variance (rounded to an eighth of a binade) and the fraction of tokens with it; only ``nn.LayerNorm`` subtracts the
-    mean."""
+    """The range of a norm's input. ``norm_max``: the largest ‖x‖₂ of a token. ``variances``: fp64 [k, 2], each row a
+    variance, rounded to an eighth of a binade, and the fraction of tokens that have it. The variance is the mean
+    square, except in ``nn.LayerNorm``."""
 
     norm_max: float
     variances: Tensor
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return the factor on a norm's output if its input is scaled by 2^exponent but eps is not: [k], by row of
-        ``variances``, and the rows' fractions of tokens. fixed: the eps of a tool that ignores the model's."""
+        """Return the factors on a norm's output, [k] by row of ``variances``, if its input is scaled by 2^exponent but
+        eps is not. Return also the rows' fractions of tokens. fixed: eps after scaling, by default ``eps``."""
         variance, shares = self.variances.unbind(1)
         scaled = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + scaled)).sqrt(), shares
@@ -43,9 +43,9 @@ class NormRange:
 
 @dataclass(frozen=True)
 class ScoreRange:
-    """An attention's largest |score|. ``product``: of the bare QKᵀ. ``biased``: of any value up to the softmax (scaled,
-    with position bias, before the mask). ``excess_bits``: by head, log2 of the factor by which queries must shrink for
-    bounds to fit, fp64 [heads]; None if observed."""
+    """An attention's largest |score|. ``product``: of QKᵀ alone. ``biased``: of every later value before the mask
+    (scaled, with position bias). ``excess_bits``: for each head, by how many bits queries must shrink so that bounds
+    fit, fp64 [heads]; None for observed scores."""
 
     product: float
     biased: float
@@ -58,8 +58,8 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """The ranges of a module's input and output. ``norm``: only of a norm. ``scores``: only of an eager attention. The
-    input of an embedding has the shape [0]."""
+    """The ranges of a module's input and output. ``norm``: None unless the module is a norm. ``scores``: None unless it
+    is an eager attention. The input of an embedding is not measured: its tensors have the shape [0]."""
 
     input: ChannelRange
     output: ChannelRange
@@ -72,7 +72,7 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 
 @dataclass(frozen=True)
 class Squares:
-    """For a norm that squares its input in fp16: the largest sum of squares, and the least mean square of any token."""
+    """A token's largest sum of squares and least mean square, in the input of a norm that squares it in fp16."""
 
     largest: float
     least: float

@@ -148,7 +148,7 @@ class Trainer:
                 if last or p.step % self.recipe.checkpointing.every == 0:
                     self._save()
         if self.kept != p.step:
-            self.progress.say(f"Step {self.kept} is kept, the nearest to the original of those that met all limits")
+            self.progress.say(f"Step {self.kept} is kept: of all steps within the limits it is nearest to the original")
         return FinetuneEntry(
             steps=p.step, tokens=p.tokens, skipped=p.skipped, evaluations=p.evaluations, kept=self.kept
         )
@@ -287,7 +287,7 @@ class Trainer:
             check_same_recipe(state, self.recipe, last)
             if state["parts"] != self.processes.parts:
                 raise UserError(
-                    f"{last}: the state is of another number of processes, or another way to shard weights; launch as"
+                    f"{last}: saved by another number of processes, or in another way to shard weights; launch as"
                     " before, or give another checkpointing.folder"
                 )
             self._load(steps[-1])
@@ -367,7 +367,7 @@ def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) ->
     if changed:
         raise UserError(
             f"{folder.parent}: holds a run with another {changed[0]}; restore the recipe, give another"
-            " checkpointing.folder, or remove that one to start anew"
+            " checkpointing.folder, or delete this one to start anew"
         )
 
 

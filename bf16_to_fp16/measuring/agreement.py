@@ -89,7 +89,7 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     if scales != (layout.head_scale != 1.0):
         raise UserError(
             f"{where}: stock code {'multiplies' if scales else 'does not multiply'} the decoder's output by"
-            " d^-1/2 before the head, but the config keys that the bounds use say otherwise; take the file from the"
+            " d^-1/2 before the head, and the keys that the bounds read give the opposite; take the file from the"
             " original checkpoint"
         )
 
@@ -234,7 +234,7 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
             for name, frequencies in again.named_buffers():
                 if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
                     raise UserError(
-                        f"{where}: stock code makes inf or NaN of {path}.{name}, which rotary positions need; take"
+                        f"{where}: in stock code {path}.{name}, which rotary positions need, gives inf or NaN; take"
                         " the keys that begin with 'rope' from the original checkpoint"
                     )
 
@@ -251,8 +251,8 @@ def check_dynamic(parameters: Any, where: str) -> None:
         factor = each.get("factor")
         if each.get("rope_type") == "dynamic" and not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
             raise UserError(
-                f"{where}: rotary positions are 'dynamic' with the factor {factor!r}, and under 1 their frequencies"
-                " may be NaN at some lengths; write 1.0 or more, or take it from the original checkpoint"
+                f"{where}: rotary positions are 'dynamic' with the factor {factor!r}, and a factor under 1 can give NaN"
+                " at some lengths; write 1.0 or more, or take the factor from the original checkpoint"
             )
 
 
@@ -308,8 +308,8 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
         expected = attributes(kind(**deepcopy(nested)))
     except Exception as error:  # which each class raises of its own kind
         raise UserError(
-            f"{where}: stock code cannot make a config from the keys that the bounds use ({first_line(error)}); take"
-            " it from the original checkpoint"
+            f"{where}: stock code cannot make a config from the keys that the bounds read ({first_line(error)}); take"
+            " the file from the original checkpoint"
         ) from error
     attention = "_attn_implementation_internal"
     refused: dict[str, str] = {}

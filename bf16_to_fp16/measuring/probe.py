@@ -118,8 +118,8 @@ def _readable(config: Any, batch: Batch) -> Batch:
     end = stock.end_ids(config)
     if not end:
         raise UserError(
-            f"{config.name_or_path}/config.json: {kind.names[0]} answers at the end token, but eos_token_id is"
-            f" {stock.setting(config, 'eos_token_id')!r}; take this key from the original checkpoint"
+            f"{config.name_or_path}/config.json: {kind.names[0]} reads the end token's state, but eos_token_id is"
+            f" {stock.setting(config, 'eos_token_id')!r}; take eos_token_id from the original checkpoint"
         )
     return ended(batch, end[0])
 

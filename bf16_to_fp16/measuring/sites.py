@@ -36,10 +36,10 @@ class Site:
     elements: int = 0
     zeros: int = 0
 
-    def take(self, later: Site, after: int) -> None:
-        """Add the measurements of a later run. after: how many outputs the earlier runs had."""
+    def take(self, later: Site, offset: int) -> None:
+        """Add a later run's measurements. offset: is added to its ``order``, which begins anew in each run."""
         if later.nonfinite and not self.nonfinite:
-            self.order = later.order + after
+            self.order = later.order + offset
         self.amax = max(self.amax, later.amax)
         self.calls += later.calls
         self.nonfinite += later.nonfinite
@@ -58,13 +58,13 @@ def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
     """Return the sites of several runs of one model's copies, as if one observer had measured the runs in order."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
-        after = number << 40  # no run has more outputs
+        offset = number << 40  # no run has more outputs
         for site in run:
             key = site.name, site.dtype
             if key in sites:
-                sites[key].take(site, after)
+                sites[key].take(site, offset)
             else:
-                sites[key] = replace(site, order=site.order + after)
+                sites[key] = replace(site, order=site.order + offset)
     return list(sites.values())
 
 

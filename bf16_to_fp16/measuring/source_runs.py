@@ -77,14 +77,14 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
             bad = [n for n in sorted(checkpoint.tensors) if not bool(checkpoint.read(n).isfinite().all())]
             because = f"tensor {bad[0]} holds inf or NaN, so that {path}" if bad else path
             raise UserError(
-                f"{checkpoint.folder}: {because} gives inf or NaN in fp32 on the source; the checkpoint is damaged,"
-                " use another revision of it or repair the tensor"
+                f"{checkpoint.folder}: {because} gives inf or NaN in fp32, so the checkpoint is damaged; use another"
+                " revision of it or repair the tensor"
             )
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the function that applies edits to a stored weight. read: a reader of weights with centred
-    keys, to share between functions."""
+    """Return the function that applies a plan's edits to a stored weight. read: a result of ``centred``, which several
+    functions can share; by default a new one."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 
@@ -99,10 +99,10 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the fp32 source's outputs with every eps times 4^-r, the effect of a fixed eps on inputs times 2^r.
-
-    Gains that the plan corrects are rounded to fp16. If some gains are stored minus an offset, all weights are rounded,
-    since rounding then changes the outputs about as much as eps does."""
+    """Return the fp32 source's outputs with a plan's edits and drift. If the plan scales a norm's input by 2^r, the
+    norm gets the converted config's eps times 4^-r instead, which has the same effect. A gain with a correction is
+    multiplied by it and rounded to fp16. In a family that stores gains minus an offset, all weights are rounded, since
+    that changes outputs about as much as eps does."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

@@ -33,8 +33,8 @@ torch's default dtype."""
 
 @cache
 def by_signature(name: str) -> StockClass | None:
-    """Return a transformers class's properties as its signature shows them; None for an unknown name. A class that can
-    generate counts as a language model. The names of its output fields are not given."""
+    """Return what the signature of a transformers class tells about it; None for an unknown name. A class that can
+    generate counts as a language model. ``gives`` keeps its default."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -168,13 +168,13 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
     if not kept:
         raise UserError(f"{name} has no sdpa attention; give --attention eager")
     if progress is not None:
-        progress.say(f"{name} has no sdpa attention: {' and '.join(kept)} only")
+        progress.say(f"{name} has no sdpa attention; only {' and '.join(kept)} is run")
     return kept
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Set the attention of a stock model and its stacks; raises stock code's error for one it lacks. Some versions of
-    transformers 5 (such as 5.17) do not change a stack's own config."""
+    """Set the attention of a stock model and its stacks; raises stock code's error if a class lacks that attention.
+    Some versions of transformers 5 (such as 5.17) do not change a stack's own config."""
     model.set_attn_implementation(implementation)
     for module in model.modules():
         config: Any = getattr(module, "config", None)

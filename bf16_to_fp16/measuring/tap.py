@@ -1,4 +1,4 @@
-"""The observer's sites as differentiable tensors for the penalty, taken above autograd and autocast."""
+"""The observer's sites as differentiable tensors for the penalty, seen before autograd and autocast act on them."""
 
 from __future__ import annotations
 
@@ -86,20 +86,20 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
-    forwards, differentiable. Names are ``SiteObserver``'s with eager attention. ``<path>:masked`` has a value per row
-    of attention.
+    forwards, differentiable. Names are ``SiteObserver``'s with eager attention. The site ``<path>:masked`` has one
+    value for each query of an attention.
 
     Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site`` computes is
     not tapped; what it saves survives gradient checkpointing. A module rerun inside a backward is not tapped again, and
     a forward without gradients not at all. Wrappers (DDP, FSDP, checkpointing) add nothing to names.
 
-    only: whether a site is wanted, asked once per name. glance: called first with the detached tensor; if it returns
-    False, ``on_site`` and its graph nodes are skipped.
+    only: returns whether a site is wanted, asked once per name. glance: called first, with the detached tensor; if it
+    returns False, ``on_site`` is not called, and adds no graph nodes.
 
     Left out are copies (``to``, ``clone``, ``cat``), constants, operations without gradients, the statistics of
     ``layer_norm``, dropout's noise, and the inside of fused functions except SDPA's context. A linear with its bias is
-    one site. A cube's input (``:cubed``) is passed in every dtype. Raises UserError for a compiled model, and in the
-    forward for reentrant gradient checkpointing."""
+    one site. The input of a cube is a site (``:cubed``) in every dtype. Raises UserError for a compiled model, and in
+    the forward for reentrant gradient checkpointing."""
 
     def __init__(
         self,

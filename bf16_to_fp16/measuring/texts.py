@@ -1,6 +1,6 @@
-"""Rows of text from JSONL, CSV, Parquet, text files and Hub datasets. ``texts`` reads once; ``open_texts`` makes a
-``datasets`` table for training. Files are not read by ``datasets``, whose readers change texts (2020-01-01 becomes a
-time, NA nothing) and do not name the line of an error."""
+"""Rows of text from JSONL, CSV, Parquet, text files and Hub datasets. ``texts`` yields each row once; ``open_texts``
+makes a ``datasets`` table for training. Files are read here and not by ``datasets``, whose readers change texts
+(2020-01-01 becomes a time, NA nothing) and do not name the line of an error."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target of ``rows``; the first row decides on columns that are not named. data: the name for
-    errors. Raises UserError if a column is missing or holds no strings."""
+    """Yield text and target of each row. Columns that are not named are chosen by the first row. data: names the rows
+    in error messages. Raises UserError if a column is missing or a text is no string."""
     columns: tuple[str, str | None] | None = None
     for row in rows:
         if columns is None:
@@ -203,7 +203,7 @@ def open_texts(
 
 
 def _local_rows(path: str, file: str, columns: tuple[str | None, str | None], stamp: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows as {"text", "target"}. ``stamp``: hashed by ``datasets`` to notice a changed file."""
+    """Yield a file's rows as {"text", "target"}. stamp: unused, but ``datasets`` hashes it to notice a changed file."""
     for text, target in text_pairs(path, file_rows(Path(file)), *columns):
         yield {"text": text, "target": target}
 

@@ -168,9 +168,9 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the closure's result. With GradScaler's attributes
-        ``grad_scale`` and ``found_inf``, gradients are divided by the first; unless the second is 0, nothing changes.
-        Reading both waits for the device, as GradScaler itself does for other optimizers."""
+        """Update every parameter that has a gradient, and return the closure's result. If GradScaler has set
+        ``grad_scale``, gradients are divided by it; if it has set ``found_inf`` to another number than 0, nothing
+        changes. Reading both waits for the device, as GradScaler itself does for other optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -47,8 +47,8 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 0) -> tuple[int, int, int]:
     """Return a key: three int32 words that determine the random bits of one parameter in one step.
 
-    The arguments are any integers of 64 bits; different ones give unrelated words (BLAKE2b). ``block`` is index >>
-    BLOCK_BITS. ``first`` shifts the counters: 0, 1, 2, … then mean the indices first, first + 1, … of the block."""
+    Other seeds, steps, parameters or blocks (integers of 64 bits) give unrelated words (BLAKE2b). ``block`` is index >>
+    BLOCK_BITS. ``first`` is the index within the block of the element whose counter is 0."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
     start, second, third = struct.unpack("<3i", digest)
     start = (start + first * _STRIDE) & 0xFFFFFFFF
@@ -98,8 +98,8 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """Add ``bits`` (half a gap if None) to fp32's bit pattern and cut the sum to the grid of ``dtype``. Comparisons use
-    sign bits of int32 differences, which on a CPU cost a fifth of boolean masks."""
+    """Round x: add ``bits``, or half a gap if None, to fp32's bit pattern and cut the sum to the grid of ``dtype``.
+    Sign bits of int32 differences serve as comparisons: on a CPU they are five times as fast as boolean masks."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
     cut = _CUT[dtype]

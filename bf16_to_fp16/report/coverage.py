@@ -24,8 +24,8 @@ def headroom_by_proof(report: schema.Report) -> str:
     return f"{shown} (proven; a proof needs no margin)"
 
 
-def claim_end(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return the exceptions to "every input" (padding, vision tower, class) as words to follow it."""
+def input_exceptions(padding: int | None, family: str | None, model_class: str | None = None) -> str:
+    """Return the words after "every input" that name its exceptions: padding, the vision tower, other classes."""
     aside = tower_aside(family)
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
@@ -40,7 +40,7 @@ def every_input(report: schema.Report, *, length: bool = False) -> str:
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
     of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""
-    return f"every input{of}{claim_end(report.padding, report.family, report.model_class)}{states_aside(report)}"
+    return f"every input{of}{input_exceptions(report.padding, report.family, report.model_class)}{states_aside(report)}"
 
 
 def states_aside(report: schema.Report) -> str:

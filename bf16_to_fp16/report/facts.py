@@ -74,8 +74,7 @@ def by_design(site: SiteEntry) -> str:
 
 
 class Distance(NamedTuple):
-    """A finetune's distance from the original on one kind of input (None: infinite), and that of the original in
-    bf16."""
+    """A finetuned checkpoint's distance from the original, None if infinite. ``bf16``: the original's own in bf16."""
 
     value: float | None
     where: str
@@ -202,7 +201,7 @@ def scaled_outputs(report: schema.Report) -> str:
 
 
 def giving_states(report: schema.Report) -> str:
-    """Return the stock class whose output is the model's last hidden states, "" if there is none."""
+    """Return the name of the stock class that outputs the model's last hidden states; "" if there is none."""
     family, decodes = named(report.family), "cross_attentions" in report.outputs
     return "" if family is None else family.giving_states(decodes=decodes) or ""
 

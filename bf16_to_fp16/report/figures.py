@@ -68,7 +68,7 @@ def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of one stack, logits last. A block has its largest value; zeros and infinities are dropped."""
+    """Return one stack's points: each series' largest values by block, no zeros or infinities; logits come last."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     norms = {s.module for s in mine if signal_series(s) is STREAM}
     end = 1 + max((s.block for s in mine if s.block is not None), default=-1)
@@ -126,8 +126,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 
 def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
-    """Return each stack's figure with a caption. upper: returns the caption's words for the largest dashed value.
-    lower: the word before the largest solid one, such as "after"."""
+    """Return a figure for each stack with points, captioned with its largest values. upper: returns words for the
+    largest ``upper``. lower: the word before the largest ``lower``, such as "after"."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []

@@ -25,8 +25,8 @@ FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted 
 
 
 def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
-    """Return the reasons why a conversion is unsafe, except values that broke. report: without a verdict yet. planned:
-    the planner's result, with the limits that no plan keeps; None for a replayed plan."""
+    """Return the reasons why a conversion is unsafe, except sites that broke in a run. report: without its verdict.
+    planned: the planner's result, with the limits that its plan cannot keep; None for a plan that the user gave."""
     plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
     over = list[schema.UnsafeEntry]()
     if plan is not None:
@@ -60,8 +60,8 @@ def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.Uns
 
 
 def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return an entry for each output that differs from the source's times its factor. If the plan changes the
-    function, inner states do not count, since the class returns them on request only."""
+    """Return an entry for each output that, without its rescaling factor, is not the source's. drifts: the plan changes
+    the function; then outputs that the class gives only on request, such as attentions, do not count."""
     remedy = remedies.A_BUG if not drifts else remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
     return [
         schema.UnsafeEntry(signal=name, kind="inexact", reason=remedies.OTHER_OUTPUT, remedy=remedy)
@@ -136,7 +136,8 @@ def too_inexact(
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``, or if an ``exact`` plan's
-    output differs in fp32. Edits of a ``proven`` checkpoint may cause ``MOST_FOR_A_PROOF`` times bf16's error."""
+    output differs in fp32. edits: the divergence that edits cause. If it is over half of fp16's, a ``proven``
+    checkpoint may be ``MOST_FOR_A_PROOF`` times as far from the source as bf16."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
@@ -156,6 +157,6 @@ def too_inexact(
 
 
 def inexact(error: float, most: float, reason: str, remedy: str) -> schema.UnsafeEntry:
-    """Return the entry for an output's squared error over ``most``."""
+    """Return the entry for an output whose ``error``, squared or KL, exceeds ``most``."""
     bits = math.log2(error / most) / 2 if math.isfinite(error) else FP16_RANGE_BITS
     return schema.UnsafeEntry(signal=remedies.OUTPUT, kind="inexact", excess_bits=bits, reason=reason, remedy=remedy)

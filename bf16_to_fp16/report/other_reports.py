@@ -50,10 +50,10 @@ class PipelineEntry(ReportObject):
 
 
 class PipelineReport(Versioned):
-    """The conversion of a whole pipeline. ``pipeline``: the class in ``model_index.json``. ``linked``, ``copied``,
-    ``nbytes``: numbers and total size of the files other than encoders. ``dtype``: that of the largest such file, in
-    torch's spelling. ``left_out``: files of the source that are not in the output. ``output``: all files but this
-    report; links have no SHA-256."""
+    """The conversion of a whole pipeline. ``pipeline``: the class in ``model_index.json``. ``linked``, ``copied``: how
+    many files other than encoders were linked and copied. ``nbytes``: their total size. ``dtype``: of the largest
+    safetensors file among them, in torch's spelling. ``left_out``: files of the source that are not in the output.
+    ``output``: all files but this report; links have no SHA-256."""
 
     verdict: Literal["safe", "unsafe"]
     source: Source

@@ -25,7 +25,7 @@ MOST_ROWS = 3_000  # rows of the table, by least headroom, so that the page stay
 
 @dataclass(frozen=True)
 class SiteRow:
-    """A site of the page's table, in the ``regime`` with the least headroom; "" if nothing ran."""
+    """A site of the table, in the ``regime`` where its headroom is least ("" if nothing ran), with its ``bound``."""
 
     site: SiteEntry
     regime: str

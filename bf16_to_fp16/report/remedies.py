@@ -103,8 +103,8 @@ def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
 def unsafe_sites(
     regimes: Mapping[str, RegimeEntry], family: str | None = None, *, converted: bool = False, convertible: bool = True
 ) -> list[UnsafeEntry]:
-    """Return the sites that broke, in order, with reason and remedy. converted: the weights are rescaled already.
-    convertible: the model is of a known family."""
+    """Return an entry for each site that broke in a regime, with reason and remedy. converted: the weights are rescaled
+    already. convertible: the model is of a known family."""
     broken = {name: {site.name: site for site in regime.broken_sites} for name, regime in regimes.items()}
     clean = " or ".join(name for name, sites in broken.items() if not sites)
     remedy = NO_FAMILY if not convertible else PENALTY if converted else NOT_CONVERTED
@@ -141,8 +141,8 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that an attack drove over their limits, worst first. If some exceed them in fp32 too, only these
-    are returned: the others follow from them."""
+    """Return the sites that an attack drove over their limits, worst first. If some exceed theirs in fp32 too, return
+    these alone: the other sites overflow because these do."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")

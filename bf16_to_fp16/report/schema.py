@@ -51,15 +51,15 @@ class Original(ReportObject):
 
 
 class Source(ReportObject):
-    """The source of the weights, and ``undo``'s data.
+    """The source of the weights, and what ``undo`` needs.
 
-    ``subfolder``: inside the source; a local path ends in it. ``sha256``: of the weight files; ``other_sha256``: of
-    other files. ``dtype``: of most tensors, in safetensors' spelling; ``dtypes``: of the others. ``made``: tensors that
-    the conversion added. ``dropped``: tensors left out, with the reason. ``config_changes``: keys of config.json, with
-    values before and after; a dot leads into a nested config. ``carried_over``, ``left_out``: files other than weights.
-    After a finetune, path, revision and hashes are the original's. ``card``: licence, languages, tags and task of the
-    source's card. ``replaced``: key biases and tables of position biases that the conversion changed by more than
-    powers of two."""
+    ``subfolder``: below ``path`` on the Hub; a local ``path`` ends in it already. ``sha256``: of the weight files;
+    ``other_sha256``: of other files. ``dtype``: of most tensors, in safetensors' spelling; ``dtypes``: of the others.
+    ``made``: tensors that the conversion added. ``dropped``: tensors left out, with the reason. ``config_changes``:
+    keys of config.json, with values before and after; a dot leads into a nested config. ``carried_over``, ``left_out``:
+    files other than weights that the output has, or lacks. After a finetune, path, revision and hashes are the
+    original's. ``card``: licence, languages, tags and task from the source's card. ``replaced``: key biases and tables
+    of position biases that the conversion changed by more than powers of two."""
 
     path: str | None = None
     subfolder: str | None = None
@@ -136,8 +136,8 @@ class Inputs(ReportObject):
 
 
 class Environment(ReportObject):
-    """The versions (None: not installed), machine and dtype of the run. ``device``: as requested. ``devices``: those
-    used, by part of the work; the CPU comes after a device that ran out of memory."""
+    """Versions of software (None: not installed), devices and dtype of the run. ``device``: as requested. ``devices``:
+    by part of the work, those that ran it; the CPU comes last if a device ran out of memory."""
 
     versions: dict[str, str | None] = {}
     python: str | None = None
@@ -209,11 +209,11 @@ class UnsafeEntry(ReportObject):
 class FinetuneEntry(ReportObject):
     """The record of a finetune.
 
-    ``kept``: the step whose weights it returned. ``devices``: that of the first process. ``skipped``: steps with a
+    ``kept``: the step whose weights are the result. ``devices``: the main process's. ``skipped``: steps with a
     non-finite gradient. ``evaluations``: by step, held-out losses, distances from the original and headroom.
     ``fidelity``: of the output to the original. ``next``: the next command if the finetune missed the recipe's goals.
-    ``recipe``: as written, with defaults. ``settled``: values chosen for keys left open. ``start``: the plan applied
-    before the training. ``start_outputs``: log2 of the factor that the start put on each output."""
+    ``recipe``: as written, with defaults. ``settled``: choices for recipe keys left open. ``start``: the plan that
+    rescaled the original before training. ``start_outputs``: log2 of this plan's factor on each output."""
 
     start: Plan | None = None
     start_outputs: dict[str, int | list[int]] = {}
@@ -237,7 +237,7 @@ class FinetuneEntry(ReportObject):
 
     @property
     def holds_bounds(self) -> bool:
-        """Whether training lowered bounds too, because its recipe asked for a certificate or the run chose to."""
+        """Whether training also lowered the sites' bounds: ``penalty.certify`` in ``settled``, else in ``recipe``."""
         penalty = self.recipe.get("penalty")
         asked = penalty.get("certify") if isinstance(penalty, Mapping) else None
         return self.settled.get("penalty.certify", asked) is True
@@ -271,14 +271,14 @@ class Report(Versioned):
     train_mode: Flag = False
     model_class: str | None = Field(
         default=None,
-        description="the stock class of which alone this speaks, where the files hold tensors that it does not read",
+        description="the only stock class that the report is about, if the files hold tensors that it does not read",
     )
     padding: Count | None = Field(
         default=0,
-        description="positions of padding that a padded row of the encoder needs at least in fp16; null: none may be",
+        description="least padding, in positions, of a padded encoder row in fp16; null: no row may be padded",
     )
     older: list[str] = Field(
-        default=[], description="what transformers 4.57 computes otherwise than 5 from these files, in sentences"
+        default=[], description="sentences on how results from these files differ between transformers 4.57 and 5"
     )
     attention: list[str] = []
     inputs: Inputs | None = None
@@ -290,7 +290,7 @@ class Report(Versioned):
     outputs: dict[str, OutputEntry] = Field(
         default={},
         description=(
-            "everything that the stock class can return, and the last state that the class without a head gives;"
+            "everything that the stock class can return, and the last state of the class without a head;"
             " hidden_states are all but the last"
         ),
     )
@@ -301,11 +301,11 @@ class Report(Versioned):
         default=[], description="found inputs that the edits harm, worst first; one id alone makes the verdict unsafe"
     )
     searched: SearchEntry | None = None
-    max_kl: Real | None = Field(default=None, description="the distance from the source that was asked to be accepted")
+    max_kl: Real | None = Field(default=None, description="the divergence from the source that the user accepts")
     weights: WeightsEntry | None = None
     plan: Plan | None = None
     for_proof: dict[str, int] = Field(
-        default={}, description="streams that the proof alone moves further, with the exponent that would do without it"
+        default={}, description="streams scaled further for a proof alone, with the exponent that is enough without it"
     )
     signals: list[SignalEntry] = []
     unsafe: list[UnsafeEntry] = []
@@ -334,7 +334,7 @@ class Report(Versioned):
 
     @property
     def start(self) -> Plan | None:
-        """The plan that rescaled the original before training; None without a finetune or such a plan."""
+        """The plan that rescaled the original before training; None if nothing was trained or rescaled."""
         return None if self.finetune is None else self.finetune.start
 
     @property

@@ -250,7 +250,7 @@ def print_verification(result: other_reports.Verification) -> None:
         if tightest is not None:
             sentence = f"the largest {tightest.measured} run is {wording.below_limit(tightest.headroom_bits)}"
         inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
-        aside = coverage.claim_end(result.padding, result.report.family)
+        aside = coverage.input_exceptions(result.padding, result.report.family)
         unmet = facts.unmet_target(result)
         there = coverage.where(TIERS[0].target if unmet else result.target)
         every = f"proven {there} for every input of {inputs}{aside}"
