@@ -295,7 +295,7 @@ def test_a_run_on_a_card_without_bf16_says_so_and_never_uses_it(
     recipe = Recipe.model_validate(tree | {"evaluation": {"every": 100}})
     run.train(recipe.settled(), open_checkpoint(source), progress=Progress())
     assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp32", "fp32", "fp16"]
-    said = "cpu has no bf16: the teacher is fp32, and the steps before fp16 holds are in fp32 too\n"
+    said = "cpu has no bf16: the teacher is in fp32, and so are the steps before all values fit fp16\n"
     assert capsys.readouterr().err.count(said) == 1
 
 

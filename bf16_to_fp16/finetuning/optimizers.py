@@ -38,7 +38,7 @@ def make_optimizer(
     if given.name is not None:
         named: Any = pydoc.locate(given.name)
         if not issubclass(named, torch.optim.Optimizer):
-            raise UserError(f"optimizer.name: {given.name} is no torch.optim.Optimizer; name one")
+            raise UserError(f"optimizer.name: {given.name} is no torch.optim.Optimizer; name a class that is")
         own = {"seed": recipe.seed} if named is AdamW else {}
         try:
             arguments = own | given.arguments

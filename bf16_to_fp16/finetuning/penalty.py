@@ -144,9 +144,7 @@ class ActivationPenalty:
     def __call__(self) -> Tensor:
         """Return the penalty of the forwards since the last call, an fp32 scalar, and forget these forwards."""
         if not self._seen:
-            raise UserError(
-                "the penalty saw no forward with gradients; attach() it, and call it after the same model's forward"
-            )
+            raise UserError("the penalty saw no forward with gradients; attach() it, run its model, and then call it")
         for entry, amax in zip(self._waiting, _read_amax(self._waiting), strict=True):
             if self._note(entry.site, amax) and entry.term is not None:
                 self._terms.setdefault(entry.site, []).append(entry.term)
@@ -167,7 +165,7 @@ class ActivationPenalty:
     def worst(self) -> tuple[str, Observation]:
         """Return the site nearest to its target or furthest over it; raise ``UserError`` before the first step."""
         if not self._last:
-            raise UserError("the penalty has seen no complete optimizer step; ask after the first one")
+            raise UserError("the penalty has seen no complete optimizer step; call worst() after the first one")
         return max(self._last.items(), key=lambda item: item[1].excess_bits)
 
     def drop_step(self) -> None:

@@ -112,7 +112,7 @@ class Processes:
             return
         optimizer = self._engine.optimizer
         if not hasattr(optimizer, "torch_autocast_gradscaler"):
-            raise UserError("this DeepSpeed keeps its loss scale in another place; install deepspeed 0.19")
+            raise UserError("this version of DeepSpeed does not let the loss scale be set; install deepspeed 0.19")
         optimizer.torch_autocast_gradscaler = None
         optimizer.override_loss_scale(scale)
 
@@ -199,7 +199,7 @@ def make_accelerator(recipe: Recipe) -> Any:
     passes = recipe.data.share(wanted).gradient_accumulation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
     if engine and find_spec("deepspeed") is None:
-        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or launch anew, which takes FSDP")
+        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or run launch again: it then does without")
     if engine and on_cpu:
         import deepspeed.ops
 
@@ -222,7 +222,7 @@ def make_accelerator(recipe: Recipe) -> Any:
         unset_hf_deepspeed_config()
     if accelerator.num_processes != wanted:
         raise UserError(
-            f"{wanted} processes were launched and each believes that it is one of {accelerator.num_processes};"
+            f"{wanted} processes were launched, but accelerate counts {accelerator.num_processes};"
             " launch with `bf16-to-fp16 launch`, or with `accelerate launch --multi_gpu`"
         )
     return accelerator
@@ -246,7 +246,7 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     in_16_bits = any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
     if in_16_bits or dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            f"DeepSpeed's configuration is not for the recipe's precision, {wanted}; in the JSON, set torch_autocast"
-            " with dtype float16 for fp16 and none for fp32, and no fp16 or bf16, which keep weights in 16 bits"
+            f"DeepSpeed's configuration is not for the recipe's precision, {wanted}; in its JSON, set torch_autocast"
+            " to float16 for fp16, or remove it for fp32, and remove fp16 and bf16, which keep weights in 16 bits"
         )
     return wanted, wanted

@@ -274,7 +274,7 @@ def _override(tree: dict[Any, Any], override: str, name: str) -> None:
         place = place[part]
         if not isinstance(place, dict):
             raise UserError(
-                f"{name}: {'.'.join(parts[:depth])} is not a section; leave out what is behind it in {override!r}"
+                f"{name}: {'.'.join(parts[:depth])} is not a section but a value; shorten the key in {override!r}"
             )
     place[parts[-1]] = parse_yaml(value, override)
 

@@ -162,8 +162,8 @@ def _train(
     progress = progress_of(progress) if main else Progress(quiet=True)
     say_where_saved_again(checkpoint, progress)
     if not computes_in_bf16(accelerator.device):
-        before = ", and the steps before fp16 holds are in fp32 too" if recipe.precision == "fp16" else ""
-        progress.say(f"{shown(accelerator.device)} has no bf16: the teacher is fp32{before}")
+        before = ", and so are the steps before all values fit fp16" if recipe.precision == "fp16" else ""
+        progress.say(f"{shown(accelerator.device)} has no bf16: the teacher is in fp32{before}")
     teacher = make_teacher(checkpoint, recipe, accelerator)
     start = folder / START_FOLDER
     if main and not (start / "config.json").is_file():
@@ -208,8 +208,8 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
     layout, tokenizer = agreed_layout(checkpoint), tokenizer_beside(checkpoint.folder, recipe.subfolder)
     if recipe.precision == "fp16" and spare_padding(layout.config) == math.inf:
         raise UserError(
-            f"{checkpoint.name}: stock {layout.family.title} with this attention gives NaN in fp16 for padding, and"
-            " gradients of NaN where rows do not fill its blocks; set precision: fp32"
+            f"{checkpoint.name}: in fp16 this attention of stock {layout.family.title} gives NaN for padding, and NaN"
+            " gradients for rows that do not fill its blocks; set precision: fp32"
         )
     folder = tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder
     return Corpus(recipe.data, folder, load_config(checkpoint.folder), seed=recipe.seed)
@@ -218,7 +218,7 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
 def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
     """Convert the recipe's source to its output; return None, and write nothing, if the result is unsafe or lacks a
     certificate that the recipe asks for."""
-    progress.say("Rescaling alone proves what the recipe asks for: trying a conversion without training")
+    progress.say("Rescaling alone gives the proof that the recipe asks for: trying a conversion without training")
     target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
     place = Destination(Path(recipe.out))
@@ -265,7 +265,7 @@ def convert_or_finetune(
         return result
     worst = ", ".join(str(entry["signal"]) for entry in result.report["unsafe"][:3])
     left = ("uncertified" if result.safe else "unsafe") + (f" ({worst})" if worst else "")
-    progress.say(f"Rescaling alone leaves it {left}: finetuning")
+    progress.say(f"After rescaling alone it is {left}: finetuning")
     finetuned = finetune(recipe, overrides=overrides, force=place.force, progress=progress)
     assert finetuned is not None  # the only process is the first one
     return finetuned
@@ -339,7 +339,7 @@ def attack_unproven(
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
-    """Return the report's entry of a run. recipe: as given. taken: the recipe from ``settled``."""
+    """Return the report's entry of a run. recipe: as the user gave it. taken: the same, after ``settled``."""
     written, certify = recipe.describe(), taken.penalty.certify
     settled = {"penalty.certify": certify} if recipe.penalty.certify != certify else {}
     # A report is published; of local paths only the last part says anything to others.

@@ -40,7 +40,7 @@ from .states import on_a_disk
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
 START_RECORD = "start.json"
-"""In the folder of a run, where the start is rescaled: its plan, and by output log2 of its ratio to the original's."""
+"""A file of the run's folder, if the start is rescaled: its plan, and log2 of each output's ratio to the original."""
 
 START_BATCHES = 4  # batches that the start must hold before the first step
 
@@ -84,8 +84,8 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
     """Return whether a few batches, and under a penalty the probe, are finite everywhere in the recipe's precision.
 
-    Raises UserError where training cannot mend it: without a penalty, or where they overflow in the precision of the
-    first steps too, since a penalty on an infinity has no gradient."""
+    Raises UserError if they are not and training cannot mend it: without a penalty, or if they also overflow in the
+    precision of the first steps. A penalty on an infinity has no gradient."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     penalised = recipe.penalty.form != "none"

@@ -129,7 +129,7 @@ class RunLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def rewind(self, step: int) -> None:
-        """Remove the lines after ``step``, and a truncated last line."""
+        """Remove the log's lines after ``step``, and a truncated last line."""
         if self.path.is_file():
             lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]

@@ -74,9 +74,9 @@ def freeze_unreached(student: Any, layout: Layout) -> None:
 class Trainer:
     """Trains ``student`` by a recipe and keeps the run's states in ``folder``.
 
-    accelerator: without mixed precision of its own, unless DeepSpeed's configuration has one. teacher: the frozen
-    original; None without distillation. fits: whether the start is finite in the recipe's precision, in which a new run
-    then begins."""
+    accelerator: must not set mixed precision, except by DeepSpeed's configuration. teacher: the frozen original; None
+    without distillation. fits: whether the start is finite in the recipe's precision. If it is, a new run begins in
+    that precision."""
 
     def __init__(
         self,
@@ -346,12 +346,12 @@ class Trainer:
 
     @property
     def kept(self) -> int:
-        """The step whose weights the run would return now: the one nearest to the original, else the last."""
+        """The step whose weights the run returns if it ends now: the one that ``nearest`` chooses, or the last."""
         step = nearest(self.recipe, self.position.evaluations)
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the kept step's parameters in the first process, {} in others and for step 0; all must call it."""
+        """Return step ``kept``'s parameters; {} for step 0 and in all processes but the first. All must call it."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}
@@ -372,7 +372,7 @@ def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) ->
 
 
 def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosition) -> None:
-    """Raise UserError, with the worst site's name, where a run cannot succeed."""
+    """Raise UserError, naming the worst site, after too many skipped steps or too long without a lower penalty."""
     at = worst_site(penalty)
     row = list(itertools.takewhile(lambda s: s[1]["step"] == p.step - s[0], enumerate(reversed(p.skipped))))
     if len(row) >= OVERFLOW_STOP:

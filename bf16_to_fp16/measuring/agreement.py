@@ -96,8 +96,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
-    """Raise UserError if the block of stock code fails, or has read a config attribute in ``refused``. refused: error
-    messages by attribute. asked: the set that ``noting`` fills."""
+    """Raise UserError if stock code fails in the ``with`` block, or has read a config attribute in ``refused``.
+    refused: error messages by attribute. asked: the attributes that stock code has read, which ``noting`` collects."""
     failed: Exception | None = None
     try:
         yield
@@ -113,7 +113,7 @@ def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]
 
 
 def noting(config: Any, asked: set[str], within: str = "") -> Any:
-    """Return the config, changed so that each attribute read, nested ones too, adds its name to ``asked``."""
+    """Make each read of a config's attribute, also of nested configs, add its name to ``asked``; return the config."""
     kind: Any = type(config)
 
     def attribute(config: Any, name: str) -> Any:
@@ -203,7 +203,7 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def own_attributes(module: nn.Module) -> dict[str, object]:
-    """Return a module's public attributes but ``training``; a ``partial`` as a tuple, since == fails on equal ones."""
+    """Return a module's public attributes except ``training``. A ``partial`` becomes a tuple, which == can compare."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
@@ -240,11 +240,11 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
 
 
 def check_dynamic(parameters: Any, where: str) -> None:
-    """Raise UserError for "dynamic" rotary positions whose frequencies may be NaN at some length. For an input of n
-    positions, the config's maximum m ≤ n, factor f and head size d > 2, the frequencies are the powers −2i/d of
+    """Raise UserError for "dynamic" rotary positions with a factor f under 1, since their frequencies may be NaN. For
+    an input of n positions, the config's maximum m ≤ n and head size d > 2, the frequencies are the powers −2i/d of
     θ·(f·n/m − f + 1)^(d/(d − 2)). If f ≥ 1, the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n. Every frequency then
-    lies between its values at the first and the last position. If f < 0, the bracket becomes negative, and the power
-    NaN."""
+    lies between its values at the first and the last position. If f < 0, the bracket becomes negative for large n, and
+    its power is NaN."""
     if not isinstance(parameters, Mapping):
         return
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
@@ -256,8 +256,8 @@ def check_dynamic(parameters: Any, where: str) -> None:
             )
 
 
-class _Agreeing(TorchDispatchMode):
-    """Takes stock code's branches on a meta tensor's value as true, such as BigBird-Pegasus's on a mask."""
+class _TrueValues(TorchDispatchMode):
+    """Gives True as every meta tensor's value, on which stock code may branch, as BigBird-Pegasus does on its mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -269,7 +269,7 @@ def run_short(model: Any, layout: Layout) -> bool:
     """Run a meta model's first layers on two tokens; return whether it scales its decoder's output before the head."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
-    with ExitStack() as stack, torch.no_grad(), _Agreeing():
+    with ExitStack() as stack, torch.no_grad(), _TrueValues():
         for part in layout.stacks():
             # Routing needs values, which meta tensors lack: a first layer with experts is left out.
             sparse = next((i for i, w in enumerate(part.sublayers) if not isinstance(w, Attention)), 0)
@@ -294,8 +294,8 @@ def run_short(model: Any, layout: Layout) -> bool:
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return an error message for each config attribute that has another value than the layout's keys imply. Harmless
-    attributes are left out."""
+    """Return an error message for each config attribute whose value is not the one that the layout's keys imply.
+    Attributes on which no bound depends are left out."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     beginnings = tuple(key.removesuffix("*") for key in free if key.endswith("*"))

@@ -1,6 +1,6 @@
 """Audit a transformers model of an unknown family: where it overflows in fp16, and by how much.
 
-Bounds, conversion, chosen ids and runs block by block need a family. Here each regime's whole model is loaded."""
+Without a family there are no bounds, no conversion and no chosen ids. Each regime loads its whole model at once."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class AnyModel:
 
 
 def lost_weights(model: Any) -> list[Site]:
-    """Return a site for each weight with inf or NaN, since the probe may not read the row that has it."""
+    """Return a site for each weight that has inf or NaN: the probe may not read the row where they are."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
     return [
         Site(_site_of(n), dtype, FP16_MAX, math.inf, calls=1, nonfinite=count) for n, dtype, count in counts if count

@@ -79,7 +79,7 @@ class _Elite:
 
 
 class _Adversary:
-    """A model under attack. A search improves each row of its inputs for one goal, and returns the best of each."""
+    """A model under attack. Each row of its inputs has one goal; a search returns each row's best input."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
@@ -158,8 +158,8 @@ class _Adversary:
         return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
-        """Return every operation's largest |x| over all inputs. Each batch's first row runs a second time, with as much
-        padding as fp16 allows, so that the mask's operations run."""
+        """Return the largest |x| of every operation over all inputs. Each batch's first row runs a second time, with
+        padding where stock code can run it, so that the mask's operations run too."""
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
@@ -244,7 +244,7 @@ def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
 
 
 def widths_of(sublayer: FeedForward) -> dict[str, str]:
-    """Return a feed-forward's sites, each with the name of a linear that has as many output channels."""
+    """Return for each of a feed-forward's sites the name of a linear that has as many output channels."""
     widths = {sublayer.linear: sublayer.linear}
     if sublayer.gate:
         widths |= {sublayer.gate: sublayer.gate, f"{sublayer.at}:mul": sublayer.linear}
@@ -265,8 +265,8 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
 
 class _Watch:
-    """Records sites' values by a tap, and by hooks where the tap has no site of that name: streams, and norms, named as
-    in fp16. ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
+    """Records the values of sites: of most by a tap, of streams and norms by hooks, under their names in the fp16
+    audit. ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout, self.hooks = model, layout, ExitStack()
@@ -287,7 +287,7 @@ class _Watch:
                     self.entering(sublayer.block_norm, f"{sublayer.at}:sum")
             elif isinstance(sublayer, Experts):
                 self.tapped.add(sublayer.classifier)
-                self.after(sublayer.router, partial(self.hand_out, sublayer))
+                self.after(sublayer.router, partial(self.prepare_experts, sublayer))
             for feed_forward in feed_forwards_of(sublayer) if sublayer is not None else ():
                 self.tapped |= widths_of(feed_forward).keys()
 
@@ -310,8 +310,8 @@ class _Watch:
         module = self.model.get_submodule(path)
         self.hooks.enter_context(module.register_forward_hook(lambda _, *seen: hook(*seen)))
 
-    def hand_out(self, sublayer: Experts, inputs: Any, output: Any) -> None:
-        """Set every expert's sites to zeros, [rows, positions, channels], and ``taken`` to masks of its tokens."""
+    def prepare_experts(self, sublayer: Experts, inputs: Any, output: Any) -> None:
+        """Set each expert's site values to 0, [rows, positions, channels]; note its tokens in ``taken``."""
         values, layout = self.values, self.layout
         chosen, weights = output[0].bool(), output[1]
         if sublayer.chosen:  # of tokens of all rows
@@ -343,12 +343,12 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> AttackEntry:
-    """Return the largest values found for each site in ``steps`` gradient steps. One in ``TOKEN_SHARE`` changes ids.
+    """Search for inputs with large values in ``steps`` gradient steps; return the largest values found at each site.
 
     model: a stock model in eval mode with the weights that run in fp16, in any dtype; it is not changed. sites: audit
-    names to attack, by default all sites and norms; a repeated name gets more rows. A site that ``points`` does not
-    watch is replaced by its attention's scores. length: positions of encoder and decoder inputs. Deterministic for a
-    seed, on every device."""
+    names to attack, by default all sites and norms; a repeated name gets more rows. Where ``watched`` lacks a site, its
+    attention's scores are attacked instead. length: positions of encoder and decoder inputs. Deterministic for a seed,
+    on every device."""
     half, wide = copy.deepcopy(model).half(), copy.deepcopy(model).float()
     for copied in (half, wide):
         set_attention(copied, "eager")

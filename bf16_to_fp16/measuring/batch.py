@@ -34,9 +34,9 @@ CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image"
 class Batch:
     """One input: int64 ids and 0/1 masks, [rows, length].
 
-    ``head``: whether logits are computed. ``generate``: run beam search from ``input_ids``. ``kind``: "given" for a
-    batch from outside. ``chosen``: the probe's chosen ids by reason, on the first batch that has them. ``blind``: some
-    padding attends to no position. ``image``: stock arguments of an image in each row."""
+    ``head``: whether to compute logits. ``generate``: whether to run beam search. ``kind``: "given" if the program did
+    not make the batch itself. ``chosen``: the probe's chosen ids by reason, on the first batch of such ids. ``blind``:
+    whether some padding attends to no position. ``image``: what stock code takes for an image, such as pixel_values."""
 
     description: str
     input_ids: Tensor
@@ -237,9 +237,9 @@ def padded_left(config: Any, right: Batch) -> Batch:
     return replace(right, description=f"{right.description}, padded on the left", input_ids=ids, attention_mask=mask)
 
 
-def bearable(config: Any, batch: Batch) -> list[Batch]:
-    """Return the batch's rows as stock code can run them in fp16: with the padding that stock code needs, or as one
-    unpadded batch per length. Left-padded rows that cannot run are dropped, since another batch has the same rows."""
+def runnable(config: Any, batch: Batch) -> list[Batch]:
+    """Return the batch as stock code can run it in fp16: with the padding that it needs, or split into one unpadded
+    batch for each length. A left-padded batch that cannot run is dropped, since another batch has the same rows."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
@@ -255,7 +255,7 @@ def bearable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def with_spare_padding(config: Any, batch: Batch) -> Batch:
-    """Pad every row by ``spare_padding`` more positions, if finite. A backward in fp16 needs them in full rows too."""
+    """Pad every row by ``spare_padding`` more positions, if finite. An fp16 backward needs this in full rows too."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch
@@ -263,9 +263,9 @@ def with_spare_padding(config: Any, batch: Batch) -> Batch:
     return replace(batch, input_ids=ids, attention_mask=functional.pad(batch.attention_mask, (0, int(spare))))
 
 
-def bearable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return one batch that stock code can run in fp16, with the padding that stock code needs. Where no padding can
-    run, each row is repeated to the full length."""
+def runnable_as_one(config: Any, batch: Batch) -> Batch:
+    """Return the batch as stock code can run it in fp16: with the padding that it needs. If stock code can run no
+    padding, each row's ids are repeated to the full length."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return batch

@@ -57,9 +57,9 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Schedule one run for each compared batch in ``walk``. Each run returns the model's output on its batch.
+    """Schedule a run in ``walk`` for each batch of ``compared(batches)``. It returns the model's output on the batch.
 
-    every: a list that the runs fill with all stock outputs on ``smallest_batches``. options: for ``Walk.add``."""
+    every: a list to fill with all that stock code returns on the ``smallest_batches``. options: for ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -79,8 +79,8 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Schedule fp32 runs in ``walk``. Each multiplies its output by ``scale`` and returns the difference from that in
-    ``expected``. Outputs are not kept, since those of many runs would fill the memory."""
+    """Schedule an fp32 run for each compared batch in ``walk``. It returns how far the model's output, times ``scale``,
+    is from ``expected``. Outputs are not kept, since those of many runs would fill the memory."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():
@@ -190,7 +190,7 @@ def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: 
 
 
 def all_outputs(output: Any) -> EveryOutput:
-    """Return a stock output's tensors by name, on the CPU. The last of ``hidden_states`` has the last state's name."""
+    """Return an output's tensors by name, on the CPU. The last of ``hidden_states`` is named ``last_hidden_state``."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

@@ -2,7 +2,7 @@
 rows, and the ids with the largest values inside the model. Random ids fill up the rest.
 
 ``forward`` finds these values in fp32, one sublayer after another, on rows of a single token. Attention then returns
-the token's own value. ``soft_side`` takes its candidates from such runs, too."""
+the token's own value. The search in soft_side.py uses ``forward``, too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..families.wiring import Attention, Experts, FeedForward, Sublayer
 CHOSEN, WHOLE = 256, 384  # how many ids are chosen, and the largest vocabulary that is run whole instead
 SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
 ALONE = "largest alone"
-"""Reasons for choosing an id; the last: the largest value at some site, as a row of one token."""
+"""Reasons for choosing an id. ``ALONE``: as a row of one token it has one of the largest values at some site."""
 
 _CHANNELS = 24  # channels whose largest and smallest entry is taken
 _MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}  # how many ids each reason brings in
@@ -43,7 +43,7 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` different ids by reason. An id with several reasons is listed under the first."""
+    """Return ``CHOSEN`` ids, grouped by the reason for choosing them. An id with several reasons is under the first."""
     weights = Weights(source, layout)
     carried = max(_CANDIDATES, affordable(layout))
     others = torch.randperm(weights.vocabulary, generator=generator)[:carried].tolist()
@@ -109,7 +109,7 @@ def scanned(weights: Weights) -> dict[str, list[int]]:
 
 
 class Weights:
-    """A layout's weights in fp32, by default unscaled. ``vocabulary``, ``width``: the embedding's sizes."""
+    """A layout's fp32 weights, from ``reader`` or ``source``. ``vocabulary``, ``width``: the embedding's sizes."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
@@ -226,11 +226,11 @@ class Weights:
 
 @dataclass
 class Step:
-    """The outputs of a norm and its sublayer for rows of a single token, [tokens, channels].
+    """A norm and the sublayer after it, run on rows of a single token. All values are [tokens, channels].
 
     ``norm`` is "" and ``sublayer`` None if absent. ``stream``: the norm's input. ``outputs``: the norm's output, a
-    router's logits, the linears' outputs, and before the last linear's output the neurons. Of experts, ``outputs`` has
-    the values in each token's first expert, and last the sum over experts."""
+    router's logits, and the linears' outputs; a feed-forward's neurons stand before its last output. Experts give the
+    values in each token's first expert, and last the sum over all its experts."""
 
     stack: ResolvedStack
     norm: str

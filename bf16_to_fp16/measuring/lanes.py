@@ -35,7 +35,7 @@ class _Ended(BaseException):
 
 
 class _Model:
-    """A stock model in one dtype. Lanes run copies that share its parameters, filled only at the place being run."""
+    """A stock model in one dtype. Lanes run copies that share its parameters. Only the place being run has weights."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
@@ -71,7 +71,7 @@ def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) ->
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Yield the modules whose weights a run waits for, in order: blocks, and other modules with parameters."""
+    """Yield the path and module of each place, in order: blocks, and other modules that have parameters."""
     for name, child in module.named_children():
         below = f"{path}.{name}".removeprefix(".")
         if isinstance(module, nn.ModuleList) or next(child.parameters(recurse=False), None) is not None:

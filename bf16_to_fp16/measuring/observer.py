@@ -1,5 +1,5 @@
-"""Measure the output of every operation of a model by a dispatch mode. Below autograd and autocast, it sees what module
-hooks miss, such as a residual add that the next line clamps. Elements are counted only if ``aminmax`` is large."""
+"""Measure every operation's output by a dispatch mode, below autograd and autocast. It sees what module hooks miss,
+such as a residual add that the next line clamps. Elements are counted only where some reach fp16's limit."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class SiteObserver(TorchDispatchMode):
 
     A linear's site has its path as name. Other names add the operation: ``<path>:add``, ``<path>:add#2`` for the second
     in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its mask must lower masked scores).
-    The backward has ``<site>:grad``. Entering again adds to the same sites. NaN in a fully masked attention row, under
-    a −inf mask, count unless a later operation of the module removes them. only: the paths of modules to measure."""
+    The backward has ``<site>:grad``. Entering again adds to the same sites. A −inf mask makes NaN of a row that it
+    masks whole; this NaN is benign if the module's output has no NaN. only: the paths of modules to measure."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class SiteObserver(TorchDispatchMode):
         return self._node_frame
 
     def _see_masked(self, frame: _Frame, args: tuple[Any, ...], dtype: torch.dtype, masked: Tensor) -> None:
-        """Measure how far a mask must lower scores for their weights to vanish."""
+        """Measure how far a mask must lower scores so that they get no attention weight."""
         scores = origins.scores_of_mask(args)
         if scores is None:
             return
@@ -248,7 +248,7 @@ class SiteObserver(TorchDispatchMode):
         site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 
     def _see_cubed(self, operand: Tensor, cube: Site) -> None:
-        """Measure the input x of a cube x³. It has its own limit, since in training the derivative overflows first."""
+        """Measure the input x of a cube x³. Its limit is below fp16's, since a backward also computes 3x²."""
         if operand.dtype != torch.float16 or self._frame is None:
             return
         site = self._frame.site("cubed", 1, operand.dtype, cube.order)

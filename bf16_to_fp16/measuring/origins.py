@@ -37,15 +37,15 @@ UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty
 MASKING = dict.fromkeys(("add", "sub", "mul", "minimum"), "pointwise")
 MASKING |= {"clone": "copy", "_to_copy": "copy", "constant_pad_nd": "pad", "pad": "pad"}
 MASKING |= {kind: kind for kind in ("where", "masked_fill", "cat")}
-"""Operations that pass a mask on, by the way in which they do."""
+"""Operations that pass a mask on, and the way in which each does."""
 
 _ORIGIN = "_bf16_to_fp16_origin"
 
 
 @dataclass(slots=True)
 class Origin:
-    """A tensor's origin, stored as its attribute. ``constant``: computed from no activation or parameter. ``masked``:
-    its masked positions. ``least``: the least number from which a constant was computed, at most 0."""
+    """What went into a tensor, stored as its attribute. ``constant``: no activation or parameter did. ``masked``:
+    positions that a mask hides. ``least``: the least plain number that went into a constant, at most 0."""
 
     constant: bool = False
     masked: Tensor | None = None
@@ -134,7 +134,7 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
     """Return the scores that a mask is added to, if the mask's least number is its dtype's least finite one, as in
-    transformers. Return None for any other mask: in fp16 it is −inf and hides every score."""
+    transformers. Return None for other masks: they are −inf in fp16, which hides a score however large it is."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):

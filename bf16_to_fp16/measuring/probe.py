@@ -26,12 +26,12 @@ from . import id_choice, stock
 from .batch import (
     GENERATED_TOKENS,
     Batch,
-    bearable,
-    bearable_as_one,
     ended,
     is_blind,
     padded,
     padded_left,
+    runnable,
+    runnable_as_one,
     seeded,
     stack,
 )
@@ -70,8 +70,8 @@ def batches(
         inputs = tokenised(config, source, data, seed=seed, examples=examples, length=length)
         if stock.predicts_tokens(config):
             inputs.append(generation(config, inputs[0]))
-    borne = [batch for whole in inputs for batch in bearable(config, whole)]
-    return [replace(_readable(config, batch), blind=is_blind(config, batch)) for batch in borne]
+    runs = [batch for whole in inputs for batch in runnable(config, whole)]
+    return [replace(_with_end_token(config, batch), blind=is_blind(config, batch)) for batch in runs]
 
 
 def audit_batches(
@@ -110,8 +110,8 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
     return by_reason if fits else None
 
 
-def _readable(config: Any, batch: Batch) -> Batch:
-    """Give every row one end token if the head reads only there. Raises UserError if the config has no end token."""
+def _with_end_token(config: Any, batch: Batch) -> Batch:
+    """Give every row one end token if the class answers at that token. Raises UserError if the config has none."""
     kind = stock.class_in(config)
     if kind is None or not kind.reads_end_token:
         return batch
@@ -209,7 +209,8 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Skip the head where all logits would exceed ``_PROBE_LOGITS``, but not in the first random and short batch."""
+    """Turn the head off in batches over the budget ``_PROBE_LOGITS``, but not in the first random and the first short
+    one."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}
@@ -223,8 +224,8 @@ def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
-    """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half have start and end tokens
-    like a text, one in four has a special token. left: pad the encoder's rows on the left."""
+    """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half of them have a start or
+    end token as a text has, and one in four has a special token. left: pad the encoder's rows on the left."""
     generator, vocabulary = seeded(seed), stock.vocabulary_of(config)
     most, special = stock.longest_sequence(config), stock.special_ids(config)
 
@@ -235,14 +236,14 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
         place, chance, index = (int(torch.randint(0, n, (), generator=generator)) for n in (length, 4, len(special)))
         if chance == 0:
             ids[place] = special[index]
-        return torch.tensor(_framed(config, ids.tolist(), most)) if framed else ids
+        return torch.tensor(_with_start_or_end(config, ids.tolist(), most)) if framed else ids
 
     encoder = [drawn(64, framed=row % 2 == 1) for row in range(16)]
     decoder = [drawn(16, framed=False) for _ in range(16)]
     right = padded(config, encoder, decoder, "random ids of all lengths", kinds.RANDOM)
     if spare_padding(config.to_dict()):
-        return _readable(config, bearable_as_one(config, right))
-    return _readable(config, padded_left(config, right) if left else right)
+        return _with_end_token(config, runnable_as_one(config, right))
+    return _with_end_token(config, padded_left(config, right) if left else right)
 
 
 def few_rows(config: Any) -> Batch:
@@ -256,7 +257,7 @@ def few_rows(config: Any) -> Batch:
 
     started = [stock.decoder_start(config)] if stock.takes_decoder_ids(config) else []
     rows = [
-        (_framed(config, drawn(_SHORT), most), [*started, *drawn(_SHORT_DECODER)][:most])
+        (_with_start_or_end(config, drawn(_SHORT), most), [*started, *drawn(_SHORT_DECODER)][:most])
         for _ in range(8 if stock.predicts_tokens(config) else 32)
     ]
     return rows_of(config, rows, "a few short rows")
@@ -266,11 +267,11 @@ def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
     """Return ids [rows, length] as one unpadded batch. A decoder gets the same ids, shifted behind its start token."""
     started = ids.roll(1, dims=1)
     started[:, 0] = stock.decoder_start(config)
-    return _readable(config, _unpadded(config, kinds.RANDOM, description, ids, started))
+    return _with_end_token(config, _unpadded(config, kinds.RANDOM, description, ids, started))
 
 
-def _framed(config: Any, ids: list[int], most: int) -> list[int]:
-    """Return ids after the model's start token or, without one, before the end token; at most ``most`` tokens."""
+def _with_start_or_end(config: Any, ids: list[int], most: int) -> list[int]:
+    """Return at most ``most`` ids: the start token and ``ids`` or, without a start token, ``ids`` and the end token."""
     first = stock.first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *stock.end_ids(config)][-most:]
 
@@ -279,19 +280,19 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
     """Return pairs of encoder and decoder rows as one right-padded batch. Decoder rows begin with the start token."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], stock.pad_id(config))
     if not stock.takes_decoder_ids(config):
-        return _readable(config, bearable_as_one(config, Batch(description, ids, mask)))
+        return _with_end_token(config, runnable_as_one(config, Batch(description, ids, mask)))
     decoder = stack([torch.tensor(row) for _, row in rows], stock.pad_id(config))
-    return bearable_as_one(config, Batch(description, ids, mask, *decoder))
+    return runnable_as_one(config, Batch(description, ids, mask, *decoder))
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Return rows of 1 to ``longest`` tokens and each special token as a row, without and with start or end token;
-    padded on the right, then on the left. Decoder rows are shorter and padded on the right."""
+    """Return the same rows padded on the right and on the left. They are 1 to ``longest`` random tokens, or one special
+    token; each without and with a start or end token. Decoder rows are shorter and padded on the right."""
     vocabulary = stock.vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
     for ids in [*drawn, *([i] for i in stock.special_ids(config))]:
-        framed = _framed(config, ids, longest)
+        framed = _with_start_or_end(config, ids, longest)
         rows += [ids] if framed == ids else [ids, framed]
     encoder = [torch.tensor(row) for row in rows]
     right = padded(config, encoder, [row[-_SHORT_DECODER:] for row in reversed(encoder)], "short rows", kinds.SHORT)

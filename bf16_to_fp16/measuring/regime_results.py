@@ -21,8 +21,8 @@ _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 
 
 class RegimeResult(RegimeEntry):
-    """A regime's report entry, with further results of its run. ``norms``: ranges of norms' inputs, only of ``half``
-    with its first attention implementation. ``vectors``: whether a sentence encoder's further modules ran."""
+    """A regime's report entry, with more results of its runs. ``norms``: ranges of norms' inputs; only ``half`` under
+    its first attention measures them. ``vectors``: whether the checkpoint also makes sentence vectors."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -36,7 +36,7 @@ def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:
 
 @dataclass(frozen=True)
 class Run:
-    """The runs of a regime under one attention implementation. ``sites``: of each forward, or of all together."""
+    """A regime's runs under one attention implementation. ``sites``: those of each forward."""
 
     attention: str
     inputs: Sequence[Batch]
@@ -80,7 +80,7 @@ class _Merged:
 
 
 def regime_result(runs: Sequence[Run], norms: Mapping[str, NormRange], known: Iterable[Site] = ()) -> RegimeResult:
-    """Return a regime's result. known: sites that were measured without a run."""
+    """Return a regime's result. known: sites that are measured without running the model, such as weights."""
     by_name: dict[str, list[Site]] = {}
     for site in chain(known, *(sites_of_all(run.sites) for run in runs)):
         if site.calls:

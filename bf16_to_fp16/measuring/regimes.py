@@ -60,9 +60,9 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Audit the checkpoint in ``folder`` in each regime.
 
-    ``half`` runs all inputs under the first attention; other runs get fewer, unless ``half`` breaks. Forwards load one
-    block's weights at a time; ``train_mode`` loads the whole model and runs everything. Attentions that the class lacks
-    are left out. Raises UserError for an unusable folder."""
+    ``half`` runs all inputs under the first attention. Other runs get fewer inputs, and some of the rest only if
+    ``half`` breaks. One block's weights are loaded at a time; but ``train_mode`` loads the whole model and runs
+    everything. Attentions that the class lacks are left out. Raises UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
@@ -123,7 +123,7 @@ def _breaks_backwards_alone(result: RegimeResult) -> bool:
 
 @dataclass(frozen=True)
 class Audited:
-    """Each regime's result, outputs of ``half`` with its first attention implementation, and of fp32 if requested."""
+    """Results by regime. ``half``: its outputs under the first attention. ``fp32``: outputs in fp32, if requested."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -145,10 +145,10 @@ def run_regimes(
     inputs whose outputs are wanted in fp32 too."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     pooled = bool(listed_modules(checkpoint.folder))
-    behind = checkpoint.folder if runs_behind(checkpoint.folder) else None
+    encoder = checkpoint.folder if runs_behind(checkpoint.folder) else None
     first = ("half", attention[0])
     seen = {
-        which: _Runs(*which, meters=which == first, keeps=which == first, behind=behind)
+        which: _Runs(*which, meters=which == first, keeps=which == first, encoder=encoder)
         for which in product(regimes, attention)
     }
     given = {name: without_blind_padding(inputs, name) for name in attention}
@@ -186,10 +186,11 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
-    """Return the batches that a regime runs with one attention implementation, fewer where other runs cover the rest.
+    """Return the batches that a regime runs with one attention implementation.
 
-    all_regimes: this run counts for all regimes, since ``half`` has the fp16 operations of ``stock`` and ``amp`` too.
-    first: this is the first implementation; others run fewer batches, since they differ in one function only."""
+    all_regimes: whether this regime covers the others; ``half`` has the fp16 operations of ``stock`` and ``amp`` too.
+    first: whether the implementation is the first. Later ones differ in one function only, so they run fewer batches,
+    as covered regimes do."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
@@ -200,27 +201,27 @@ def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Seque
 
 
 class _Runs:
-    """A regime's runs under one attention implementation. meters: record the ranges of norms' inputs. keeps: keep
-    outputs. behind: the folder of a sentence encoder, whose further modules run only in ``half``."""
+    """A regime's runs under one attention. meters, keeps: whether to record norms' inputs, and to keep the model's
+    outputs. encoder: a sentence encoder's folder; ``half`` also runs the modules after its transformer."""
 
     def __init__(
-        self, regime: str, attention: str, *, meters: bool = False, keeps: bool = False, behind: Path | None = None
+        self, regime: str, attention: str, *, meters: bool = False, keeps: bool = False, encoder: Path | None = None
     ) -> None:
         self.regime, self.attention, self.meters, self.keeps = regime, attention, meters, keeps
-        self.behind = behind if regime == "half" else None
+        self.encoder = encoder if regime == "half" else None
         self.inputs: list[Batch] = []
         self.results: dict[int, tuple[int, Sequence[Site], Tensor | None]] = {}
         self.norms: NormMeters = {}
 
-    def of(self, batch: Batch, loss_scale: float | None = None) -> Callable[[nn.Module], None]:
-        """Add a batch; return a function that runs a model on it and records its sites. loss_scale: for a backward."""
+    def run_on(self, batch: Batch, loss_scale: float | None = None) -> Callable[[nn.Module], None]:
+        """Add a batch; return a function that runs a model on it and records sites. loss_scale: adds a backward."""
         self.inputs.append(batch)
         return partial(self._run, len(self.inputs) - 1, loss_scale)
 
     def add(self, walk: Walk, inputs: Sequence[Batch]) -> None:
         dtype, half = _weights(self.regime)
         for batch in inputs:
-            walk.add(self.of(batch), dtype, half=half, attention=self.attention)
+            walk.add(self.run_on(batch), dtype, half=half, attention=self.attention)
 
     def _run(self, number: int, loss_scale: float | None, model: nn.Module) -> None:
         batch = self.inputs[number]
@@ -232,8 +233,8 @@ class _Runs:
             return
         shown = (output.get(name) for name in ("encoder_last_hidden_state", "last_hidden_state"))
         states = next((each for each in shown if each is not None), None)
-        if self.behind is not None and states is not None:
-            vectors = SentenceVectors(self.behind).to(states.device, states.dtype)
+        if self.encoder is not None and states is not None:
+            vectors = SentenceVectors(self.encoder).to(states.device, states.dtype)
             with SiteObserver(vectors) as behind:
                 vectors(states, batch.attention_mask.to(states.device))
             sites += behind.sites()
@@ -292,7 +293,7 @@ def audit_model(
             with torch.random.fork_rng(devices=cards):
                 torch.manual_seed(seed)
                 for batch in given[share.attention]:
-                    share.of(batch, loss_scale)(model)
+                    share.run_on(batch, loss_scale)(model)
                     advance(next(numbers), total)
     finally:
         model.train(was_training)

@@ -18,10 +18,10 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 @dataclass(slots=True)
 class Site:
     """The measurements of a site. ``amax``: the largest |x| without masked positions, inf for an overflow or NaN.
-    ``nonfinite`` and ``saturated`` (finite, from 64504, fp16 only) count elements; intended ones count as ``benign``.
-    ``order``: the number of the output that first broke or, if none broke, of the site's first output. ``limit``: None
-    where fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube. ``elements`` and ``zeros``
-    are counted only for gradients."""
+    ``nonfinite``, ``saturated`` (finite, from 64504, fp16 only) and ``benign`` (intended, as in a mask): numbers of
+    elements. ``order``: of all outputs in the order computed, the number of the site's first non-finite one, else of
+    its first. ``limit``: None where fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube.
+    ``elements``, ``zeros``: counted only for gradients."""
 
     name: str
     dtype: torch.dtype
