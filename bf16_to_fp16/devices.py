@@ -121,7 +121,7 @@ def without_kernels(device: torch.device) -> str:
 
 
 def check_auto_uses_the_card(name: str) -> None:
-    """Raise UserError if ``auto`` would choose the CPU, which takes hours, beside a card that torch cannot use."""
+    """Raise UserError if ``auto`` would choose the CPU because torch cannot use the machine's card."""
     import torch
 
     if name != "auto":
@@ -147,7 +147,7 @@ def shown(device: torch.device) -> str:
 
 
 class Device:
-    """A device, with the CPU for work that the device cannot run. ``used``: by part of the work, where it ran."""
+    """A device, with the CPU for work that it cannot run. ``used``: the devices that ran each part of the work."""
 
     def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
         self.progress = progress or Progress(quiet=True)

@@ -82,7 +82,7 @@ def check_file(path: Path, mend: str) -> None:
     if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
         raise UserError(f"{path}: cannot be written there; {mend}")
     if path.is_file() and not is_report(path):
-        raise UserError(f"{path} exists and is no report of this program, or belongs to a checkpoint; {mend}")
+        raise UserError(f"{path} exists and is no report of this program, or lies in a checkpoint; {mend}")
 
 
 @contextmanager

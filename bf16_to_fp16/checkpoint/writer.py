@@ -155,7 +155,7 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Return a chunk's values, scaled in place, and a mask of its zeros: before scaling or, with an offset, after."""
+    """Scale a chunk in place. Return its values and a mask of their zeros before scaling, with an offset after it."""
     zero = np.equal(values.numpy(), 0)
     if write.offset:  # adding 0 would turn -0 into 0
         values += write.offset

@@ -42,7 +42,7 @@ def publish_command(
     from ..conversion.publish import publish
 
     def confirm(upload: Upload) -> bool:
-        print_upload(upload, repo_id, public=public, aside=json_file == "-")
+        print_upload(upload, repo_id, public=public, to_stderr=json_file == "-")
         if yes or dry_run:
             return True
         if not sys.stdin.isatty():
@@ -66,9 +66,8 @@ def publish_command(
     return SAFE if result["verdict"] == "safe" else UNSAFE
 
 
-def print_upload(upload: Upload, repo: str, *, public: bool, aside: bool) -> None:
-    """Print the files to upload. aside: print to standard error, because standard output is for data."""
-    screen = console(stderr=aside)
+def print_upload(upload: Upload, repo: str, *, public: bool, to_stderr: bool) -> None:
+    screen = console(stderr=to_stderr)
     screen.say("public: everyone can read it" if public else "private, if the repository is new")
     items = upload.items()
     sizes = [(item.name, item.nbytes or 0) for item in items]

@@ -56,7 +56,7 @@ class Ordered(click.Group):
 
 
 def checked_target(target: Any, option: str) -> Any:
-    """Return ``target``; raise UserError if the report could not be written there, before the work begins."""
+    """Return ``target``. Raise UserError, before the work begins, if a report cannot be written there."""
     if target is None or (str(target) == "-" and option == "--json"):
         return target
     if str(target) == "-":

@@ -86,7 +86,7 @@ def launch_command(
 
     if run:
         if json_file == "-":
-            raise UserError("--run prints what the finetune prints; give --json a file")
+            raise UserError("with --run standard output is the finetune's; give --json a file")
         check_auto_uses_the_card(asked.device)
     choice = choose(asked, machine_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"))
     if run and not choice.fits:

@@ -32,7 +32,7 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """A written adapter for ``base``."""
+    """The result of ``convert_adapter``. ``base``: the checkpoint that the written adapter is for."""
 
     out: Path
     base: str
@@ -49,9 +49,9 @@ def convert_adapter(
     """Write a LoRA adapter that was trained on the source of ``base`` for use on ``base``; return the result.
 
     base: a folder that ``convert`` wrote. back: the other direction, from ``base`` to its source. With an exact plan
-    both sides compute the same function. Raises UserError for another kind of adapter, a pickle, an adapter that
-    already fits that side, or a tensor that cannot be rescaled; ``out`` then does not exist. No certificate covers an
-    adapter. To get one, merge the adapter into the source and convert the result."""
+    both checkpoints with their adapters compute the same function. Raises UserError for another kind of adapter, a
+    pickle, an adapter that needs no rescaling, or a tensor that cannot be rescaled; ``out`` then does not exist. No
+    certificate covers an adapter. To get one, merge the adapter into the source and convert the result."""
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)

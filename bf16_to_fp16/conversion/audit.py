@@ -42,8 +42,8 @@ BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint and the inputs of its audit. ``layout``: None for a model of no family, which has no bounds.
-    ``known``: sections of the report that are made without a run."""
+    """A checkpoint to audit, and its inputs. ``run``: runs the audit. ``layout``: None for a model of no known family,
+    which has no bounds. ``known``: the entries of the report that need no run."""
 
     family: str
     attention: Sequence[str]
@@ -60,8 +60,8 @@ def subject_of(
     if not is_known(checkpoint.config):
         if attacks:
             raise UserError(
-                f"{checkpoint.name}: the attack needs bounds, which there are not for model_type"
-                f" {checkpoint.config.get('model_type')}; leave out --attack"
+                f"{checkpoint.name}: the attack needs bounds, and model_type {checkpoint.config.get('model_type')} has"
+                " none; leave out --attack"
             )
         model = AnyModel.open(checkpoint.folder, attention, progress)
         inputs = model.batches(data, seed)
@@ -116,7 +116,7 @@ def audit(
         results = on.run("audit", lambda place: subject.run(device=place, advance=advance, **how))
     proven = dict[str, Any]()
     if layout is not None and (converted or attacks):
-        proven = proof(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
+        proven = proof_entries(checkpoint, layout, results, attack_steps, seed, converted, on, progress)
     attacked_sites = overflowing(proven["attack"], converted=converted) if attacks else []
     safe = not attacked_sites and verdict(results) == "safe"
     then = next_command(str(source), results, converted, subfolder, family=family)
@@ -139,7 +139,7 @@ def audit(
     return dump(report)
 
 
-def proof(
+def proof_entries(
     checkpoint: Checkpoint,
     layout: Layout,
     results: Mapping[str, RegimeResult],
@@ -149,7 +149,7 @@ def proof(
     device: Device,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Return the report's ``certificate`` and ``uncertified``, ``attack`` if one ran, and ``tiers`` if converted."""
+    """Bound the checkpoint, and attack it if ``attack_steps`` is given. Return the report's entries on both."""
     proven, adversary = dict[str, Any](), None
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:

@@ -89,7 +89,7 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield copied files that differ from the original's. A file that one side lacks counts if stock code reads it."""
+    """Yield copied files that differ from the original's. Yield files of only one side if stock code reads them."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):

@@ -213,9 +213,9 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
 
 
 def convert_to_file(options: Options, source: str | Path, place: Destination, progress: Progress) -> Conversion:
-    """Convert to one file in the layout of ``options``. A temporary folder is made beside the file first, so weights
-    take twice the space. The folder's config has the eps of the tool that will read the file. So stock code measures
-    what that tool computes."""
+    """Convert to a temporary folder, then pack it into one file in the layout of ``options``. The folder is beside the
+    file, so the disk must hold the weights twice. The folder's config has the eps of the tool that will read the file,
+    so that stock code computes what that tool does."""
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]
     with scratch(place.out) as work:
@@ -232,7 +232,7 @@ def convert_to_file(options: Options, source: str | Path, place: Destination, pr
             "drift_of_eps": None if plan.drift is None else plan.drift.measured_kl,
             "config": read_json(folder / "config.json", "config"),
         }
-        with progress.step(f"Packing it for --layout {options.layout}"):
+        with progress.step(f"Packing the weights into one file for --layout {options.layout}"):
             tokenizer = tokenizer_inside(Path(source), folder, layout.naming)
             pack(folder / WEIGHTS, file, layout.naming, summary, tokenizer)
             written = {"name": place.out.name, "nbytes": file.stat().st_size, "sha256": sha256_of(file)}

@@ -43,7 +43,7 @@ from ..rescaling.plan import OfChannels, Plan, takes_fractions
 from ..rescaling.weight_losses import CHANNEL_RANGE
 from ..wording import counted
 
-MOST_ON_TEXT = 1.5  # times bf16's divergence; the verdict counts the conversion's own inputs only
+PRICE_FACTOR_ON_TEXT = 1.5  # over 1, since the verdict counts the conversion's own inputs only
 TEXT = Path(__file__).parents[1] / "demo_data" / "held_out.txt"
 
 LARGE_BIAS = 1024.0  # from here on fp16 holds no fractions of scores
@@ -57,8 +57,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents of 2 that bring activations under their limit. ``proven``: for every input. ``observed``: for
-    observed values, None if these fit already."""
+    """The exponents that bring one signal under its limit. ``proven``: for any input; if no exponents can do that, the
+    same as ``observed``. ``observed``: for the observed values; None if these are under the limit already."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -74,8 +74,8 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, NeededExponents]:
-    """Return the exponents that each signal over its limit needs. margin_bits: headroom for observed values. If the
-    bound needs more than any exponent gives, only observed values count."""
+    """Return, by signal, the exponents of edits that bring bounds under their limits. If a bound is too large for any
+    exponent, only observed values are brought under the limit. margin_bits: headroom kept above observed values."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     needed = {}
@@ -92,41 +92,41 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions whose keys or position biases to centre: scores over the limit, or a large common bias."""
+    """Return the attentions to centre: their scores may overflow, or their position biases have a large midpoint."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
-    def needless(attention: Attention) -> bool:
+    def useful(attention: Attention) -> bool:
         if tables := tables_of(attention):
             return float(shared_biases(list(map(weights, tables))).abs().max()) >= LARGE_BIAS
         return bool((passed[f"{attention.at}.scores"] > 0).any())
 
-    return [attention.at for attention in centrable(layout) if needless(attention)]
+    return [attention.at for attention in centrable(layout) if useful(attention)]
 
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """The source's fp32 outputs on some inputs, and the divergence of its bf16 outputs from them. ``most``: how many
-    times bf16's divergence the edits may cause."""
+    """The source's fp32 outputs on some inputs. ``bf16``: the divergence of its bf16 outputs from them. ``price``, the
+    unit of edits' divergence: ``bf16``, limited to ``NOISE`` below and ``RUINED`` above, times ``price_factor``."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
     bf16: float
-    most: float = 1.0
+    price_factor: float = 1.0
 
     @classmethod
-    def of(cls, layout: Layout, inputs: Sequence[Batch], reference: Reference, most: float = 1.0) -> ReferenceOutputs:
+    def of(cls, layout: Layout, inputs: Sequence[Batch], reference: Reference, factor: float = 1.0) -> ReferenceOutputs:
         own = fidelity(reference.fp32, None, reference.bf16, probabilities=layout.gives_probabilities)
-        return cls(inputs, reference.fp32, own.kl_fp16, most)
+        return cls(inputs, reference.fp32, own.kl_fp16, factor)
 
     @property
     def price(self) -> float:
-        return self.most * min(max(self.bf16, NOISE), RUINED)
+        return self.price_factor * min(max(self.bf16, NOISE), RUINED)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of edits. ``divergence``: what they cause on the conversion's inputs. ``share``: the larger ratio of
-    divergence to ``ReferenceOutputs.price``, on these inputs or on text."""
+    """The cost of edits. ``divergence``: from the unedited source, on the conversion's inputs. ``share``: divergence
+    divided by ``ReferenceOutputs.price``, on these inputs or on text, whichever is larger."""
 
     divergence: float
     share: float
@@ -134,12 +134,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Trial:
-    """fp32 runs of a source under candidate edits, compared with the unedited source's outputs. ``known``: those
-    outputs, on the conversion's inputs and then on text. ``centring``: the centring of keys that every run has."""
+    """Runs a source in fp32 under candidate edits and compares the outputs with those of the unedited source, which are
+    ``references``: on the conversion's inputs, then on text. ``centring``: a plan that centres keys in every run."""
 
     checkpoint: Checkpoint
     layout: Layout
-    known: Sequence[ReferenceOutputs]
+    references: Sequence[ReferenceOutputs]
     progress: Progress
     centring: Plan
 
@@ -169,8 +169,8 @@ class Trial:
         edits = [self.centring.model_copy(update={"exponents": exponents}) for exponents in plans]
         changes = [change_by(self.checkpoint, self.layout, each, read) for each in edits]
         scales = [scaled_by(torch.ones(()), exponents) for exponents in logits]
-        some = [some_of(known.inputs, number or len(trials)) for known in self.known]
-        sources = [outputs_on(few, known.inputs, known.fp32) for few, known in zip(some, self.known, strict=True)]
+        some = [some_of(each.inputs, number or len(trials)) for each in self.references]
+        sources = [outputs_on(few, each.inputs, each.fp32) for few, each in zip(some, self.references, strict=True)]
         how: dict[str, Any] = {"probabilities": self.layout.gives_probabilities}
         walk, lanes = Walk(self.checkpoint), dict[tuple[int, int], list[Lane[Difference]]]()
         for n, plan in enumerate(plans):
@@ -185,7 +185,7 @@ class Trial:
             return mean_divergence([Difference().add(x, x * scales[n], **how) for x in sources[k]])
 
         divergences = [[divergence(n, k) for k in range(len(sources))] for n in range(len(plans))]
-        prices = [known.price for known in self.known]
+        prices = [reference.price for reference in self.references]
         return [Cost(each[0], max(x / price for x, price in zip(each, prices, strict=True))) for each in divergences]
 
 
@@ -198,15 +198,15 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
     """Return the edits (inexact rescalings) that bring all signals under their limits; None if they cost too much.
 
-    Runs of the source measure the cost. If observed values need every edit in full, the cost has no limit. If they need
-    a part of the edits, the limit is 7/4 of bf16's divergence from fp32, or ``max_kl`` if larger. If only a proof needs
-    edits, it is 1/128 of that divergence."""
+    Runs of the source measure the cost. It has no limit if the observed values need the same edits as the bounds. It
+    may be 1/128 of bf16's divergence from fp32 if only bounds need edits. Otherwise it may be 7/4 of that divergence,
+    or ``max_kl`` if larger."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
     if allowed < math.inf and any(observed):
         # An eighth is left for fp16's rounding.
-        allowed = max(MOST_FOR_A_PROOF * 7 / 8, (max_kl or 0.0) / trial.known[0].price)
+        allowed = max(MOST_FOR_A_PROOF * 7 / 8, (max_kl or 0.0) / trial.references[0].price)
     chosen, predicted = rows_or_columns(trial, {name: each.proven for name, each in needed.items()}, allowed)
     if predicted is None:
         return None
@@ -220,8 +220,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits and their costs by signal. An edit scales columns of its weights instead of rows if that costs
-    less. Columns that are cut together all have the joint cost. Costs are None if they exceed ``allowed``."""
+    """Return the edits and their costs, by signal. An edit scales columns of its weights instead of rows if that costs
+    less. Columns that were tried together share one cost. The costs are None if edits of rows cost over ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -253,10 +253,10 @@ def rows_or_columns(
 
 
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
-    """Return ``needed`` with exponents of logits that the head can apply, and whether the head must be separated.
+    """Return ``needed`` with one exponent for all logits or one for each, and whether that separates a tied head.
 
-    One exponent for all logits keeps their order. One for each logit is used where it costs less, for example if large
-    logits are never chosen. A tied head stays tied, with one exponent, if that costs at most ``PRICE_OF_A_PROOF``."""
+    One exponent for all logits keeps their order, and a tied head tied. It is chosen if one for each costs as much or
+    is impossible. A tied head gets it also if it costs at most ``PRICE_OF_A_PROOF``."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False
@@ -293,4 +293,4 @@ def outputs_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progres
         return []
     with progress.step("Running the source on text") as advance:
         reference = reference_of(checkpoint, inputs, advance)
-    return [ReferenceOutputs.of(layout, inputs, reference, MOST_ON_TEXT)]
+    return [ReferenceOutputs.of(layout, inputs, reference, PRICE_FACTOR_ON_TEXT)]

@@ -67,11 +67,11 @@ def measure(opened: Opened, decided: Decided, work: Path, options: Options, prog
     if options.run_model:
         attentions_of(decided.layout.stock.names[0], ATTENTIONS, progress)
         inputs, train = opened.inputs, decided.target == "train"
-        in_fp32 = in_fp32_too(inputs, decided.layout, decided.plan)
+        in_fp32 = batches_for_fp32(inputs, decided.layout, decided.plan)
         ran = audited(written, inputs, in_fp32, device, progress, train=train)
     else:
         inputs = in_fp32 = [probe.few_rows(load_config(opened.checkpoint.folder))]
-        with progress.step("Running a few short rows of the output") as advance:
+        with progress.step("Running the output on a few short rows") as advance:
             ran = outputs_of(Walk(written), inputs, inputs, {}, advance)
     with progress.step("Comparing fp16 and bf16 with the fp32 source"):
         observed = decided.observed
@@ -146,8 +146,8 @@ def searched(
     return replace(result, exceptions=named)
 
 
-def in_fp32_too(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the inputs to run in fp32 too: for an exact plan only the smallest."""
+def batches_for_fp32(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
+    """Return the batches on which the output also runs in fp32: all, or the smallest if the plan is exact."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))
@@ -176,8 +176,8 @@ def compare(
     inputs: Sequence[Batch],
     in_fp32: Sequence[Batch],
 ) -> tuple[Fidelity, Plan]:
-    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and measured effect of eps.
-    inputs, in_fp32: the batches that the checkpoint ran in fp16 and in fp32."""
+    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and measured drift. inputs,
+    in_fp32: the batches that the checkpoint ran in fp16 and in fp32."""
 
     def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:
         return fidelity(expected, bf16, outputs, probabilities=layout.gives_probabilities)

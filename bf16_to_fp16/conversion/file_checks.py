@@ -46,8 +46,8 @@ def check_hashes(folder: Path, report: Report, *, advance: Any = None) -> Iterat
 
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield listed files and tensors that no conversion writes: code, files in unknown folders, and tensors that the
-    class does not read."""
+    """Yield what ``convert`` never writes: listed files that are code or in unknown folders, and tensors that the class
+    does not read."""
     folders = {*side_modules(checkpoint.folder), TEMPLATES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")

@@ -32,19 +32,20 @@ from .adapter import rescale_adapter
 EMBEDDINGS = "inputs_embeds"
 MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
 SAVES = "save_pretrained"  # method of a rescaled model that warns
+OTHER_SCALE = "it was undone already, or another call of make_fp16_safe rescaled it"
 
 
 @dataclass(frozen=True)
 class MadeSafe:
     """The result of ``make_fp16_safe``; ``str`` gives a summary.
 
-    plan: the powers of two, all 0 if nothing had to be done; of a model loaded from a converted folder also that
-    folder's. certified: whether no input can overflow the present weights, rounded to fp16; training changes them.
-    headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps: of the norms before. originals: by
-    name, the former values of key biases and position-bias tables that were centred; tables: the centred tables.
-    outputs: by name of an output of the class, log2 of the factor that rescaling put on it, for all channels or for
-    each; logits keep their values. inputs: log2 of the factor for ``inputs_embeds``. passed: an observed signal over
-    65504 that no exponent can lower, or "". layout, head_gain, original: used by ``adapter``."""
+    plan: the powers of two; all exponents are 0 if nothing had to be rescaled. For a model loaded from a converted
+    folder it includes the folder's plan. certified: whether no input can overflow, with the weights before training in
+    fp16. headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps: the source's eps of norms.
+    originals: by name, the source's key biases and position-bias tables that were centred; tables: the centred tables.
+    outputs: by name of an output, log2 of its factor, one for all channels or one for each; logits keep their values.
+    inputs: by name, log2 of the factor that ``inputs_embeds`` needs. passed: an observed signal that stays over 65504,
+    or "". layout, head_gain, original: used by ``adapter``."""
 
     plan: Plan = field(repr=False)
     target: str
@@ -141,22 +142,20 @@ class MadeSafe:
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
-        """Write to ``out`` the adapter of a PEFT model around the model made safe, rescaled for the original; return
-        ``out``. PEFT's own ``save_pretrained`` would write it at the plan's scale. Raises UserError as
-        ``convert_adapter`` does, and unless the model has exactly one adapter and is at this plan's scale."""
+        """Rescale an adapter for the original model, write it to ``out`` and return ``out``. model: the PEFT model
+        around the model made safe. PEFT's own ``save_pretrained`` would not rescale. Raises UserError as
+        ``convert_adapter`` does, for several adapters or none, and for a model that is not at this plan's scale."""
         if self.layout is None:
             raise UserError(
                 "a pickled or copied result cannot write an adapter; use the one that make_fp16_safe returned"
             )
         if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
             raise UserError(
-                f"{type(model).__name__} is no PEFT model with one adapter; delete_adapter takes others away"
+                f"{type(model).__name__} is no PEFT model with one adapter; remove others with delete_adapter"
             )
         mark = model.get_base_model().__dict__.get(MARK)
         if mark is None or mark.plan != self.plan:
-            raise UserError(
-                "the adapter's model is not at this plan's scale; it was undone already, or is another result's model"
-            )
+            raise UserError(f"the adapter's model is not at this plan's scale; {OTHER_SCALE}")
         out, adapters = Path(out), list(model.peft_config)
         check_out(out, force=force)
         with tempfile.TemporaryDirectory() as folder:
@@ -175,9 +174,7 @@ class MadeSafe:
         told_by_eps = layout.family.eps_key is not None and self.plan.residual_exponent != 0
         if mark is None and told_by_eps and layout.eps == self.plan.eps:
             return
-        raise UserError(
-            f"{type(model).__name__} is not at this plan's scale; it was undone already, or is another result's model"
-        )
+        raise UserError(f"{type(model).__name__} is not at this plan's scale; {OTHER_SCALE}")
 
     def follow(
         self, optimizer: torch.optim.Optimizer, model: Any, *, max_grad_norm: float | None = None
@@ -255,8 +252,8 @@ def on_the_cpu(model: Any) -> Iterator[None]:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UserError(
-            f"{type(model).__name__} is not on one device with its values; load it without device_map, and leave moving"
-            " it to the Trainer"
+            f"{type(model).__name__} is not on one device with its values; load it without device_map, and let the"
+            " Trainer move it"
         )
     (device,) = devices
     model.to("cpu")

@@ -52,11 +52,11 @@ def make_fp16_safe(
 ) -> MadeSafe:
     """Rescale a stock fp32 model in memory so that it can be trained under fp16 AMP; return the result, with ``undo``.
 
-    Nothing is copied or printed. The fp32 outputs keep every bit. ``undo`` restores every weight bit for bit, and after
-    training exactly the trained function; gains that are stored minus an offset only as far as fp32 holds them. The
-    config's eps changes with the weights, so that ``save_pretrained`` writes a matching pair at any time. Call ``undo``
-    before you save a Pegasus, whose config has no eps. If bits must be equal, call it also before you save a model with
-    norms behind linears, since for ``train`` the eps of these norms changes in memory only.
+    Nothing is copied or printed. The fp32 outputs keep every bit. ``undo`` restores every weight bit for bit; after
+    training it keeps the trained function exactly. Gains that are stored minus an offset (Gemma's) are rounded to fp32.
+    The config's eps changes with the weights, so ``save_pretrained`` writes a matching pair at any time. Call ``undo``
+    before you save a Pegasus, whose config has no eps. For ``train``, norms behind linears get an eps in memory that no
+    config holds; call ``undo`` also before you save such a model, if bits must be equal.
 
     target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights. margin_bits: headroom
     kept to each limit on the built-in probe. max_length: positions for which the certificate holds. A model that was
@@ -75,8 +75,8 @@ def make_fp16_safe(
         weights = rounded(source, layout, moved)
         proof = bound(after, weights, arithmetic, target=target, spectra=spectra.for_others())
         worst = min(proof.sites, key=lambda site: site.headroom_bits)
-        before = before_all(model, source, layout, moved)
-        plan: Plan = before["plan"]
+        kept_for_undo = fields_for_undo(model, source, layout, moved)
+        plan: Plan = kept_for_undo["plan"]
         if moved.moves or moved.centred_keys:
             apply(model, layout, moved)
             if layout.family.eps_key is not None:
@@ -94,7 +94,7 @@ def make_fp16_safe(
         inputs={EMBEDDINGS: folded(exponents_of(table, plan).full(table.shape)[0])},
         passed=passed,
         layout=layout,
-        **before,
+        **kept_for_undo,
     )
     safe.mark(model)
     return safe
@@ -109,8 +109,8 @@ def plan_of(
     target: str,
     margin_bits: float,
 ) -> tuple[Plan, str]:
-    """Return the plan, without exponents if the weights already have a certificate. Return also the name of an observed
-    signal that the plan leaves over 65504, or ""."""
+    """Return the plan, and the name of an observed signal that it leaves over 65504, or "". If the weights already have
+    a certificate, the plan has no exponents."""
     if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
         return Plan(family=layout.family.name, eps=layout.eps), ""
     unscaled, weights = replace(arithmetic, planned={}), source_weights(source, layout)
@@ -121,9 +121,9 @@ def plan_of(
     return plan, next(over, "")
 
 
-def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) -> dict[str, Any]:
-    """Return the fields of ``MadeSafe`` from which ``undo`` restores the original. For a model loaded from a converted
-    folder, that is the folder's source."""
+def fields_for_undo(model: Any, source: ModelTensors, layout: Layout, moved: Plan) -> dict[str, Any]:
+    """Return the fields of ``MadeSafe`` that ``undo`` and ``adapter`` use. For a model loaded from a converted folder
+    they lead back to the source of that folder."""
     originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
     mark, name = getattr(model.config, CONVERTED_KEY, None), str(model.name_or_path)
     if mark is None:
@@ -146,7 +146,7 @@ def before_all(model: Any, source: ModelTensors, layout: Layout, moved: Plan) ->
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:
-    """Return a reader of tensors rescaled by a plan and rounded to fp16, as autocast and ``half`` round them."""
+    """Return a reader of the weights, rescaled by ``plan`` if given and rounded to fp16 as autocast does."""
 
     def own(name: str) -> torch.Tensor:
         return stored(source, layout.tensors[name])
@@ -191,8 +191,8 @@ def check_known(model: Any) -> None:
 
 
 def model_around(model: Any) -> Any:
-    """Return a larger model whose body this model is, None if there is none. The larger model's config is or contains
-    this model's. Others read only this model's last states and do not count."""
+    """Return the larger model of which this model is the body, None if there is none. The larger model's config is this
+    model's or contains one of its type. Other models that contain it read only its last states."""
     from transformers import PreTrainedModel
 
     config = model.config
@@ -211,9 +211,9 @@ def rescale(
 ) -> Plan:
     """Rescale a stock fp32 model in place, exactly, by the best plan for ``inputs``, and return the plan.
 
-    inputs: from ``measuring.probe.batches``; by default the built-in probe. fp32 outputs keep every bit; with gains
-    that are stored minus an offset, only as far as fp32 holds them. The norms' eps attributes are scaled; set
-    ``plan.eps`` in ``model.config`` too before saving, as ``make_fp16_safe`` does. Raises UserError for a model of no
+    inputs: from ``measuring.probe.batches``; by default the built-in probe. The fp32 outputs keep every bit, except
+    that gains stored minus an offset (Gemma's) are rounded to fp32. The norms' eps attributes are scaled; before
+    saving, set ``plan.eps`` in ``model.config`` too, as ``make_fp16_safe`` does. Raises UserError for a model of no
     known family, or whose modules do not match its config."""
     check_asked(target, margin_bits)
     source, layout = opened(model)
@@ -275,8 +275,8 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for observed ranges and, given ``bounds``, for any input. All eps scale; outputs stay
-    equal."""
+    """Return the best plan for observed ranges and, given ``bounds``, for any input. It is exact, because every norm's
+    eps can be rescaled in memory."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

@@ -72,9 +72,8 @@ def check_data(data: str | None, *, run_model: bool = True) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a conversion. The ``help`` of a field's flag explains it; fields without a flag are for Python.
-    ``run_model``: False is ``--no-audit``. ``prove``: prefer exponents that keep bounds under their
-    limits, at any cost of precision."""
+    """The options of a conversion. The help text of each flag says what its field does. ``run_model``: False is
+    ``--no-audit``. ``prove`` has no flag: bring bounds under their limits even at a high cost of precision."""
 
     target: str = option(
         AUTO,
@@ -233,8 +232,8 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of a trained checkpoint: the training command, its lineage, and the original, with which the result is
-    compared too. ``search``: looks for inputs that break the named sites, which the certificate does not prove."""
+    """How a trained checkpoint came about. ``original``: the checkpoint before training, with which the result is
+    compared. ``judge``: completes the report. ``search``: attacks the named sites, which are not certified."""
 
     command: str
     lineage: Lineage

@@ -79,7 +79,7 @@ def convert_pipeline(
         if given is not None:
             raise UserError(f"{flag} works on one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
     place = Destination(Path(out), force=force, dry_run=dry_run)
-    asked = {name: options_of(settings, pipeline, name) for name in pipeline.encoders}
+    asked = {name: encoder_options(settings, pipeline, name) for name in pipeline.encoders}
     place.check(pipeline.folder)
     if place.dry_run:
         planned = {n: converted(asked[n], pipeline, n, place, progress) for n in pipeline.encoders}
@@ -162,9 +162,9 @@ def alone(pipeline: Pipeline, name: str) -> str:
     return f"convert it alone: bf16-to-fp16 convert {pipeline.source} OUT --subfolder {name}"
 
 
-def options_of(options: Options, pipeline: Pipeline, name: str) -> Options:
-    """Return an encoder's options: the class that loads it, and stream exponent 0 where the pipeline may read inner
-    states. Raises UserError for a class that does not fit its config or has a decoder, whose inner states change."""
+def encoder_options(options: Options, pipeline: Pipeline, name: str) -> Options:
+    """Return one encoder's options. They name the class that the pipeline loads, and keep the stream's scale if the
+    pipeline may read inner states. Raises UserError if that class has a decoder or does not fit the config."""
     config = config_of(pipeline.folder, name) or {}
     (library, loaded), known = pipeline.loaded[name], names_of(family_of(config))
     # T5 and MT5 are the same code, so that the classes of each load the other's config.

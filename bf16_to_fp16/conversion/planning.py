@@ -65,8 +65,8 @@ MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
 
 @dataclass(frozen=True)
 class Opened:
-    """A source to convert. ``inputs``: empty if only the certificate decides. ``edits``: changes of the source's
-    weights. ``before``: the source without edits."""
+    """A source to convert. ``inputs``: the batches to run, none with ``--no-audit``. ``edits``: the edits that
+    ``weights`` applies, if any. ``before``: for an edited source, the unedited one."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -176,15 +176,15 @@ def bounds_of(decided: Decided) -> SourceBounds:
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, edited or not. ``observed``: None if nothing runs. ``before``: for an edited
-    source, the observations of the unedited one. ``start``: the stream exponents for which the unedited source's bounds
-    hold. ``tables``: loss tables that later plans reuse."""
+    """Chooses plans for one source, which may be edited. ``observed``: the results of running it; None if nothing runs.
+    ``tables``: loss tables that later plans reuse. Only for an edited source: ``unedited``, the results of running the
+    unedited one, and ``start``, the stream exponents that its bounds assume."""
 
     opened: Opened
     options: Options
     progress: Progress
     observed: Observed | None = None
-    before: Observed | None = None
+    unedited: Observed | None = None
     start: Mapping[str, int] = field(default_factory=dict)
     tables: Tables = field(default_factory=Tables)
 
@@ -192,13 +192,13 @@ class Search:
         opened, search = self.opened, replace(self, options=replace(self.options, target=target))
         with products_on(opened.device):
             layout, planned, bounds = search.best_plan()
-        if self.observed is None or self.before is None or opened.edits is None:
+        if self.observed is None or self.unedited is None or opened.edits is None:
             return Decided(layout, planned.plan, target, planned, self.observed, bounds=bounds)
         plan, edited = with_edits(planned.plan, opened.edits), self.observed.ranges
-        return Decided(layout, plan, target, planned, self.before, ranges_edited=edited, bounds=bounds)
+        return Decided(layout, plan, target, planned, self.unedited, ranges_edited=edited, bounds=bounds)
 
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        """Bound the source with only its streams rescaled, by ``exponents``, in arithmetic without subnormals."""
+        """Bound every site as if only the streams were rescaled, by ``exponents``. Subnormals count as exact."""
         opened, target = self.opened, self.options.target
         name = "source" if opened.edits is None else "edited source"
         with self.progress.step(f"Bounding every site of the {name} {WHERE[target]}") as advance:
@@ -230,22 +230,22 @@ class Search:
         Bounding and planning repeat with larger exponents, until no stream's new exponent exceeds the assumed one."""
         start = self.start if layout.family.centred_norm else {}
         exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
-        planned, bounds = self.planned_within(layout, exponents)
+        planned, bounds = self.bounded_and_planned(layout, exponents)
         while layout.family.centred_norm:
             chosen = stream_exponents(layout, planned.plan)
             if all(chosen[stream] <= exponents[stream] for stream in chosen):
                 break
             exponents = {stream: max(chosen[stream], exponents[stream]) for stream in chosen}
-            planned, bounds = self.planned_within(layout, exponents)
+            planned, bounds = self.bounded_and_planned(layout, exponents)
         if self.observed is not None and planned.plan.gain_correction:
             # A correction takes out the mean over all tokens, and outputs may depend on few.
             planned = min((uncorrected(planned), planned), key=lambda each: self.drift(layout, each.plan).kl_fp16)
         return planned, bounds
 
-    def planned_within(self, layout: Layout, exponents: Mapping[str, int]) -> tuple[Planned, SourceBounds]:
-        """Bound a layout under stream exponents, and plan by these bounds. A stream gets the exponent that proves it if
-        a run shows that a fixed eps then changes outputs little. A proven stream gets no margin if gains rounded by it
-        would cost more than bf16."""
+    def bounded_and_planned(self, layout: Layout, exponents: Mapping[str, int]) -> tuple[Planned, SourceBounds]:
+        """Bound a layout with its streams rescaled by ``exponents``, and plan by these bounds. Where eps is fixed, a
+        stream gets the exponent that proves it only if a run then shows little drift. If rounded gains drift further
+        than bf16, a proven stream needs no margin."""
         options, bounds = self.options, self.bounds(layout, exponents)
         with self.progress.step(f"Planning the exponents for use {WHERE[options.target]}") as advance:
             planned = self.planned(layout, bounds.ranges, advance=advance)
@@ -293,8 +293,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return the plan. For training, if rounded gains make outputs worse than bf16's, plan again without the margin
-        that training adds."""
+        """Return ``decided``. If it is for training and rounded gains drift further than bf16, return a plan without
+        the margin that ``train`` adds."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         drift = self.drift(decided.layout, decided.plan)

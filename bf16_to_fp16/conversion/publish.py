@@ -57,7 +57,7 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
     """Check a converted folder as ``verify`` does and return it ready for upload. A card that the user edited is kept,
     and its hash put into the report. Raises UserError for a folder that is not what its report says, and for an unsafe
-    checkpoint unless ``allow_unsafe``, whose report, page and card then say so."""
+    checkpoint. allow_unsafe: accept an unsafe checkpoint, and say so in report, page and card."""
     progress, folder = progress_of(progress), written_folder(folder)
     report = read_written(folder)
     verified = Verified(folder, report, Device("auto"), progress, run_model=bool(report.regimes))
@@ -232,7 +232,7 @@ def is_held(item: FileEntry, entry: Any, file: Path | bytes) -> bool:
 
 @contextmanager
 def transfers(api: Any) -> Iterator[None]:
-    """Upload by LFS to servers other than the Hub, within the block. The client would assume that all have Xet."""
+    """Within the block, upload by LFS unless the server is the Hub: others may lack Xet, the client's default."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_DISABLE_XET

@@ -41,13 +41,13 @@ def undo(
 ) -> Path:
     """Write the source's weights back from a converted folder by the inverse of its plan, and return ``out``.
 
-    plan: if ``folder`` was trained from a converted folder and saved by any script: that converted folder, or its
-    report. Weights are then written in fp32, or in bf16 where that is exact; edits and centred biases stay, and a
-    message names them.
+    plan: needed if a script of your own trained and saved ``folder``: the converted folder from which it started, or
+    that folder's report. Weights are then written in fp32, or in bf16 where that is exact. Edits and centred biases
+    stay as they are, and a message names them.
 
-    The weights are the source's bit for bit where the conversion was lossless, except the sign of a 0 in a rescaled
-    gain that is stored minus 1; a sentence encoder's linears come back rounded to fp16. Tensors that the conversion
-    added are left out, replaced ones come from the report, dropped ones stay out. Raises UserError without a plan."""
+    Weights that the conversion did not round are the source's bit for bit, except the sign of a 0 in a rescaled gain
+    that is stored minus 1. Tensors that the conversion added are left out. Tensors that it replaced come from the
+    report. Tensors that it dropped stay missing. Raises UserError if the folder has no plan."""
     progress, out = progress_of(progress), Path(out)
     if plan is not None:
         return undo_trained(written_folder(folder), out, Path(plan), force=force, progress=progress)
@@ -111,7 +111,7 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return the plan from the original to the trained weights. start: the plan applied before training, if any."""
+    """Return ``plan`` composed with the exact part of ``start``, the plan applied before training. Print its edits."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)
@@ -119,12 +119,12 @@ def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progres
 
 
 def class_before(origin: Source) -> str | None:
-    """Return the source's class if the conversion changed the class without dropping tensors, else None."""
+    """Return the source's class; None if it was not changed, or cannot be restored because tensors were dropped."""
     return None if origin.dropped else origin.class_in("before")
 
 
 def write_weights(checkpoint: Checkpoint, report: Report, work: Path, progress: Progress) -> Written:
-    """Write the weights to ``work``, with the plan undone, and the plan of a finetune's start too."""
+    """Write the weights to ``work`` after undoing the plan and, for a finetune, the plan with which it started."""
     plan, origin, start = report.of_plan, report.source, report.start
     assert origin.dtype is not None  # ``read_written`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16

@@ -48,7 +48,7 @@ from ..results import dump
 from ..targets import TARGETS
 from ..wording import listed
 from .comparison import differences, other_weights, replay_differences
-from .evidence import audited, compare, in_fp32_too, measured_edits, outputs_beside, searched
+from .evidence import audited, batches_for_fp32, compare, measured_edits, outputs_beside, searched
 from .file_checks import check_foreign, check_hashes, check_unread
 from .locating import locate
 from .options import check_data
@@ -59,7 +59,7 @@ CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers"
 
 @dataclass
 class Verified:
-    """One run of ``verify``: its input, then its findings. ``original``: the source, if known. ``run_model``: audit."""
+    """What ``verify`` is given and what it finds. ``original``: the source, if given. ``run_model``: run the audit."""
 
     folder: Path
     report: schema.Report
@@ -251,14 +251,14 @@ def run_again(checkpoint: Checkpoint, verified: Verified, before: Layout | None)
     with torch.random.fork_rng(devices=[]):
         chosen = probe.usable(recorded.chosen, config)
         inputs = probe.audit_batches(config, checkpoint.folder, data, seed=seed, chosen=chosen)
-        in_fp32 = [] if before is None else in_fp32_too(inputs, before, report.of_plan)
+        in_fp32 = [] if before is None else batches_for_fp32(inputs, before, report.of_plan)
         ran = audited(checkpoint, inputs, in_fp32, *how, train=report.target == "train", seed=seed)
     return Rerun(inputs, in_fp32, ran, describe_batches(inputs, seed=seed, data=data)["sha256"] == recorded.sha256)
 
 
 def check_audit(again: Rerun, verified: Verified) -> Iterator[tuple[str, ...]]:
-    """Yield the sites that break. If none does and the inputs are the report's, yield the differences from its results.
-    Other versions of torch or transformers are compared only at sites that both runs have."""
+    """Yield the unsafe sites. If there are none and the inputs are the report's, yield the differences from its audit.
+    With other versions of torch or transformers, only sites that both audits have are compared."""
     report, entries = verified.report, again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
@@ -304,7 +304,7 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, verified: Verified
 ) -> Iterator[tuple[str, str]]:
-    """Yield the worst single id, and the worst mixture, if edits harm it over twice as much as any in the report."""
+    """Search for input that edits harm. Yield the worst id and set of ids, if the report has none half as bad."""
     report = verified.report
     rare = searched(original, checkpoint, before, report.of_plan, verified.progress)
     if rare is None:

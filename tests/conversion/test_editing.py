@@ -67,7 +67,7 @@ class Given:
         return SimpleNamespace(tied=self.tied, family=family, stock=stock, head="head", cap=lambda _: None)
 
     @property
-    def known(self) -> list[ReferenceOutputs]:
+    def references(self) -> list[ReferenceOutputs]:
         return [ReferenceOutputs([], [], BF16)]
 
     alone = Trial.alone
@@ -252,8 +252,8 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     layout = resolve(source)
     inputs = batches(load_config(source.folder), None, None)[:4]
     fp32 = reference_of(source, inputs).fp32
-    known = [ReferenceOutputs(inputs, fp32, 0.5), ReferenceOutputs(inputs[:1], fp32[:1], 0.25, most=2.0)]
-    return Trial(source, layout, known, Progress(quiet=True), Plan(family="t5"))
+    references = [ReferenceOutputs(inputs, fp32, 0.5), ReferenceOutputs(inputs[:1], fp32[:1], 0.25, price_factor=2.0)]
+    return Trial(source, layout, references, Progress(quiet=True), Plan(family="t5"))
 
 
 def test_a_trial_tells_what_edits_cost_each_for_itself(trial: Trial) -> None:
@@ -270,21 +270,22 @@ def test_a_trial_tells_what_edits_cost_each_for_itself(trial: Trial) -> None:
 
 def test_a_share_is_the_largest_of_what_bf16_costs_on_each_kind_of_input(trial: Trial) -> None:
     [cost] = trial.costs([{LOGITS: -3}], "logits")
-    each = [own.costs([{LOGITS: -3}], "logits")[0] for own in (replace(trial, known=[k]) for k in trial.known)]
+    owns = [replace(trial, references=[reference]) for reference in trial.references]
+    each = [own.costs([{LOGITS: -3}], "logits")[0] for own in owns]
     assert [one.share for one in each] == [one.divergence / 0.5 for one in each]
     assert cost == Cost(each[0].divergence, max(one.share for one in each))
 
 
 def test_more_edits_than_a_few_are_tried_one_by_one_on_less(trial: Trial) -> None:
-    inputs = compared(trial.known[0].inputs)
+    inputs = compared(trial.references[0].inputs)
     assert some_of(inputs, MANY) == inputs and len(some_of(inputs, MANY + 1)) == 2 < len(inputs)
     sizes = [batch.size for batch in inputs]
     assert sorted(batch.size for batch in some_of(inputs, MANY + 1)) == sorted(sizes)[:2]
     trials: list[dict[str, OfChannels]] = [{LOGITS: -3}] * (MANY + 1)
     few = {id(batch) for batch in some_of(inputs, MANY + 1)}
-    pairs = [pair for pair in zip(inputs, trial.known[0].fp32, strict=True) if id(pair[0]) in few]
-    known = ReferenceOutputs([batch for batch, _ in pairs], [fp32 for _, fp32 in pairs], 0.5)
-    [alone] = replace(trial, known=[known]).costs([{LOGITS: -3}], "")
+    pairs = [pair for pair in zip(inputs, trial.references[0].fp32, strict=True) if id(pair[0]) in few]
+    reference = ReferenceOutputs([batch for batch, _ in pairs], [fp32 for _, fp32 in pairs], 0.5)
+    [alone] = replace(trial, references=[reference]).costs([{LOGITS: -3}], "")
     assert {cost.divergence for cost in trial.costs(trials, "many")} == {alone.divergence}
     assert trial.costs(trials[:1], "one of many", len(trials))[0].divergence == alone.divergence
 
@@ -296,7 +297,7 @@ def test_exponents_of_logits_cost_the_same_by_the_head_and_behind_it(trial: Tria
     weight = trial.checkpoint.read(head).float()
     change = change_by(trial.checkpoint, trial.layout, plan)
     assert torch.equal(change(head, weight)[:4], weight[:4] * torch.tensor([[0.5], [0.25], [2.0], [1.0]]))
-    walk, inputs, source = Walk(trial.checkpoint), trial.known[0].inputs, trial.known[0].fp32
+    walk, inputs, source = Walk(trial.checkpoint), trial.references[0].inputs, trial.references[0].fp32
     lanes = add_outputs(walk, inputs, torch.float32, change=change)
     walk.run()
     assert cost.divergence == fidelity(source, None, [lane.result for lane in lanes], probabilities=True).kl_fp16
