@@ -1,4 +1,4 @@
-"""Rows and sentences on the certificate and the precision kept, for the page, the card and the terminal."""
+"""Rows and sentences on verdict, distances, outputs, edits and tiers, for the page, the card and the terminal."""
 
 from __future__ import annotations
 
