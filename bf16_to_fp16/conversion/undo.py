@@ -64,7 +64,7 @@ def undo(
         listing = {entry.name: entry.sha256 for entry in report.output.files}
         for name, digest in written.source_sha256.items():
             if listing.get(name) != digest:
-                raise UserError(f"{folder / name}: is not what convert wrote (SHA-256); fetch or convert it again")
+                raise UserError(f"{folder / name} is not what convert wrote (SHA-256); fetch or convert it again")
         write_beside(checkpoint, report, work)
     return out
 

@@ -108,7 +108,7 @@ def verify(
     report = read_written(folder)
     verified = Verified(folder, report, on, progress, data=data, run_model=run_model)
     if original is not None and report.finetune is not None:
-        raise UserError(f"{source} was finetuned, so no plan leads to it from the original; leave out --original")
+        raise UserError(f"{source} was finetuned, so it is no conversion of the original; leave out --original")
     with progress.step("Hashing the files") as advance:
         verified.add("files", check_hashes(folder, report, advance=advance))
     if not verified.problems:

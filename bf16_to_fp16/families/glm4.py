@@ -64,8 +64,8 @@ def rotated_channels(config: Mapping[str, Any]) -> int:
     turned = int(size * part)
     if not 0 < turned <= size or (turned % 2 and size != UNEVEN):
         raise UserError(
-            f"config.json: {PARTIAL!r} is {part!r}, and {turned} of {size} channels cannot turn in pairs; take it from"
-            " the original checkpoint"
+            f"config.json: {PARTIAL!r} is {part!r}, which rotates {turned} of a head's {size} channels, not an even"
+            f" number from 2 to {size}; take it from the original checkpoint"
         )
     return turned % size
 

@@ -115,9 +115,7 @@ def named(name: object) -> Family | None:
 def model_type_of(config: Mapping[str, object]) -> str | None:
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
-        raise UserError(
-            f"config.json: 'model_type' is {model_type!r}, and stock code takes one name; write \"t5\" or the like"
-        )
+        raise UserError(f"config.json: 'model_type' is {model_type!r}, which is not a name; write \"t5\" or the like")
     return model_type
 
 

@@ -263,8 +263,8 @@ class Layout:
         eps = {positive(key, value, "a small positive number such as 1e-06") for key, value in values.items()}
         if len(eps) > 1:
             raise UserError(
-                f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, and one exponent of the stream"
-                " serves all norms; such a checkpoint is not supported"
+                f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, but one power of two scales"
+                " the eps of all norms; such a checkpoint is not supported"
             )
         return next(iter(eps), self.family.eps)
 

@@ -37,8 +37,8 @@ def check_window(config: Mapping[str, object], key: str = "sliding_window") -> N
     least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
     if window is not None and not (isinstance(window, int) and window >= least):
         raise UserError(
-            f"config.json: {key!r} is {window!r}, in which no position sees itself; take it from the original"
-            " checkpoint"
+            f"config.json: {key!r} is {window!r}, no window in which a position attends to itself; take it from the"
+            " original checkpoint"
         )
 
 
@@ -54,9 +54,8 @@ def shared_values(config: Mapping[str, object]) -> Spread:
     heads, kv_heads, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % kv_heads or size % 2:
         raise UserError(
-            f"config.json: num_attention_heads is {heads}, which has to be a multiple of num_key_value_heads,"
-            f" {kv_heads} (stock code's own where it is missing), and head_dim {size}, which has to be even; take the"
-            " keys from the original checkpoint"
+            f"config.json: num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads}), and"
+            f" head_dim ({size}) even; take all three keys from the original checkpoint"
         )
     return kv_heads, heads // kv_heads, size
 
@@ -86,9 +85,8 @@ def factor_of(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> float:
             ) from error
     if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
         raise UserError(
-            f"config.json: 'rope_parameters' is of the kind {kind!r} with an attention_factor of {factor!r}, and its"
-            f" factor on queries and keys is unknown; known are default, mrope, {', '.join(ROPE_INIT_FUNCTIONS)}, and"
-            " others with a positive attention_factor"
+            f"config.json: 'rope_parameters' is of the kind {kind!r} with an attention_factor of {factor!r}; give a"
+            f" positive number, or another kind: default, mrope, {', '.join(ROPE_INIT_FUNCTIONS)}"
         )
     return float(factor)
 

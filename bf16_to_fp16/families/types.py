@@ -14,7 +14,7 @@ from .wiring import Projector, StockAttributes, Topology
 @dataclass(frozen=True)
 class Part:
     """Signals and tensors that belong together: a sublayer, an embedding, a head. Parts with a signal of the same name
-    share it, and the observation points of all count. ``topology``: how the modules are connected; None for outputs
+    share it, with the observation points of each. ``topology``: how the modules are connected; None for outputs
     that only users read."""
 
     signals: tuple[Signal, ...] = ()
@@ -44,8 +44,8 @@ class StockClass:
     auto: str = ""
 
     @property
-    def answers_rows(self) -> bool:
-        """Whether the class has one output per row."""
+    def row_wise(self) -> bool:
+        """Whether the class gives one output for each row of a batch, not for each token."""
         return self.reads_end_token or self.reads_last_token
 
     @property
@@ -172,7 +172,7 @@ class Family:
 
     @property
     def config_keys(self) -> frozenset[str]:
-        """The config keys on which the layout depends, without the norms' eps."""
+        """The config keys on which the layout depends, except those of the norms' eps."""
         sizes = (factor for product in self.sizes.values() for factor in product if isinstance(factor, str))
         others = (*self.dropout.values(), *self.multipliers.values(), *self.alone)
         return frozenset({*sizes, *(stack.layers for stack in self.stacks), *others, *self.keys})

@@ -22,10 +22,10 @@ class StockAttributes:
 class Rotary:
     """Rotary positions: each pair of channels of a query or key is rotated by an angle.
 
-    at: the module of cosines and sines, "" for a layer without rotation, to which the bounds with rotation apply too.
-    factor: the largest factor on cosines and sines, at least 1. interleaved: pairs are channels 2i and 2i + 1, else i
-    and i + half of the rotated ones. turned: how many channels of a head are rotated, 0 for all; the others stay, but
-    count as pairs too. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
+    at: the module of cosines and sines; "" for a layer without rotation, which is bounded as if it had one. factor: the
+    largest factor on cosines and sines, at least 1. interleaved: channels 2i and 2i + 1 form a pair; else i and
+    i + r/2, where a head has r rotated channels. turned: r, 0 for all channels; the others are not rotated, but form
+    pairs too. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
 
     at: str
     factor: float = 1.0
@@ -86,8 +86,8 @@ class Attention:
 
     @property
     def scaling(self) -> tuple[str, ...]:
-        """The sites where the scale multiplies the scores or, as its root, queries and keys. Rotary positions multiply
-        four times before these sites, and ``Rotary.growth`` once more."""
+        """The sites where the scale multiplies the scores or, as its root, queries and keys. Audits number a module's
+        multiplications: four by rotary positions come first, then one by ``Rotary.growth``, if any."""
         if self.divides:
             return (f"{self.at}:div",)
         first = 1 if not self.turns else 6 if self.rotary is not None and self.rotary.growth else 5
@@ -103,12 +103,12 @@ class Attention:
 class FeedForward:
     """The connections of a feed-forward sublayer's modules.
 
-    ``at``: the module that computes the product of gate and neurons. ``gate``: path of the linear whose activation
-    multiplies ``linear``'s output; "" for a plain sublayer, where the activation acts on ``linear`` itself.
-    ``activation``: the config's name; ``act``: the module. ``norm``, ``add``, ``post_norm`` as in ``Attention``.
-    ``dropouts``: of the neurons, of the output. ``fused``: row counts of gate and ``linear`` if one module computes
-    both. ``scalar``: tensor of a number that multiplies the stream after this sublayer, "" for none; ``scaled``: the
-    site of that product."""
+    ``at``: the module that multiplies the activated ``gate`` by ``linear``'s output. ``gate``: path of a linear, "" for
+    a sublayer without one, in which the activation acts on ``linear``'s output. ``activation``: the config's name;
+    ``act``: the module. ``norm``, ``add``, ``post_norm`` as in ``Attention``. ``dropouts``: modules, first before the
+    linear ``output``, then after it. ``fused``: row counts of gate and ``linear`` if one module computes both.
+    ``scalar``: tensor of a number that multiplies the stream after this sublayer, "" for none; ``scaled``: the site of
+    that product."""
 
     at: str
     norm: str
@@ -134,19 +134,19 @@ class Experts:
     """The connections of a sublayer with a router and several feed-forwards (experts), some of which run for each
     token.
 
-    ``at``: the module that hands tokens out and gathers outputs, 0 for a token that no expert takes. ``norm``, ``add``,
-    ``post_norm`` as in ``Attention``. ``router``: the module that chooses by its scores. ``classifier``: the linear
-    whose outputs are the logits of that choice. ``noise``: config key of the largest distance from 1 of a random factor
-    on the norm's output in training, for the router alone or for the experts too; "" for none. ``experts``: plain or
-    gated feed-forwards that read the norm's output. ``dropouts``: of the output.
+    ``at``: the module that sends tokens to experts and gathers the outputs; a token without an expert gets 0. ``norm``,
+    ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses experts by its scores.
+    ``classifier``: the router's linear, whose outputs are the experts' logits. ``noise``: config key of ε, "" for none;
+    training multiplies what the router reads, or the experts too, by random factors from 1 − ε to 1 + ε. ``experts``:
+    plain or gated feed-forwards that read the norm's output. ``dropouts``: of the output.
 
-    ``chosen``: config key of the number of experts that take a token. "" means one or none, chosen by the largest
-    probability in fp32; the router then returns the choice, [rows, positions, experts], and its probability. With a key
-    the router returns its logits, the outputs' weights, and the experts' numbers, [tokens, experts of a token].
-    ``sigmoid``: whether scores are sigmoids of the logits, not a softmax. ``normalised``: config key of whether a
-    token's weights are divided by their sum, "" for always. ``scaling``: config key of a number that multiplies the
-    weights, "" for none. ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a
-    feed-forward that takes every token, with a weight of 1; ``sum``: the site where its output joins the experts'."""
+    ``chosen``: config key of the number of experts that take a token. "" means at most one, the most probable in fp32.
+    The router then returns a mask of the choices, [rows, positions, experts], and their probabilities. With a key it
+    returns logits, then weights and indices of the chosen experts, [tokens, experts of a token]. ``sigmoid``: whether
+    scores are sigmoids of the logits, not a softmax. ``normalised``: config key of whether a token's weights are
+    divided by their sum, "" for always. ``scaling``: config key of a number that multiplies the weights, "" for none.
+    ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a feed-forward that takes every
+    token, with a weight of 1; ``sum``: the site where its output is added to the experts'."""
 
     at: str
     norm: str
@@ -179,14 +179,14 @@ class Experts:
 class StackEnds:
     """The beginning and the end of a stack.
 
-    ``at``: the stack. ``embedding``: module path. ``table``: the embedding's tensor, "" for the family's.
-    ``positions``: tensor added to the embedding, "" for none. ``first_norm``: a norm of that sum, whose output begins
-    the residual stream, "" for none. This norm's input is not rescaled, so its eps stays: the family must have no
-    ``eps_key``. ``norm``: the final one. ``dropouts``: after the embedding, after the final norm.
+    ``at``, ``embedding``: module paths of the stack and of its embedding. ``table``: the embedding's tensor, "" for the
+    family's. ``positions``: tensor added to the embedding, "" for none. ``first_norm``: a norm of that sum, whose
+    output begins the residual stream, "" for none. This norm's input is not rescaled, so its eps stays: the family must
+    have no ``eps_key``. ``norm``: the final norm. ``dropouts``: after the embedding and the final norm.
 
-    ``scaled_by``: the module that multiplies the embedding, its own or the stack, "" for neither. The factor is the
-    family's embedding multiplier if ``multiplier``, else √d. ``switch``: the config key that turns √d on. Without a key
-    √d is always on, rounded to the weight's dtype, and multiplies ``inputs_embeds`` too."""
+    ``scaled_by``: what multiplies the embedding: its own module, the stack, or "" for nothing. The factor is the
+    family's embedding multiplier if ``multiplier``, else √d. ``switch``: config key that turns √d on; without one √d is
+    always on, rounded to the weight's dtype. A stack without a ``switch`` multiplies ``inputs_embeds`` too."""
 
     at: str
     embedding: str
@@ -215,7 +215,7 @@ class StackEnds:
 
     @property
     def embedded(self) -> str:
-        """The site of the embedding with everything added to it."""
+        """The site of the embedding after its scaling and the addition of positions, if any."""
         if self.positions:
             return f"{self.at}:add"
         return self.scaling if self.scaled_by else f"{self.embedding}:embedding"
@@ -249,21 +249,21 @@ MOST_MEAN = 1024.0  # largest mean magnitude of another model's outputs for whic
 
 @dataclass(frozen=True)
 class Projector:
-    """The part that brings another model's outputs into the stream: a norm, and linears behind it.
+    """The part that brings another model's outputs into the stream: a norm, then linears.
 
     ``at``: the module that contains norm and linears. ``pool``: the site that averages the other model's outputs before
     the norm, "" for none. ``add``: the site where the results replace embeddings, or join the stream. ``norm``: module
     path of the norm. ``layer_norm_eps``: the eps of a LayerNorm, None for an RMSNorm. A LayerNorm may lose small
     differences beside a large mean, so its bounds hold only for means of at most ``MOST_MEAN``. ``joined``: how many
-    of the norm's outputs the first linear reads at once; ``by_channel``: whether their channels are interleaved.
+    vectors from the norm form one input of the first linear; ``by_channel``: whether they are interleaved by channel.
     ``shares_eps``: whether the norm reads the text model's eps from the config. That eps scales with the stream's
     exponent, so the norm's output changes.
 
-    ``weight``: tensor of the only linear, [inputs, outputs]; "" if there are modules instead: ``merging`` ("" for
-    none), then those of ``feed_forward``, if any. ``tower``: the other model's module, which is not analysed: its
-    tensors are copied unchanged, and no bound covers its inside. ``behind``: the sum to which the results are added, ""
-    if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the field with the results in the stock
-    class's output, "" for none."""
+    ``weight``: tensor of a single linear, [inputs, outputs]; "" where the linears are modules: first ``merging``, ""
+    for none, then the ``feed_forward``, if any. ``tower``: the other model's module, which is not analysed: its tensors
+    are copied unchanged, and no bound covers its inside. ``behind``: the site of the stream to which the results are
+    added, "" if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the field with the results in
+    the stock class's output, "" for none."""
 
     at: str
     add: str
@@ -286,15 +286,15 @@ class Projector:
 class ImageInput:
     """How a stock class takes an image: seven config keys, then three arguments ("" for none).
 
-    ``token``: key of the id that the image's vectors replace. ``channels``: key of the number of channels, "" for 3.
-    ``size``: key of the image's height and width in pixels; "" where the model takes any size: the audit's image
-    is then two tokens high and wide. ``tokens``: key of the number of such ids for one image, "" for four. ``patch``:
-    key of a patch's height and width in pixels. ``merged``: key of the number of patches, in height and in width, that
-    make a token. ``frames``: key of the number of equal video frames that an image is given as; "" for whole images.
+    ``token``: key of the image token's id, for which the image's vectors are put in. ``channels``: key of the number of
+    channels, "" for 3. ``size``: key of the image's height and width in pixels; "" where the model takes any size: the
+    audit's image is then two tokens high and wide. ``tokens``: key of an image's number of image tokens, "" for four.
+    ``patch``: key of a patch's height and width in pixels. ``merged``: key of n, where n × n patches make a token.
+    ``frames``: key of the number of equal video frames that an image is made into, "" for none.
 
-    ``marks``: the argument that is 1 at these ids. ``sizes``: the argument with an image's size: for whole images in
-    pixels, else as the numbers of frames and of patches in height and width. ``places``: the argument with column and
-    row of each patch, for images that are given as rows of patches."""
+    ``marks``: the argument that is 1 at image tokens. ``sizes``: the argument with an image's height and width in
+    pixels; with ``frames`` it has three counts of patches, along time, height and width. ``places``: the argument with
+    column and row of each patch, where the image is given as patches."""
 
     token: str
     channels: str

@@ -4,7 +4,7 @@ The certificate bounds every site for any input, from the weights alone, and its
 cannot lower some sites (scores, gate rows, logits). Their bounds must stay under a ceiling, the lid, which falls during
 training from the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds' gradients
 change the weights until every bound is under the lid again. Rows that write the residual stream are only scaled down:
-on real inputs their products must go on cancelling.
+in other directions, their large terms would no longer cancel on real inputs.
 
 A loss term would be slower, since a step of Adam is no longer than the learning rate. A row a hundred times larger then
 needs a hundred times the steps (as for decoupled weight decay, Loshchilov and Hutter 2019).
@@ -99,13 +99,13 @@ class BoundConstraint:
             self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
     def excess(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return log2(bound / target) by site. again: weights were changed only by ``project`` since the last call.
-        only: the sites to measure; all by default."""
+        """Return log2(bound / target) by site. again: reuse the last call's means of LayerNorms' inputs, if
+        only ``project`` has changed weights since. only: the sites to measure; all by default."""
         measured = self.weights.agreed(self.bounds.measure(again=again, only=only))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Lower each bound of a site by about its ``bits`` in one Newton step. scaled: shrink whole rows instead."""
+        """Lower a site's bounds by about ``bits``, one for each, in one Newton step. scaled: only shrink rows."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so
@@ -135,7 +135,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the excesses ``over``, with 0 where another site of the group has a larger one at the same index."""
+        """Return ``over`` with only the largest excess in each group and at each index; the others become 0."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)
@@ -215,7 +215,7 @@ class WholeWeights:
         return leaves
 
     def write(self) -> None:
-        """Copy the leaves into the model's weights. Where processes disagree, the first process's leaves count."""
+        """Copy the tensors from ``leaves``, as the first process has them, into a sharded model; then forget them."""
         leaves, self._leaves = self._leaves, {}
         if self.in_parts:
             for weight in {id(x): x for x in self._named.values()}.values():

@@ -41,8 +41,8 @@ class Fp16Callback(TrainerCallback):
     site. rescale: False to leave the model's scale alone, as for a model of no known family. options: of ``convert``.
 
     Raises UserError, before anything is changed, for an ``out`` that cannot be written and for a trainer whose model is
-    not whole in one process (FSDP, DeepSpeed, DataParallel); also where ``make_fp16_safe`` and ``ActivationPenalty``
-    do."""
+    not whole in one process (FSDP, DeepSpeed, DataParallel). ``make_fp16_safe`` and ``ActivationPenalty`` can raise
+    UserError too."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ class _Rows:
 
 
 def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
-    """Return a permutation that puts examples of similar size in one step. position: examples before this epoch."""
+    """Return a permutation that puts examples of similar size in one step. position: number of earlier examples."""
     order = rng.permutation(len(sizes))
     head = min(-position % step_examples, len(order))
     steps = (len(order) - head) // step_examples
@@ -119,7 +119,7 @@ class Corpus:
         self.spare = int(spare) if spare < math.inf else 0
         self.predicts, self.causal = predicts_tokens(config), is_causal(config)
         stock = class_in(config)
-        self.answers_rows = stock is not None and stock.answers_rows
+        self.row_wise = stock is not None and stock.row_wise
         self.objective = self._objective()
         longest = longest_sequence(config)
         self.target_length = min(data.target_length, longest)
@@ -143,7 +143,7 @@ class Corpus:
             return "next-token"
         if self.conventions.objective is None:
             raise UserError(
-                f"{self.folder}: the tokenizer has no sentinels and no mask; give data.first_sentinel, or targets"
+                f"{self.folder}: the tokenizer has no sentinels and no mask; give data.first_sentinel, or target texts"
             )
         return self.conventions.objective
 
@@ -213,7 +213,9 @@ class Corpus:
             place += len(ids)
         given = self.conventions
         assert given.mask is not None
-        return objectives.gap_sentences(pieces, mask=given.mask, end=given.end, most=self.target_length, rng=rng)
+        return objectives.gap_sentences(
+            pieces, mask=given.mask, end=given.end, target_length=self.target_length, rng=rng
+        )
 
     def batch(self, rows: Sequence[tuple[int, int, Row]], *, held_out: bool = False) -> TrainingBatch:
         pairs = [self.example(row, content, epoch, held_out=held_out) for epoch, row, content in rows]
@@ -229,7 +231,7 @@ class Corpus:
         if self.predicts:
             labels, _ = stack([torch.tensor(target) for _, target in pairs], IGNORED_LABEL)
         examples = tuple((epoch, row) for epoch, row, _ in rows)
-        return TrainingBatch(ids, mask, labels, examples, row_wise=self.answers_rows, causal=self.causal)
+        return TrainingBatch(ids, mask, labels, examples, row_wise=self.row_wise, causal=self.causal)
 
     def training_batches(self, rank: int = 0, world: int = 1) -> TrainingBatches:
         return TrainingBatches(self, rank, world)

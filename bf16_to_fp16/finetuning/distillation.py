@@ -31,13 +31,13 @@ from .recipe import Recipe
 
 
 def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return KL(teacher ‖ student) of each position, in nats; [positions, vocabulary] logits of any dtype."""
+    """Return KL(teacher ‖ student) in nats, [positions], of logits [positions, vocabulary] of any dtype."""
     p, q = (logits.float().log_softmax(-1) for logits in (teacher, student))
     return functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
 
 
 def hidden_error(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return ‖student − teacher‖²/‖teacher‖² of each position; [positions, channels]."""
+    """Return ‖student − teacher‖²/‖teacher‖², [positions], of outputs [positions, channels]."""
     s, t = student.float(), teacher.float()
     length = t.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     return (s - t).square().sum(-1) / length
@@ -107,11 +107,11 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
 
     def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return the sum of log(1 + divergence) over positions, so that no distant position dominates."""
+        """Return the sum of log(1 + divergence) over positions, so that no single position dominates."""
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return fp64 [3]: the summed divergence, the number of argmaxes equal to the teacher's, and of positions."""
+        """Return fp64 [3]: summed divergence, count of argmaxes equal to the teacher's, count of positions."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
         same = (student.argmax(-1) == teacher.argmax(-1)).sum()
         sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))
@@ -138,7 +138,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for path in lists for block in model.get_submodule(path).children()]
 
 
-BEYOND = 0.2  # weight of the divergence beyond the data, beside that on the data
+PROBE_WEIGHT = 0.2  # of the divergence on the probe, beside that on the data
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ class StepLosses:
                     loss = task * (1 - mix.weight) + kl * mix.weight
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
-    def beyond_the_data(self, step: int, index: int) -> Tensor:
-        """Run one part of the probe and return its loss term. With a sharded model even a term of 0 has a graph, since
-        all processes must gather the same weights in the backward."""
+    def of_probe(self, step: int, index: int) -> Tensor:
+        """Run one part of the probe and return its loss term. A sharded model's term can always run a backward, in
+        which all processes must gather the same weights."""
         assert self.penalty is not None
         whole = with_spare_padding(self.stock.config, self.drawn(step))
-        device, share = self.processes.device, BEYOND * self.recipe.distillation.weight
+        device, share = self.processes.device, PROBE_WEIGHT * self.recipe.distillation.weight
         count, first = len(whole.input_ids), index + self.passes * self.processes.rank
         part = whole.rows(slice(min(first, count - 1), None, self.passes * self.processes.world))
         # A wrapped model's forwards are for all processes: one for which no row is left repeats the last, unseen.
@@ -243,7 +243,7 @@ class Evaluator:
         return {"audit": probe, "unlike": self.corpus.unlike()}
 
     def _sums(self, batch: TrainingBatch | Batch, mixed_precision: MixedPrecision) -> Tensor:
-        """Return fp64 [4]: summed task loss and divergence, the number of equal argmaxes, and that of positions."""
+        """Return fp64 [4]: the summed task loss, then the three numbers of ``Teacher.comparison``."""
         device = self.processes.device
         with mixed_precision.forward():
             out = self.model(**arguments(self.stock, batch, device))

@@ -3,8 +3,8 @@
 Configurations of ``launch/`` are tried from the fastest on: DDP, ZeRO-2 (sharded gradients and optimizer), ZeRO-3 or
 FSDP2 (everything sharded), then ZeRO-3 with offload to the machine's memory. Weights, gradients and moments are counted
 from shapes. Activations are a formula of tokens, linears and scores, fitted to traced steps of Flan-T5, mT5 and
-Pegasus. The formula gives 0.75 to 1.37 times the traced activations; the sums for the shipped recipes are 0.99 to 1.07
-times the traced sums."""
+Pegasus. The formula gives 0.75 to 1.37 times the traced activations. For the shipped recipes, all memory together is
+0.99 to 1.07 times what was traced."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Machine:
 
 
 def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Machine:
-    """Return this machine with its cards or CPU or, unless ``running``, another with assumed cards of ``gib`` GiB."""
+    """Return this machine's cards or CPU; unless ``running``, missing cards are assumed. gib: memory of each."""
     seen, given = [] if on_cpu else cards(), None if gib is None else gib * 2**30
     if on_cpu or (running and not seen):
         each = given or available_memory() / processes

@@ -67,7 +67,7 @@ class MixedPrecision:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Return the context for forward and backward; on a CPU ``FastProducts`` in 16 bits, ``WidePowers`` in fp16."""
+        """Return the context of a step. On a CPU 16 bits need ``FastProducts``, and fp16 ``WidePowers`` too."""
         on_cpu = self.device.type == "cpu"
         fast = FastProducts() if on_cpu and self.dtype != torch.float32 else nullcontext()
         powers = WidePowers() if on_cpu and self.dtype == torch.float16 else nullcontext()

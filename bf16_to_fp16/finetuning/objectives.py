@@ -33,7 +33,7 @@ GAP_RATIO = 0.3  # share of the sentences that gap sentences take out, between P
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
     """Return the numbers of noise tokens and of spans for ``length`` tokens, nearest to the density and the mean span.
-    At least one token is noise, one is kept and one separates spans. A text of one token is all noise."""
+    Each span has at least one noise token, and a kept token before it. A text of one token is all noise."""
     if length < 2:
         return length, length
     noise = min(max(round(length * density), 1), length - 1)
@@ -41,7 +41,7 @@ def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, in
 
 
 def noise_spans(length: int, density: float, mean_span: float, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Return the (start, end) of each noise span, in order. Noise and kept tokens are cut at random, as in T5."""
+    """Return the (start, end) of each noise span, in order. Lengths of spans and gaps are random, as in T5."""
     noise, spans = noise_counts(length, density, mean_span)
     if noise == length:
         return [(0, length)] if length else []
@@ -94,11 +94,11 @@ _SENTENCE_END = re.compile(r"""[.!?]+["'”’»)\]]*\s+(?![a-zß-öø-ÿ\s])|[�
 
 
 def gap_sentences(
-    sentences: Sequence[Sequence[int]], *, mask: int, end: int, most: int, rng: np.random.Generator
+    sentences: Sequence[Sequence[int]], *, mask: int, end: int, target_length: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids. In the input some sentences become one ``mask`` each; the target lists them, in at
-    most ``most`` ids. A single sentence, or one longer than a target, is first cut into several."""
-    room = most - 1
+    """Return (input, target) ids. In the input some sentences become one ``mask`` each; the target, of at most
+    ``target_length`` ids, lists them. A single sentence, or one longer than a target, is first cut into several."""
+    room = target_length - 1
     parts = [ids[k : k + room] for ids in sentences for k in range(0, len(ids), room)]
     if len(parts) == 1 and len(parts[0]) > 1:
         half = len(parts[0]) // 2

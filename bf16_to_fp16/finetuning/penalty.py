@@ -37,8 +37,8 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The largest value of one site in the last optimizer step, over all micro-batches and ranks. ``amax``: the largest
-    |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: the site's in the next step."""
+    """The largest value of one site in the last optimizer step, over all micro-batches and ranks. ``amax``: largest
+    |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: its weight in the next step."""
 
     amax: float
     target: float
@@ -57,10 +57,10 @@ class ActivationPenalty:
     A call returns an fp32 scalar for the forwards with gradients since the last call; a zero without a graph if no site
     is over its target. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: the largest
     |x| allowed, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
-    dual_step: growth of a site's weight per step and bit of excess. weight: a fixed weight for every site instead; 0
-    only observes. accumulation: calls per optimizer step, by which the loop divides the loss. train_mode: also keep the
-    input of ``gelu_new`` under 147.8, beyond which its backward overflows. All ranks of torch's default group share the
-    largest values.
+    dual_step: what a step adds to a site's weight for each bit of excess. weight: a fixed weight for every site, which
+    then does not grow; 0 only observes. accumulation: calls per optimizer step, by which the loop divides the loss.
+    train_mode: also keep the input of ``gelu_new`` under 147.8, beyond which its backward overflows. All ranks of
+    torch's default group share the largest values.
 
     docs/finetuning.md lists the sites left out by default, and covers ranks and non-finite values. Raises ``UserError``
     for unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing."""
@@ -227,7 +227,7 @@ class ActivationPenalty:
         return None if bounded else FP16_MAX
 
     def _glance(self, site: str, x: Tensor) -> bool:
-        """Record a site's largest value in x; return whether the penalty needs a term for x."""
+        """Record a site's largest |x|; return whether the penalty needs a term for x."""
         self._seen = True
         if not (self.watches and x.numel()):
             return False
@@ -282,8 +282,8 @@ class ActivationPenalty:
         return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
     def _shared_total(self, together: Mapping[str, tuple[float, float]]) -> Tensor:
-        """Return the penalty over all ranks, equal on each. Its gradient is this rank's share times the number of
-        ranks, since DDP then takes the mean."""
+        """Return the penalty over all ranks, equal on each. Its gradient is this rank's part of the whole gradient,
+        times the number of ranks since DDP takes the mean. together: from ``_gather``."""
         total = torch.zeros((), device=_device(self.model))
         for site, (largest, peak) in together.items():
             wanted = peak > -math.inf and (site in self._target or self._is_wanted(site))
@@ -320,8 +320,8 @@ class ActivationPenalty:
         self._calls = 0
 
     def _gather(self) -> dict[str, tuple[float, float]]:
-        """Return, by site since the last call, the largest value on any rank and log2 of the smooth maximum over all
-        ranks. The latter is -inf where no rank has a term, and with a single rank."""
+        """Return by site, for forwards since the last call, the largest |x| on any rank and log2 of the smooth maximum
+        over all ranks. The latter is -inf for a site without a term of the penalty, and with a single rank."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:
@@ -365,8 +365,8 @@ def _read_amax(waiting: list[_Waiting]) -> list[float]:
 
 
 class _Peak(torch.autograd.Function):
-    """Returns ``value``, with a derivative by x of ``slope`` (fp32 [k]) at the elements ``index`` (int64 [k]) and 0
-    elsewhere. The backward does not need x."""
+    """Returns ``value``. Its gradient by x is ``slope`` (fp32 [k]) at the elements ``index`` (int64 [k]) of the flat x,
+    and 0 elsewhere. The backward does not need x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor, slope: Tensor) -> Tensor:
@@ -384,10 +384,10 @@ class _Peak(torch.autograd.Function):
 
 
 def _log2_peak(x: Tensor, floor: float) -> Tensor:
-    """Return log2 of the smooth maximum of the tokens' largest |x|: [..., channels] to an fp32 scalar.
+    """Return log2 of the smooth maximum of the tokens' largest |x|, an fp32 scalar; x is [..., channels].
 
-    floor: tokens whose largest |x| is at most this are left out. Nothing is copied from the device, and nothing here is
-    a product that autocast would lower."""
+    floor: tokens whose largest |x| is at most this are left out, except the largest one. Nothing is copied from the
+    device, and autocast lowers nothing here to 16 bits."""
     channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
     index = rows.abs().max(-1).indices + torch.arange(len(rows), device=x.device) * channels

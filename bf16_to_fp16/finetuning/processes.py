@@ -25,8 +25,8 @@ from .recipe import Recipe
 
 
 class Processes:
-    """The processes of a run, of which this one is ``rank`` of ``world``; ``main`` is the first. ``engine``: DeepSpeed
-    takes the steps. ``sharded``: each process has only parts of the model (FSDP or DeepSpeed)."""
+    """The processes of a run, of which this one is ``rank`` of ``world``; ``main`` is the first. ``engine``: whether
+    DeepSpeed takes the steps. ``sharded``: whether each has only parts of the model (FSDP or DeepSpeed)."""
 
     def __init__(self, accelerator: Any) -> None:
         kind = str(accelerator.distributed_type.value)
@@ -95,7 +95,7 @@ class Processes:
 
     @contextmanager
     def synchronised(self, model: Any, last: bool) -> Iterator[None]:
-        """Exchange gradients in a step's last backward; if sharded, in each, since whole gradients would not fit."""
+        """Exchange gradients in a step's last backward. Sharded models do so in each: whole gradients would not fit."""
         self.accelerator.gradient_state._set_sync_gradients(last)
         if last or self.sharded:
             yield
@@ -235,8 +235,8 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
-    """Return a run's two precisions. Before the model fits fp16: bf16, or fp32 on a card without bf16. After that: the
-    recipe's. DeepSpeed has one precision for both, which its configuration must set to the recipe's."""
+    """Return a run's precision before the model fits fp16, and after: the recipe's. Before, it is bf16 if the recipe
+    says fp16 and the device has bf16, else fp32. DeepSpeed must be configured for the recipe's, and has it for both."""
     wanted = recipe.precision
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return "bf16" if wanted == "fp16" and computes_in_bf16(accelerator.device) else "fp32", wanted

@@ -194,16 +194,16 @@ class Recipe(Section):
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
-        """Whether a certified start with ``headroom_bits`` to spare already fulfils the recipe. Never true without a
-        penalty, with a task to learn, or with ``quality.max_kl: null`` (use the last step): such a recipe asks for
-        training itself."""
+        """Whether a certified start with ``headroom_bits`` fulfils the recipe, so that nothing is trained. A recipe
+        without a penalty, with ``quality.max_kl: null`` or with ``distillation.weight`` under 1 always asks for
+        training. Headroom is required only if the recipe sets it."""
         learns = self.penalty.form == "none" or self.distillation.weight < 1 or self.quality.max_kl is None
         return not learns and (
             "headroom_bits" not in self.penalty.model_fields_set or headroom_bits >= self.penalty.headroom_bits
         )
 
     def settled(self) -> Recipe:
-        """Return a copy whose ``penalty.certify``, if None, is True for half and auto with a penalty, else False."""
+        """Return the recipe with a null ``penalty.certify`` set: True for half and auto with a penalty, else False."""
         if self.penalty.certify is not None:
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"

@@ -61,8 +61,8 @@ def finetune(
     """Finetune by ``recipe`` and return the conversion of the trained checkpoint; None on every process but the first.
 
     recipe: a Recipe, a mapping, or the path of a YAML file. overrides: replace keys of the file, such as
-    ``schedule.steps=200``. force: replace an existing output, and train even if conversion alone fulfils the recipe.
-    Without force, such a source is only converted. An interrupted run continues from its folder; so does a finished one
+    ``schedule.steps=200``. force: replace an existing output, and train even if conversion alone fulfils the recipe;
+    otherwise that conversion is the result. An interrupted run continues from its folder; so does a finished one
     whose recipe now has more steps. Raises UserError for unusable input, and for a run that cannot succeed."""
     command = Command()
     if isinstance(recipe, (str, Path)):

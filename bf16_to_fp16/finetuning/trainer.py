@@ -217,7 +217,7 @@ class Trainer:
                 shown = torch.zeros(2, dtype=torch.float64)
                 with self.mixed_precision.forward():
                     if isinstance(part, int):
-                        objective = self.losses.beyond_the_data(p.step, part)
+                        objective = self.losses.of_probe(p.step, part)
                     else:
                         loss, shown = self.losses.of_batch(part)
                         objective = loss / max(1.0, positions)

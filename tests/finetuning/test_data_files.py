@@ -221,7 +221,7 @@ def test_masked_sentences_are_the_target_and_rebuild_the_text(sizes: list[int], 
     mask, tokens = 7, itertools.count(10)
     sentences = [[next(tokens) for _ in range(size)] for size in sizes]
     limit = max(sizes) + 1 + room
-    source, target = objectives.gap_sentences(sentences, mask=mask, end=END, most=limit, rng=rng(seed))
+    source, target = objectives.gap_sentences(sentences, mask=mask, end=END, target_length=limit, rng=rng(seed))
     if len(sizes) == 1 and sizes[0] > 1:
         half = sizes[0] // 2
         sentences = [sentences[0][:half], sentences[0][half:]]
@@ -240,5 +240,5 @@ def test_masked_sentences_are_the_target_and_rebuild_the_text(sizes: list[int], 
 
 def test_every_sentence_is_as_likely_to_be_masked() -> None:
     sentences = [[10], [11, 12], [13], [14, 15]]
-    drawn = [objectives.gap_sentences(sentences, mask=7, end=END, most=9, rng=rng(k))[1] for k in range(400)]
+    drawn = [objectives.gap_sentences(sentences, mask=7, end=END, target_length=9, rng=rng(k))[1] for k in range(400)]
     assert all(80 < sum(ids[0] in target for target in drawn) < 120 for ids in sentences)

@@ -226,13 +226,13 @@ runtime.autocast_if_enabled = autocast_if_enabled
 INFINITE = """
 from bf16_to_fp16.finetuning.distillation import StepLosses
 
-reach = StepLosses.beyond_the_data
+reach = StepLosses.of_probe
 
 def infinite(self, step, index):
     far = reach(self, step, index)
     return far if step != 2 else far * float("inf")
 
-StepLosses.beyond_the_data = infinite
+StepLosses.of_probe = infinite
 """
 
 
@@ -245,7 +245,7 @@ def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradie
     settings = ("penalty.headroom_bits=1", "precision=fp16")
     words = command(warm_python, kind, 2, recipe, tmp_path / "zero", settings=settings)
     run_by(AS_ON_CARDS + INFINITE + AS_IT_IS, words, tmp_path)
-    monkeypatch.setattr(StepLosses, "beyond_the_data", StepLosses.beyond_the_data)  # and back at the end
+    monkeypatch.setattr(StepLosses, "of_probe", StepLosses.of_probe)  # and back at the end
     exec(INFINITE, {})
     finetune(recipe, overrides=(f"out={tmp_path / 'amp'}", "device=cpu", *settings))
     assert_in_shares(tmp_path / "zero")

@@ -308,7 +308,7 @@ def test_a_pass_for_which_no_row_of_the_probe_is_left_counts_nothing(make: Make)
     noted = {}
     with trainer.penalty:
         for index in (0, 39):
-            assert (float(trainer.losses.beyond_the_data(0, index)) > 0) == (index == 0)
+            assert (float(trainer.losses.of_probe(0, index)) > 0) == (index == 0)
             noted[index] = len(trainer.penalty._reached)
             trainer.penalty()
     assert noted[0] > 9 and noted[39] == 0

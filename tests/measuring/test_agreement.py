@@ -108,7 +108,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"num_heads": True}, "'num_heads' expected int, got bool"),
     ("t5", {"attribute_map": {"d_ff": "d_kv"}}, "config.json"),
     ("mt5", {"num_attention_heads": 1}, "asks for [5, 24]"),
-    ("embeddinggemma", {"sliding_window": -1}, "'sliding_window' is -2, in which no position sees itself"),
+    ("embeddinggemma", {"sliding_window": -1}, "'sliding_window' is -2, no window in which a position attends"),
     ("pegasus", {"decoder_attention_heads": 5}, "does not divide the 24 rows"),
     ("t5", {"layer_norm_epsilon": True}, "layer_norm_epsilon"),
     ("pegasus", {"tie_word_embeddings": False}, "no separate lm_head.weight"),
@@ -127,7 +127,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("gemma3", {"rope_parameters": {"full_attention": SHRINKING, "sliding_attention": PLAIN}}, DYNAMIC),
     ("llama", {"rope_parameters": ..., "rope_scaling": {"type": "dynamic", "factor": -1}}, DYNAMIC),
     ("llama", {"rope_parameters": HALF}, UNRUN),
-    ("t5", {"model_type": ["t5"]}, "'model_type' is ['t5'], and stock code takes one name"),
+    ("t5", {"model_type": ["t5"]}, "'model_type' is ['t5'], which is not a name"),
     *(("bigbird_pegasus", {"attention_type": written}, BLOCKS) for written in ("block_sparse", ...)),
     ("smollm3", {"no_rope_layer_interval": 0}, "cannot make a config from the keys"),
 )
