@@ -70,11 +70,11 @@ class Fidelity(ReportObject):
 
 
 class ExceptionEntry(ReportObject):
-    """Token ids with which an edit's divergence from the source is over 0.01 and over 10 times bf16's.
+    """Token ids that edits harm: the divergence from the source is over 0.01, and over 10 times that of bf16.
 
     ``ids``: one id, tried in ordinary text, or several, drawn to fill a row. ``tokens``: their names by the tokenizer.
-    ``kl``: the divergence in fp32, mean of 8 rows, or their upper quartile if only that shows the harm. ``kl_bf16``: of
-    the source with activations rounded stochastically to bf16, mean of 8 runs. ``kl_run``: of the source's bf16 run."""
+    ``kl``: the divergence in fp32: the mean of 8 rows, or a quartile where the mean hides the harm. ``kl_bf16``: the
+    same of the source with activations rounded stochastically to bf16, mean of 8 draws. ``kl_run``: of a bf16 run."""
 
     ids: list[int]
     tokens: list[str] = []
@@ -95,7 +95,7 @@ class CountedEntry(ReportObject):
 
 
 class PlacedEntry(ReportObject):
-    """A place in the model; keys that are unknown or do not apply are absent."""
+    """Where in the model an entry belongs; keys that are unknown or do not apply are absent."""
 
     stack: str | None = Field(None, description="encoder or decoder, also of a model that has no other")
     block: Count | None = Field(None, description="number of its block in the stack, from 0")
@@ -106,9 +106,9 @@ class PlacedEntry(ReportObject):
 
 class SiteEntry(PlacedEntry, CountedEntry):
     """One site of a regime. ``amax``: the largest |x|, 65536 for an overflow. ``limit``, ``headroom_bits``: None if the
-    site is not in fp16. ``nonfinite``, ``saturated``: counts of elements, without intended ones. ``benign``: why
-    non-finite or saturated values are harmless. ``fp32``: the largest |x| in fp32, if the site broke in fp16 and fp32
-    was run."""
+    site is not in fp16. ``nonfinite``, ``saturated``: counts of elements, except those that stock code makes by design.
+    ``benign``: why such values are harmless. ``fp32``: the largest |x| in fp32, if the site broke in fp16 and fp32 was
+    run."""
 
     name: str
     amax: NumberOrNaN
@@ -124,7 +124,7 @@ class SiteEntry(PlacedEntry, CountedEntry):
 
 
 class RunEntry(ReportObject):
-    """The batches that a regime ran under one attention: their number and kinds."""
+    """The batches that a regime ran with one implementation of attention: their number and kinds."""
 
     attention: str
     batches: Count
@@ -141,8 +141,9 @@ class GradientSiteEntry(ReportObject):
 
 class GradientsEntry(ReportObject):
     """The backward pass under fp16 AMP. ``loss_scale``: the largest without overflow (None: every one overflows).
-    ``flushed``: the fraction of gradient elements that become 0. ``largest``: the site that limits the scale, or
-    overflows at every scale (None: the loss is not finite). ``sites``: the sites that lose the largest fractions."""
+    ``flushed``: the fraction of gradient elements that become 0. ``largest``: the site of the largest gradient, or of
+    the first overflow if every scale overflows (None: the loss is not finite). ``sites``: those with the largest
+    ``flushed``."""
 
     loss_scale: Real | None
     flushed: Real
@@ -179,7 +180,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def measured(self) -> str:
-        """The noun for ``amax``. Gradients have their own: no bound covers them, and the audit chooses a loss scale."""
+        """What the tightest site measures, in a word: "gradient" or "value"."""
         return "gradient" if ":grad" in (self.tightest or "") else "value"
 
 
@@ -218,8 +219,8 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """The largest |x| found at a site, by kind of input (``embeddings``: mixtures of tokens) and, ``half``, in fp16.
-    ``worst``: the largest of all. ``ids``: the encoder's and decoder's tokens that give it."""
+    """The largest |x| found at a site. ``random``, ``tokens``, ``embeddings`` (mixtures of tokens): by kind of input in
+    fp32. ``half``: in fp16. ``worst``: the largest of all. ``ids``: the worst token ids, of encoder and decoder."""
 
     name: str
     worst: NumberOrNaN
@@ -249,8 +250,8 @@ class AttackEntry(ReportObject):
 class InexactEntry(ReportObject):
     """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: log2 of the edit's
     factor, the least over its channels. ``columns``: the number of input channels that the edit scales; 0 if it scales
-    output channels. ``predicted``, ``measured``: the divergence in fp32 from this edit alone, of the source and of the
-    written files; None if not run."""
+    output channels. ``predicted``: the divergence in fp32 that this edit alone causes in the source. ``measured``: the
+    same in the written files. Both are None if not run; edits of columns may count together."""
 
     site: str
     exponent: int | float
@@ -260,9 +261,9 @@ class InexactEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``covered``: the least
-    fraction, over edited gates and heads, of these ids or their pairs, each alone, at which the edit changes no more
-    than bf16's rounding may; None where neither is edited. ``further``: the fraction of random pairs of ids on which
+    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``covered``: the
+    fraction of these ids, or at a head of their pairs, that an edit changes no more than bf16's rounding may. It is
+    that of the worst gate or head; None if none is edited. ``further``: the fraction of random pairs of ids on which
     the edited checkpoint is further from the source than bf16."""
 
     ids: Count
@@ -277,9 +278,9 @@ BF16_NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to 
 
 class OutputEntry(ReportObject):
     """One output of the stock class, compared with the source's. ``factor_log2``: log2 of the factor that rescaling put
-    on it, for all channels or for each. ``error``: relative squared error in fp32, without the factor. ``error_bf16``:
-    the same error of the source in bf16. Of an output with several layers, the worst layer counts. Errors are None if
-    not run or not returned."""
+    on it, for all channels or for each. ``error``: relative squared error in fp32, after division by the factor.
+    ``error_bf16``: the same error of the source in bf16. Of an output with several layers, the worst layer counts.
+    Errors are None if no model ran or none returned the output."""
 
     factor_log2: int | float | Sequence[int | float]
     error: Real | None = None
@@ -290,5 +291,5 @@ class OutputEntry(ReportObject):
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether the error is at most 4 × bf16's and, unless ``drifts`` (by edits or eps), at most 1/8."""
+        """Return whether the error is at most 4 × bf16's and, without ``drifts`` (from edits or eps), at most 1/8."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

@@ -1,4 +1,4 @@
-"""The targets of a conversion, and tiers: classes of runtimes by arithmetic. Imports no torch, to list them fast."""
+"""The targets of a conversion, and tiers: classes of runtimes by arithmetic. Imports no torch, so it loads fast."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return headroom bits as "3.2 × (1.7 bits)", rounded down; "none" for a value over its limit, "all" beyond fp16's
-    range, "no limit" for None."""
+    """Return headroom bits as "3.2 × (1.7 bits)", rounded down; "none" under 0, "all" over 39, "no limit" for None."""
     if value is None or math.isnan(value):
         return "no limit"
     if value < 0:
@@ -59,15 +58,15 @@ def below_limit(value: float | None) -> str:
 
 
 def reached(value: float | None) -> str:
-    """Return the text of an fp16 site's largest |x|; after an overflow the fp32 value or, without one, "overflow"."""
+    """Return the text of a site's largest |x|: "overflow" for None, NaN, infinity and 65536, the signs of overflow."""
     if value is None or not value <= FP16_MAX:
         return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
     return magnitude(value)
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return the text of headroom, or of an fp32 value over the limit, "5.5 × over". A site whose own value fits but
-    which an earlier overflow broke is "passed on"."""
+    """Return the text of headroom, or "5.5 × over" if a site's fp32 value ``largest`` is over the limit. If only an
+    earlier overflow broke the site, return "passed on"."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:
@@ -81,7 +80,7 @@ def over_limit(value: float, limit: float = FP16_MAX) -> str:
 
 
 def headroom_by_bound(bits: float) -> str:
-    """Return the text of headroom, or of a bound's excess rounded up, "5.6 × over"; "none" over eight million times."""
+    """Return the text of a bound's headroom; if negative, "5.6 × over", rounded up, or "none" under −23 bits."""
     return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{rounded_up(2.0**-bits, 2):,g} × over"
 
 

@@ -185,7 +185,7 @@ def open_texts(
             strings = [name for name, kind in kinds.items() if kind in ("string", "large_string")]
             column, target = choose_columns(path, kinds, strings, *named)
             if other := next((name for name in named if name in kinds and name not in strings), None):
-                raise UserError(f"{path}: column {other!r} holds something that is not text; name one of text")
+                raise UserError(f"{path}: column {other!r} holds something that is not text; name a column of strings")
             columns = column, target if target in strings else None
             return dataset.select_columns([name for name in columns if name is not None]), columns
         features = datasets.Features({"text": datasets.Value("string"), "target": datasets.Value("string")})

@@ -30,9 +30,9 @@ from . import schema
 
 @dataclass(frozen=True)
 class Decided:
-    """The plan for one layout (head tied or separated) and target, and what it was chosen by. ``planned``, ``bounds``:
-    None for a replayed plan. ``observed``: of the unedited source; None if nothing ran. ``ranges_edited``: of the
-    edited source, if there are edits. ``predicted``: the divergence that each edit causes, by signal."""
+    """The plan for one layout (head tied or separated) and target, and the data it was chosen from. ``planned``,
+    ``bounds``: None for a replayed plan. ``observed``: the run of the source without edits, if any. ``ranges_edited``:
+    the ranges in the source with edits, if any. ``predicted``: the divergence that each edit causes, by signal."""
 
     layout: Layout
     plan: Plan
@@ -79,8 +79,8 @@ class Measured:
 def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
-    """Return the largest value of every observed signal, and of all scores, in the source and after the plan. edited:
-    ranges in the source with its edits, for centred keys and their scores, which exponents alone do not give."""
+    """Return the largest value of each observed signal and each attention's scores, in the source and after the plan.
+    edited: ranges in the source with edits. Centred keys and their scores need them: no exponent gives their change."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {

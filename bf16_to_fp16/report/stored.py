@@ -23,7 +23,7 @@ STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spe
 
 
 def read_plan(path: Path, target: str | None = None) -> Report:
-    """Read a report's plan, target and origin alone, from a file or folder. target: refuse a plan for any other."""
+    """Read a report's plan, target and origin alone, from a file or folder. target: the only target to accept."""
     file, data = recorded_plan(path, target)
     report = typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file)
     if report.target not in (None, *TARGETS):
@@ -43,14 +43,14 @@ def read_written(folder: Path) -> Report:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors that a plan replaced, by name. Raises UserError if ``source`` has others."""
+    """Return the source's tensors that a plan replaced, by name. Raises UserError if ``source`` does not hold them."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):
         entry, dtype = source.replaced.get(name), SAFETENSORS_DTYPES.get(source.dtypes.get(name, str(source.dtype)))
         if entry is None or dtype is None or name not in names:
             raise UserError(
-                f"the report does not hold what the plan replaced ({name}); take the one that convert wrote"
+                f"the report's copy of the source's {name} does not fit its plan; take the report that convert wrote"
             )
         shape = layout.tensors[name].shape
         try:

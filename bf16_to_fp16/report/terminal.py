@@ -29,7 +29,7 @@ MOST_EDITS = 3  # edits that are named, the dearest
 
 
 def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = (), *, then: str = "") -> None:
-    """Print the outcome of a conversion to a folder or one file. notes: further lines to print."""
+    """Print the outcome of a conversion to a folder or file. notes: more lines. then: replaces ``report.next``."""
     screen = console()
     if report.signals:
         screen.print(source_line(report))
@@ -50,7 +50,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen, encoders = console(), [entry["subfolder"] for entry in report["encoders"]]
     print_title(out.name)
     linked, copied, size = report["linked"], report["copied"], decimal(report["nbytes"])
-    screen.say(f"the rest: {size}, byte for byte ({linked:,} files linked, {copied:,} copied)")
+    screen.say(f"other files: {size}, unchanged ({linked:,} linked, {copied:,} copied)")
     if linked:
         screen.say("a linked file is the source's own: copy the folder before you write to one")
     screen.rows(("left out", ", ".join(report["left_out"])))

@@ -26,7 +26,7 @@ def training(plan: Plan) -> str:
 
 
 def gains_round(plan: Plan) -> bool:
-    """Return whether the plan brings gains that are stored minus 1 close to −1, where bf16 rounds coarsely."""
+    """Return whether the plan shrinks gains that are stored minus 1: they come near −1, where bf16 is coarse."""
     family = named(plan.family)
     less_1 = family is not None and any(tensor.offset for tensor in family.encoder_output.tensors)
     return less_1 and plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)

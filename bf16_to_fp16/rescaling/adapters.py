@@ -26,18 +26,18 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 @dataclass(frozen=True)
 class AdapterTensor:
     """One kind of tensor in an adapter. ``axes``: for each of its axes the matching axis of the checkpoint's tensor,
-    None for the rank. ``scaled``: whether a gain on the checkpoint's tensor must multiply this one too."""
+    None for the rank. ``takes_gain``: whether a gain on the checkpoint's tensor multiplies this one too."""
 
     suffix: str
     axes: tuple[int | None, ...]
-    scaled: bool = True
+    takes_gain: bool = True
 
 
 PARTS = (
-    AdapterTensor(".lora_A.weight", (None, 1), scaled=False),
+    AdapterTensor(".lora_A.weight", (None, 1), takes_gain=False),
     AdapterTensor(".lora_B.weight", (0, None)),
     AdapterTensor(".lora_B.bias", (0,)),
-    AdapterTensor(".lora_embedding_A", (None, 0), scaled=False),
+    AdapterTensor(".lora_embedding_A", (None, 0), takes_gain=False),
     AdapterTensor(".lora_embedding_B", (1, None)),
     AdapterTensor(".token_adapter.trainable_tokens_delta", (None, 1)),
     AdapterTensor(".base_layer.weight", (0, 1)),
@@ -108,7 +108,7 @@ def on_tensor(
     # A whole tensor includes the offset; an update of one does not.
     offset = tensor.offset if not part.suffix else 0.0
     wanted = values.to(torch.float64, copy=True)
-    scale(wanted, total, offset, factor * correction_of(tensor, plan) if part.scaled else 1.0)
+    scale(wanted, total, offset, factor * correction_of(tensor, plan) if part.takes_gain else 1.0)
     stored = wanted.to(values.dtype)
     if not torch.equal(stored.double(), wanted):
         stored = wanted.float()

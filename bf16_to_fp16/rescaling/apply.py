@@ -47,9 +47,9 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
 
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
-    """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit, but for sums that a plan's
-    ``centred_keys`` round anew. Names and tied head must be as in ``layout``. A norm whose input is scaled by 2^r gets
-    its eps times 4^r, even if no config key holds that eps."""
+    """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit unless the plan has
+    ``centred_keys``, which change how sums round. Names and tied head must be as in ``layout``. A norm whose input is
+    scaled by 2^r gets its eps times 4^r, even if no config key holds that eps."""
     check_plan_fits(layout, plan)
     stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored |= dict(model.named_buffers(remove_duplicate=False))

@@ -59,7 +59,7 @@ def shared_biases(tables: Sequence[Tensor]) -> Tensor:
 
 def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) -> Tensor:
     """Return the centred key bias −Wβ in fp64. weights: before rescaling. Every machine computes the same bits:
-    products of fp32 weights are exact in fp64, and halves of each sum are added in a fixed order."""
+    products of fp32 weights are exact in fp64, and they are summed in a fixed order."""
     beta = weights(f"{norm_of_keys(layout, attention)}.bias").double()
     terms = weights(f"{attention.key}.weight").double() * -beta
     while (width := terms.shape[1]) > 1:

@@ -50,7 +50,7 @@ def whole_log2(x: float) -> int:
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield the largest exponent that fits at each site which another signal scales too. limits: (ranges, limit)."""
+    """Yield the largest exponent that fits at each site that ``signal`` and another scale. limits: (ranges, limit)."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

@@ -17,12 +17,12 @@ MOST_CHANNELS, MOST_BITS = 4, 24  # most channels that are cut, and by how many 
 CLOSE = 2.0**-10  # bits by which a row may stay over its aim
 
 Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Returns, for factors of columns, the bits by which each row (or head) exceeds its aim, [rows], and each column's
-share in its length, [rows, columns]."""
+"""Maps factors of columns to two results: by how many bits each row (or head) is still larger than it should become,
+[rows], and each column's share in the square of the row's size, [rows, columns]."""
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return, by signal, exponents of a few columns that can replace the exponents of rows in ``needed``."""
+    """Return, by signal, exponents of a few columns that shrink outputs as much as those of rows in ``needed``."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if signal_of_columns(signal := columns_read_by(layout, each.gate)) in needed:
@@ -41,11 +41,11 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 
 
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return ``cuts``, deepened so that tokens with large values in the cut channels keep their stream's direction.
+    """Return ``cuts``, lowered further so that tokens with large values in these channels keep their direction.
 
-    At such a token the first cut gate's output is nearly all of the stream. A cut of 2^-k scales this output by 2^-k,
-    so behind later norms the channel is 2^k times as large. Later queries then need k bits more. Later gates need
-    2^-2k, which also scales their outputs by 2^-k."""
+    At such a token, nearly all of the stream comes from the first feed-forward whose gate is cut. A cut by 2^-k scales
+    this output by 2^-k, so behind later norms the channel is 2^k times as large. Later queries must be cut k bits
+    deeper. Later gates are cut by 2^-2k, so that their outputs are scaled by 2^-k too."""
     deeper: dict[str, list[int]] = {}
     for stack in layout.stacks():
         readers = [(part, signals_of(layout, part, cuts)) for part in stack.sublayers]
@@ -95,8 +95,8 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the ``Reach`` of queries: a head's largest score is proportional to the spectral norm of its qᵀk. q, k:
-    [heads, channels of a head, columns]. bits: by how many bits each head's scores must fall."""
+    """Return the function ``Reach`` of queries. A head's size is the spectral norm of its qᵀk, as its largest score is
+    proportional to that. q, k: [heads, channels of a head, columns]. bits: by how many bits to lower each head."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L
@@ -118,8 +118,8 @@ def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
 
 
 def cut(reach: Reach, columns: int) -> list[int] | None:
-    """Return exponents of columns that lower every row to its aim. Each step takes one bit from the column that
-    contributes most to the worst row. Returns None if too many channels or bits are needed."""
+    """Return exponents of columns that make every row as small as ``reach`` asks. Each step takes one bit from the
+    column that contributes most to the worst row. Returns None if too many channels or bits are needed."""
     exponents = torch.zeros(columns, dtype=torch.float64)
     for step in range(MOST_CHANNELS * MOST_BITS):
         over, share = reach(2.0**exponents)

@@ -45,8 +45,8 @@ LOSSY_SHARE_OF_A_ROUNDING = 1e-3
 """A tenth of a percent of inexact weights costs as much as one rounding in every sublayer."""
 
 NEARNESS = ROUNDING / 4
-"""Predicted error for each norm that the stream exponent nearest 0 may cost beyond the best; half of it is what each
-signal's unmoved channels may cost. fp16 rounds four times and more between two norms: this adds some percent."""
+"""Predicted error for each norm by which a stream exponent nearer 0 may exceed the best one's. Half of it may be spent
+on each signal to keep channels at 0. fp16 rounds at least four times between two norms, so this adds some percent."""
 
 OF_STREAM = (Kind.VALUE, Kind.NEURON)  # signals whose channels are solved for each exponent of the stream
 
@@ -55,9 +55,9 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Solution:
-    """The exponents of one signal's channels and their costs. ``cost``: of these exponents, plus ``proof_worth`` for
-    each site if the bounds do not hold (``fallback``). ``free``: the least cost if bounds need not hold. ``unmoved``:
-    the cost of exponents 0. ``index``: each channel's exponent, plus 24."""
+    """The exponents of one signal's channels, and their costs. ``free``: the least cost if bounds need not fit.
+    ``cost``: the least cost if they must; if that is too dear (``fallback``), ``free`` plus ``proof_worth`` per site.
+    ``unmoved``: the cost if all exponents are 0. ``index``: each channel's exponent plus 24."""
 
     cost: float
     free: float
@@ -189,7 +189,7 @@ class Costs(WeightLosses):
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
         """Return each channel's cheapest exponent, as its index in ``EXPONENTS``; each step away from 0 costs a little.
-        ``moves_least``: channels that lose least by exponent 0 get 0, while their losses sum to at most ``spare``."""
+        If ``moves_least``, channels get exponent 0 where it adds the least cost, up to ``spare`` in all."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)
@@ -206,7 +206,7 @@ class Costs(WeightLosses):
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return the costs that only r changes: the stream's limits and noise, weights that only r scales, drift."""
+        """Return the costs that depend on r alone: of the stream, weights that only it scales, and drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r) + EXCESS * self.observed_excess(r)
         for point, observed in known_points(self.ranges, signal):

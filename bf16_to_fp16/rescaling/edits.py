@@ -24,7 +24,7 @@ from .exponents import exponents_of
 from .plan import OfChannels, Plan
 
 MOST_FOR_A_PROOF = 2.0
-"""How many times bf16's own divergence edits may cost where the output is proven only with them."""
+"""Edits may diverge this many times as far as bf16 if the output is proven only with them."""
 
 RUINED = 1.0
 """Divergence (nats, or relative squared error) from which on bf16 is no measure for the cost of edits."""
@@ -127,6 +127,6 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
 
 
 def exponents_for(bits: Tensor, steps: int = 2) -> OfChannels:
-    """Return log2 of the largest factors m/steps·2^-k that lower by ``bits``: by default powers of two."""
+    """Return log2 of the largest factors m/steps·2^-k (by default powers of two) that lower values by ``bits``."""
     fractions, powers = torch.frexp(2.0 ** (2.0**-20 - bits.double()))
     return folded((torch.floor(steps * fractions) / steps).log2().view(-1) + powers.view(-1))

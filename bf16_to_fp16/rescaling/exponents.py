@@ -1,6 +1,6 @@
-"""The exponents of 2 that a plan gives to the axes of a checkpoint's tensors and to each output of its stock class; and
-a check that the plan fits the checkpoint. Logits keep every bit, states between layers have the stream's exponent, and
-the last states the last norm's."""
+"""The exponents of 2 that a plan gives to the axes of a checkpoint's tensors and to the outputs of its transformers
+class. Logits keep every bit. States between layers have the stream's exponent; the last states have the last norm's.
+Also a check that a plan fits a checkpoint."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tensor_of(exponents: OfChannels) -> torch.Tensor:
 
 
 def axis_exponents(tensor: ResolvedTensor, plan: Plan) -> list[float | torch.Tensor]:
-    """Return, for each axis of ``tensor``, one exponent or exponents by channel."""
+    """Return the plan's exponents for each axis of ``tensor``: one number, or a 1-D tensor over the axis."""
 
     def carried(axis: Axis, size: int) -> float | torch.Tensor:
         exponent = plan.exponent(axis.signal)
@@ -96,8 +96,7 @@ def check_plan_fits(layout: Layout, plan: Plan) -> None:
         fraction = not takes_fractions(signal) and tensor_of(exponent).is_floating_point()
         if known is None or known.kind is Kind.FIXED or signal == RESIDUAL or several or fraction:
             raise UserError(
-                f"the plan scales {signal!r}, which this checkpoint does not have, or not by such exponents;"
-                " use the plan of this checkpoint"
+                f"the plan's exponents for {signal!r} fit no signal of this checkpoint; use the plan of this checkpoint"
             )
         if not isinstance(exponent, int | float) and len(exponent) != known.size:
             raise UserError(
@@ -111,13 +110,13 @@ def check_centred(layout: Layout, plan: Plan) -> None:
     free = {attention.at for attention in centrable(layout)}
     if unknown := [path for path in plan.centred_keys if path not in free]:
         raise UserError(
-            f"the plan centres the keys of {unknown[0]!r}, which has no free key bias and no table here; use the plan"
-            " of this checkpoint"
+            f"the plan centres the keys of {unknown[0]!r}, which here has neither a replaceable key bias nor a table of"
+            " position biases; use the plan of this checkpoint"
         )
 
 
 LAST = "last_hidden_state"
-"""The output of the class without a head, and the last of ``hidden_states``, the decoder's if there is one."""
+"""The key of the last state: of the decoder if there is one. A class without a head gives it as its output."""
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
@@ -141,7 +140,8 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
-    """Return whether stock code gives an output only on request: states, attentions, last states beside logits."""
+    """Return whether stock code gives an output only if asked: hidden states, attentions and, where logits are
+    among ``outputs``, the last state."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 

@@ -62,13 +62,13 @@ def follow(
             )
         if own and own.isdisjoint(parameters):
             raise UserError(
-                "the optimizer has none of the model's weights any more, but copies such as DeepSpeed makes; train"
-                " under DDP, or leave out follow"
+                "the optimizer has copies instead of the model's weights, as under DeepSpeed; train under DDP, or leave"
+                " out follow"
             )
         if any(parameter.shape != shapes.get(parameter, parameter.shape) for parameter in parameters):
             raise UserError(
-                "a sharded parameter has not the shape that its exponents are for; train in one process or under DDP,"
-                " or leave out follow"
+                "a parameter is sharded, so the plan's exponents do not fit its shape; train in one process or under"
+                " DDP, or leave out follow"
             )
         model.__dict__[STEPPING] = True
         move(-1, gradients=True)

@@ -21,7 +21,7 @@ RANGE = Field(ge=-LARGEST_EXPONENT // 3, le=LARGEST_EXPONENT // 3)
 Exponent = Annotated[int, RANGE]
 """An exponent of a plan. At most three scale one element of a weight, and the writer can apply their sum."""
 EditExponent = Exponent | Annotated[float, RANGE]
-"""log2 of an edit's factor: of scores it is m/8·2^-k, m from 5 to 8, times which fp16 holds a bf16 weight exactly."""
+"""log2 of an edit's factor. For scores it is m/8·2^-k, m from 5 to 8: fp16 holds its product with a bf16 weight."""
 OfChannels = float | Sequence[float]  # exponents of a signal: one for all its channels, or one for each
 
 
@@ -52,9 +52,9 @@ class Plan(BaseModel):
 
     ``residual_exponent``: of the residual stream; of the encoder's, if each stack has its own. ``exponents``: for every
     other signal that is scaled, one integer for all channels or a list with one per channel. ``gain_correction``:
-    factors on norms' weights, not powers of two, that remove the mean of the eps drift. ``eps``: the config's eps, None
-    where it cannot be scaled. ``eps_held``: whether the program that reads the output uses this eps, whatever the
-    config says. ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred
+    factors on norms' weights, not powers of two, that remove the mean of the eps drift. ``eps``: the output's eps;
+    None if no config key holds it. ``eps_held``: whether it is the eps of a program that reads the output without its
+    config. ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred
     (``rescaling.centred``)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

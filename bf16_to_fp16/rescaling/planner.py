@@ -40,10 +40,9 @@ INDIFFERENCE = ROUNDING / 4
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the limits that it cannot hold, and its predicted relative squared error. ``fallbacks``: the signals
-    planned by observed ranges alone. ``for_proof``: the streams scaled down further for a proof, each with the exponent
-    that observed ranges alone would need. ``corrected``: the mean squared relative drift that gain corrections
-    remove."""
+    """A plan, the limits that it breaks, and its predicted relative squared error. ``fallbacks``: the signals without a
+    proof, planned by observed ranges alone. ``for_proof``: the streams that only a proof scales further down, each with
+    its exponent without a proof. ``corrected``: the mean squared relative drift that gain corrections remove."""
 
     plan: Plan
     violations: tuple[Violation, ...]

@@ -133,8 +133,8 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The least and largest binade (⌊log2|x|⌋) of a weight's elements, given the other axis's exponents. ``zero``: the
-    least binade before these exponents, where histograms put zeros. ``narrow``: whether bf16 holds all elements."""
+    """The least and largest binade (⌊log2|x|⌋) of a weight's elements after scaling by the other axis's exponents.
+    ``zero``: the least binade before it, where zeros are put. ``narrow``: whether bf16 holds all elements."""
 
     low: int
     high: int
@@ -248,8 +248,8 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each element's position in a histogram by binade and reach (see ``_parts``), and its addends there: 1 and
-    its squared significand, in one number if ``packed``. 0, inf and NaN add nothing, at the position ``zero``."""
+    """Return each element's index in a histogram by binade and reach, and what to add there: the count and squared
+    significand of ``_parts``, as one number if ``packed``. 0, inf and NaN have the index ``zero`` and add 0."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)
@@ -263,8 +263,8 @@ def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, t
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return by element: its binade, its reach (bits from the leading to the last set bit, at most 10), a count (0 for
-    0, inf and NaN, else 1), all int64, and its squared significand, float64."""
+    """Return four numbers for each element. int64: binade, reach (bits from the leading to the last set bit, at most
+    10), and count, which is 1, or 0 for 0, inf and NaN. float64: the squared significand."""
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
     mantissa, exponent = torch.frexp(x)
     binade = exponent.sub_(1)
@@ -295,7 +295,7 @@ def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the error from rounding to fp16's smallest step, relative to a signal's energy: 2⁻⁴⁸/12 over its scaled
-    mean square, [channels, exponents]; 0 for a channel of zeros."""
+    """Return the relative squared error of rounding a signal to fp16's smallest step, [channels, exponents]. It is
+    2⁻⁴⁸/12 divided by the scaled mean square, and 0 for a channel of zeros."""
     scaled = mean_square.double()[:, None] * 4.0 ** exponents.double()
     return torch.where(scaled > 0, STEP_NOISE / scaled.clamp(min=1e-300), torch.zeros_like(scaled))

@@ -1,5 +1,5 @@
-"""The precision that a layout's weights lose to powers of two, axis by axis, given the exponents of the other axes; and
-the change of norms' outputs if an eps, or a gain's offset, cannot be scaled with the norm's input."""
+"""How much precision weights lose to powers of two, for each axis given the exponents of the others. Also how much
+norms' outputs change if an eps, or a gain's offset, cannot be scaled with the norm's input."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WeightLosses:
         self.moves_least = self.target not in SQUARING
         self.gains: dict[str, torch.Tensor] = {}
         self.branches: dict[tuple[str, str], tuple[ResolvedSignal, str]] = {}
-        """By module and side, the output of a linear that only a norm reads, and the norm; {} if eps is not scaled."""
+        """By module and side: the signal that only a norm reads, and the norm; {} if such signals get no exponents."""
         eps_moves = self.layout.fixed_eps is None and self.layout.held_eps is None and not self.drift_free
         for norm in self.layout.streams_read if eps_moves and self.moves_least else ():
             signal = self.layout.signals.get(before(norm))
@@ -100,8 +100,8 @@ class WeightLosses:
             self.tables.pop((tensor.name, axis, carried), None)
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent that a norm's input has in addition to the stream's r. It is at most 0 and as low as
-        limits need, but the effect of eps stays under fp16's rounding."""
+        """Return the exponent that a norm's input has in addition to the stream's r: 0, or less if limits need it. It
+        is never so low that eps, which follows r alone, changes the norm's output by more than one rounding."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -112,7 +112,7 @@ class WeightLosses:
         return exponent
 
     def branch_drift(self, norm: str, exponent: int) -> float:
-        """Return the mean squared relative change of a norm's output for an ``exponent`` on top of the stream's."""
+        """Return the mean squared relative change of a norm's output if ``exponent`` scales its input but not eps."""
         seen = self.ranges[norm].norm
         return 0.0 if seen is None or exponent == 0 else seen.drift(self.layout.eps, exponent) ** 2
 
@@ -121,11 +121,10 @@ class WeightLosses:
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def drift(self, r: int, corrected: bool = True) -> float:
-        """Return the mean squared relative change of norms' outputs by a fixed eps, summed over the stream's norms; 0
-        if the config has the scaled eps.
+        """Return the outputs' mean squared relative change, summed over norms whose eps is not scaled with their input.
 
-        A token of variance v changes by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction removes the mean change,
-        at the cost of one more rounding."""
+        A fixed eps changes a token of variance v by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction removes the
+        mean change, at the cost of one more rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]

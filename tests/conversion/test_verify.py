@@ -162,11 +162,11 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
     ),
     "a signal of the plan": (
         of_report("plan.exponents", {"encoder.block.9.layer.0.SelfAttention.value": [1]}),
-        *(BOUNDS, "plan", "plan", "which this checkpoint does not have, or"),
+        *(BOUNDS, "plan", "plan", "fit no signal of this checkpoint"),
     ),
     "a fraction where only whole exponents are exact": (
         of_report("plan.exponents", {"encoder.block.0.layer.0.SelfAttention.value": -0.5}),
-        *(BOUNDS, "plan", "plan", "not by such exponents"),
+        *(BOUNDS, "plan", "plan", "fit no signal of this checkpoint"),
     ),
     "the plan's family": (of_report("plan.family", "pegasus"), BOUNDS, "plan", "plan", "is for pegasus"),
     "a head apart": (of_report("plan.untied_head", True), BOUNDS, "plan", "config.json", "separates the head"),
