@@ -28,7 +28,7 @@ class AttentionSites:
         self.note, self.rounded, layout = findings.note, findings.rounded, findings.layout
         self.heads, self.kv_heads = layout.heads(sublayer), layout.kv_heads(sublayer)
         self.scale, self.cap = layout.score_scale(sublayer), layout.cap(sublayer)
-        self.seen_at_once = replace(self.a, max_length=layout.sees(sublayer, self.a.max_length))
+        self.seen_at_once = replace(self.a, max_length=layout.most_keys(sublayer, self.a.max_length))
 
     def output(self, source: Normed, memory: Normed | None) -> Projected:
         """Bound and record all sites; return the output projection's bounds. memory: the encoder's output."""
@@ -59,7 +59,7 @@ class AttentionSites:
 
     def summed(self, source: NormOutput, square: Tensor) -> Normed:
         """Record LongT5's block sums and their norm; return bounds that hold for a token and for a normed block sum."""
-        size, length = self.findings.layout.summed(self.sublayer), self.a.max_length
+        size, length = self.findings.layout.positions_per_sum(self.sublayer), self.a.max_length
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)
         self.note(f"{self.sublayer.at}:sum", SiteKind.BLOCK_SUM, sums)

@@ -214,7 +214,7 @@ def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor)
 def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) -> tuple[Tensor, Tensor]:
     """Return bounds of an attention's output and of its partial sums, by channel. other: the values' input."""
     heads = live.layout.heads(sublayer)
-    a = replace(live.a, max_length=live.layout.sees(sublayer, live.a.max_length))
+    a = replace(live.a, max_length=live.layout.most_keys(sublayer, live.a.max_length))
     values = live.linears(sublayer.fused, (sublayer.value, other))[-1]
     weight, bias = live.pair(sublayer.output)
     if sublayer.value_norm:

@@ -55,7 +55,7 @@ def certify(
         verdict="safe" if certificate.holds else "unsafe",
         proof="certified" if certificate.holds else "observed",
         family=layout.family.name,
-        source=Source.of(checkpoint).model_copy(update={"dropped": layout.outside}),
+        source=Source.of(checkpoint).model_copy(update={"dropped": layout.of_other_classes}),
         target=target,
         padding=padding_entry(layout.config),
         tiers=judged_tiers(tiers),

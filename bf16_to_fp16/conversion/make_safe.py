@@ -186,7 +186,7 @@ def check_known(model: Any) -> None:
         around = type(whole).__name__
         mend = f"give the {around}" if class_named(around) else "train it in bf16, or keep it in fp32"
         raise UserError(
-            f"this {type(model).__name__} is a part of a {around}, which would go on with the old scale; {mend}"
+            f"this {type(model).__name__} is a part of a {around}, whose other modules would not be rescaled; {mend}"
         )
 
 
@@ -240,7 +240,7 @@ def opened(model: Any) -> tuple[ModelTensors, Layout]:
         if name in parameters and name not in layout.family.ignorable and id(parameters[name]) not in known:
             raise UserError(
                 f"{source.source}: {name} has the values of {layout.family.embedding} and is not tied to it; call"
-                " model.tie_weights(), or set model.config.tie_word_embeddings = False for a head of its own"
+                " model.tie_weights(), or set model.config.tie_word_embeddings = False to keep them separate"
             )
     narrow = sorted({t.dtype for t in source.tensors.values()} & {"F16", "BF16"})
     if narrow:

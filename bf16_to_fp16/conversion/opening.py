@@ -43,7 +43,7 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
     if saved_again(checkpoint.folder):
         progress.say(
             f"{checkpoint.name} was converted before, then saved again or merged without its {REPORT}: its weights are"
-            " still rescaled, and undo of this conversion will give back these, not the original's"
+            " still rescaled, and undo of this conversion will give back rescaled weights, not the original's"
         )
 
 
@@ -53,8 +53,8 @@ def layout_with_notes(checkpoint: Checkpoint, progress: Progress, max_length: in
     layout = agreed_layout(checkpoint)
     if max_length is not None:
         check_bounded(layout, checkpoint.source)
-    if layout.outside:
-        first, *others = sorted(layout.outside)
+    if layout.of_other_classes:
+        first, *others = sorted(layout.of_other_classes)
         more = f" and {counted(len(others), 'more tensor')}" if others else ""
         progress.say(
             f"{checkpoint.name} holds {first}{more}, which {layout.only_class} does not read: the report is about"
@@ -63,6 +63,6 @@ def layout_with_notes(checkpoint: Checkpoint, progress: Progress, max_length: in
     if max_length is not None and (checkpoint.folder / MODULES).is_file():
         missing = "" if runs_behind(checkpoint.folder) else "; sentence-transformers, which runs them, is missing"
         progress.say(
-            f"{checkpoint.name}: the proof ends at the encoder's last states, before its other modules{missing}"
+            f"{checkpoint.name}: the proof ends at the encoder's last states and leaves out later modules{missing}"
         )
     return layout

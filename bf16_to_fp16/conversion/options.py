@@ -169,7 +169,7 @@ class Options:
         if self.stream is not None and not -MOST_EXPONENT <= self.stream <= MOST_EXPONENT:
             raise UserError(f"the stream cannot be moved by 2^{self.stream}; give -{MOST_EXPONENT} to {MOST_EXPONENT}")
         if self.max_kl is not None and not 0 < self.max_kl < math.inf:
-            raise UserError(f"max_kl {self.max_kl!r} is no distance to accept; give a number over 0, such as 0.01")
+            raise UserError(f"max_kl is {self.max_kl!r}; give a finite number over 0, such as 0.01")
         Arithmetic(self.max_length)  # raises for an unusable length
         check_data(self.data, run_model=self.run_model)
         for name, own in (

@@ -179,7 +179,7 @@ def encoder_options(options: Options, pipeline: Pipeline, name: str) -> Options:
     two_stacks = family_of(config).decoder is not None
     if two_stacks and stock is not None and stock.decodes:
         raise UserError(
-            f"what {pipeline.kind} reads of {name} is not known, and inner states of a {kind} change by a factor;"
+            f"{pipeline.kind} may read inner states of {name}, and inner states of a {kind} change when it is rescaled;"
             f" {alone(pipeline, name)}"
         )
     held = pipeline.kind in READ_INSIDE if two_stacks else pipeline.kind not in READ_AT_THE_END

@@ -120,7 +120,7 @@ def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decid
     check_plan_fits(layout, plan)
     if eps is not None and eps != plan.eps:
         raise UserError(
-            f"the plan is for an eps of {plan.eps!r}, and the program that will read the output has"
+            f"the plan is for an eps of {plan.eps!r}, and the program that will read the output computes with"
             f" {eps!r}; leave out --plan"
         )
     edits = edits_of(layout, plan)
@@ -302,8 +302,8 @@ class Search:
             return decided
         options = replace(self.options, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
         self.progress.say(
-            f"no further margin is kept for training: with it gains would round to a KL of {drift.kl_fp16:.1e}, beside"
-            f" {drift.kl_bf16:.1e} for the source in bf16"
+            f"training gets no extra margin: gains rounded by it would cost a KL of {drift.kl_fp16:.1e}, more than the"
+            f" {drift.kl_bf16:.1e} of the source in bf16"
         )
         return replace(self, options=options).decided(decided.target)
 

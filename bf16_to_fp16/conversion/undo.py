@@ -76,8 +76,8 @@ def undo_trained(folder: Path, out: Path, recorded: Path, *, force: bool, progre
     layout = resolve(checkpoint)
     if checkpoint.config.get(CONVERTED_KEY) != mark_of(plan) or layout.eps != (plan.eps or layout.eps):
         raise UserError(
-            f"{folder}: its weights are not at the scale of the plan in {recorded}; give the converted folder that it"
-            " was trained from, and a checkpoint that was not undone or converted since"
+            f"{folder} was not trained from the conversion in {recorded}, or was undone or converted since; give the"
+            " converted folder that it was trained from"
         )
     say_what_stays(layout, plan, progress)
     whole, back = with_start(layout, without_edits(layout, plan), report.start, progress), []
@@ -107,7 +107,7 @@ def undo_trained(folder: Path, out: Path, recorded: Path, *, force: bool, progre
 def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
     """Print the changes of the function that no power of two can undo."""
     if kept := [edit.site for edit in listed_edits(layout, plan).values()] + plan.centred_keys:
-        progress.say(f"Stays as the conversion made it: {listed(kept)}")
+        progress.say(f"These edits stay, since undo cannot remove them: {listed(kept)}")
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:

@@ -21,7 +21,7 @@ OF_WHOLE = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_ke
 
 
 def full_config(family: Family, config: Mapping[str, object]) -> Mapping[str, Any]:
-    """Return a config as its stock class reads it. Raises UserError for what that class refuses."""
+    """Return a config as its stock class reads it, with defaults. Raises UserError if transformers cannot read it."""
     return _read(family.model_type, json.dumps(dict(config), default=str))
 
 
@@ -106,28 +106,28 @@ def config_value(family: Family, config: Mapping[str, object], key: str) -> obje
     return looked_up(full_config(family, config), key)
 
 
-def number_of(family: Family, config: Mapping[str, object], key: str, what: str, *, least: int = 1) -> int:
+def number_of(family: Family, config: Mapping[str, object], key: str, asked: str, *, least: int = 1) -> int:
     number = config_value(family, config, key)
-    return whole_number(key, len(number) if isinstance(number, Mapping) else number, what, least=least)
+    return whole_number(key, len(number) if isinstance(number, Mapping) else number, asked, least=least)
 
 
-def whole_number(key: str, number: object, what: str, *, least: int = 1) -> int:
-    """Return ``number``; raise UserError unless it is an int in [``least``, 2³¹). what: its noun in the message."""
+def whole_number(key: str, number: object, asked: str, *, least: int = 1) -> int:
+    """Return ``number``; raise UserError unless it is an int in [``least``, 2³¹). asked: what the message asks for."""
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
-        raise UserError(f"config.json: {key!r} is {shown(number)}, not {what}; take it from the original checkpoint")
+        raise UserError(f"config.json: {key!r} is {shown(number)}, not {asked}; take it from the original checkpoint")
     return number
 
 
-def positive(key: str, value: object, what: str, *, zero: bool = False) -> float:
-    """Return a finite float over 0 (``zero``: or 0); raise UserError otherwise. what: its noun in the message."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or zero)
+def positive(key: str, value: object, asked: str, *, allow_zero: bool = False) -> float:
+    """Return ``value`` as a float; raise UserError unless it is finite and over 0. asked: what the message asks for."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or allow_zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))
-    raise UserError(f"config.json: {key!r} is {shown(value)}, not {what}; take it from the original checkpoint")
+    raise UserError(f"config.json: {key!r} is {shown(value)}, not {asked}; take it from the original checkpoint")
 
 
 def axis_size(family: Family, config: Mapping[str, object], name: str) -> int:
-    """Return the size of a named axis. name: several, joined by "+", for the rows of a matrix of several linears."""
+    """Return the size of the axis ``name`` in ``Family.sizes``. Names joined by "+" give the sum of their sizes."""
 
     def size(factor: str | int) -> int:
         return factor if isinstance(factor, int) else number_of(family, config, factor, "a size")

@@ -1,5 +1,5 @@
 """Split the experts that transformers 5 fuses in two tensors into modules, named as in checkpoint files. Every weight
-then has its name, and every operation its site. Gate and up projection become two products; the rest is the same."""
+then has a name, and every operation a site. The product with gate and up projection becomes two; no other changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExpertsApart(nn.ModuleList):
         self.train(gathered.training)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the experts' output for x [tokens, width]; chosen (numbers), weights: [tokens, experts per token]."""
+        """Return the output for x [tokens, width]. chosen (experts' ids), weights: [tokens, experts per token]."""
         joined = torch.zeros_like(x)
         for number, expert in enumerate(self):
             if chosen.is_meta:  # routing needs values

@@ -14,7 +14,7 @@ from .layout import Layout
 from .types import Family, Part, Stack
 from .wiring import Attention, Experts, Head
 
-EARLY = 8  # where tensors are unknown, layers of each stack with records; all kinds of layer are among them
+EARLY = 8  # how many layers of a stack are declared if the tensors are unknown; every kind of layer is among them
 
 DTYPE_KEYS = ("dtype", "torch_dtype")  # keys for a word or, as stock code saves some models, a table by part
 
@@ -32,8 +32,8 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
-    """Return a config's layout, without tensors and signals, and its parts except the head. tensors: the checkpoint's
-    number of tensors; None takes ``EARLY`` layers of each stack. Raises UserError for an unusable config.json."""
+    """Return a config's layout, without tensors and signals, and the parts of its stacks. tensors: the checkpoint's
+    number of tensors; if None, only the first ``EARLY`` layers are declared. Raises UserError for a bad config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
         if (value := config_value(family, config, key)) != only:

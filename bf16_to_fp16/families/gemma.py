@@ -1,16 +1,16 @@
 """Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack, as in Llama, with these differences.
 
 Gemma 3 has norms before and after every sublayer, and norms of queries and keys. All norms share one eps, so rescaling
-multiplies all their inputs by the stream's power of two (its factor). Gains are stored as gain − 1, so a factor on a
-gain rounds it (``Tensor.offset``); only gains that need a factor get one. The embedding multiplies its output by √d.
+multiplies all their inputs by the stream's power of two (its factor). Gains are stored as gain − 1, so multiplying
+a gain rounds it (``Tensor.offset``); only gains that must change do. The embedding multiplies its output by √d.
 With images, a vision tower's outputs replace tokens in the stream, through a norm and a linear.
 
 Gemma 2 has no norms of queries and keys, but soft caps on scores and logits. A factor commutes with a rotation only if
 both channels of a pair have it, and several query heads share one key head: so queries and keys have one exponent for
-each pair of channels of each key head. A cap bounds its outputs, and rescaling leaves the scores unchanged.
+each pair of channels of each key head. Rescaling leaves the scores unchanged, so that their cap acts as before.
 
 Gemma has a norm only before each sublayer, and no soft caps. With no norm behind them, the output projections
-themselves are multiplied by the stream's factor. So only a tied head's gains get a factor and are rounded."""
+themselves are multiplied by the stream's factor. So only the gains before a tied head are multiplied, and rounded."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ GEMMA3 = replace(
 
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return the parts of a projector, which replaces scaled embeddings in the stream by a vision tower's outputs."""
+    """Return the projector's parts. Its outputs replace the scaled embeddings of image tokens in the stream."""
     at = "multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
     wiring = Projector(

@@ -3,13 +3,13 @@
 GLM-4 has one matrix, ``gate_up_proj``, with the gate's rows first; only the rows of the up projection can be rescaled.
 GLM-4-0414 has norms before and after every sublayer, GLM-4 only before each. Gains behind a sublayer are stored as they
 are, not minus 1, so rescaling by a power of two rounds none. Rotary positions rotate channels 2i and 2i + 1 of each
-head's first half; the other channels are not rotated, but count as pairs too.
+head's first half. The other channels are not rotated, but exponents and bounds treat them as pairs.
 
 GLM-4.5 has routed experts, and a shared expert for every token; its first layers are dense. The router always computes
-in fp32: sigmoids of its logits and, for the choice alone, a correction that files keep in fp32. If the config says so,
-the weights of a token's experts are divided by their sum. Then the config's factor multiplies the weights. Their sum is
-at most that factor or, without the division, that factor times the number of experts per token. The first half of each
-head's channels is rotated in pairs; the others are not, but count as pairs too."""
+in fp32: weights are sigmoids of its logits; it chooses by them plus a correction that files keep in fp32. If the config
+says so, the weights of a token's experts are divided by their sum. Then the config's factor multiplies the weights.
+Their sum is at most that factor or, without the division, that factor times the number of experts per token. Rotary
+positions rotate half of each head, as in GLM-4, but pair channels as Llama does."""
 
 from __future__ import annotations
 

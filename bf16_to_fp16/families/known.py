@@ -85,15 +85,15 @@ def class_of(config: Mapping[str, object]) -> StockClass:
 
 
 def placed_family(config: Mapping[str, object]) -> Family:
-    """Return a config's family, with the module paths of the config's stock class."""
+    """Return a config's family, its module paths prefixed as in the stock class that the config names."""
     return family_inside(family_of(config), class_of(config).body)
 
 
 def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return the stock class to which the tensor names belong, if it is not the config's class; else None.
+    """Return another stock class than the config's if the tensors have that class's names; else None.
 
-    A class with a head has its stacks inside a module, and so a prefix in its names. Stock code reads names with and
-    without the prefix, and initialises missing tensors at random."""
+    A class with a head has its stacks inside a module, so its tensor names have a prefix. Stock code reads names with
+    and without the prefix, and initialises missing tensors at random."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
@@ -103,7 +103,7 @@ def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Return whether a config's ``model_type`` and first class, if any, are supported; UserError for bad types."""
+    """Return whether a config's ``model_type`` and first class, if any, are supported; UserError for wrong types."""
     family = of_model_type(model_type_of(config))
     return family is not None and all(name in names_of(family) for name in architectures(config)[:1])
 
@@ -124,11 +124,11 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return the least right padding, in positions, with which a padded encoder row stays finite in fp16: 0 if any
-    does, inf if none does.
+    """Return the fewest positions of right padding with which a padded encoder row stays finite in fp16: 0 if any
+    number is enough, inf if none is.
 
     Under a mask of −inf a padded position that attends to no position is NaN, and so is every position that attends to
-    it, masked or not. But padded positions attend to the sums of blocks that the row's tokens do not fill."""
+    it, masked or not. Where blocks are summed, a whole block of padding gives padded positions a sum to attend to."""
     family = of_model_type(config.get("model_type"))
     if family is None:
         return 0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 NOT_A_CHOICE = ("regression", "multi_label_classification")
-"""A classifier's ``problem_type`` values whose logits are no choice of one among several."""
+"""Values of a classifier's ``problem_type`` with which no softmax is taken of its logits."""
 
 
 class TensorSource(Protocol):
@@ -48,9 +48,9 @@ TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by n
 
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint. ``source``: its stored name, None if generated. ``gain``: a factor besides
-    rescaling's powers of two: d^-1/2 for some separated heads, else 1. ``offset``, ``ahead``, ``in_fp32``: as in
-    ``Tensor``."""
+    """A tensor of one checkpoint. ``source``: its name in the checkpoint, None if it is generated. ``gain``: a factor
+    on the stored values before rescaling: d^-1/2 if a separated head takes over ``head_scale``, else 1. Other fields
+    are as in ``Tensor``."""
 
     name: str
     source: str | None
@@ -78,7 +78,7 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """A stack of one checkpoint, its sublayers in order of execution. A model's only stack is both encoder and last."""
+    """A stack of one checkpoint, its sublayers in order of execution. If it is the only one, both flags are true."""
 
     is_encoder: bool
     is_last: bool
@@ -89,8 +89,8 @@ class ResolvedStack:
 @dataclass(frozen=True)
 class Layout:
     """A family applied to one checkpoint. ``tied``: whether the embedding serves as head; None without a
-    language-modelling head. ``dropped``: the tensors left out, with the reason. ``head_scale``: the factor on the
-    decoder's output before the head."""
+    language-modelling head. ``dropped``: the checkpoint's tensors that are not used, each with the reason.
+    ``head_scale``: stock code's factor on the decoder's output before the head."""
 
     family: Family
     config: Mapping[str, object]
@@ -104,17 +104,17 @@ class Layout:
     """The encoder's ends and then its sublayers in order, the same for the decoder, and the head."""
     eps_in_memory: Mapping[str, float] = field(default_factory=dict)
     """By norm, the eps of a model in memory where no config can express it."""
-    held_eps: float | None = None  # of a tool that reads the output without its config, None where that counts
+    held_eps: float | None = None  # fixed in the tool that reads the output; None if that follows the config
 
     @property
-    def outside(self) -> dict[str, str]:
-        """Tensors that only other classes of the family use, each with the reason for leaving it out."""
+    def of_other_classes(self) -> dict[str, str]:
+        """Tensors that the stock class ignores and other classes of the family read, each with the reason."""
         return {name: why for name, why in self.dropped.items() if why.startswith(self.stock.names[0])}
 
     @property
     def only_class(self) -> str | None:
-        """The one class for which the report holds, if ``outside`` has any tensors; else None."""
-        return self.stock.names[0] if self.outside else None
+        """The stock class's name if there are tensors ``of_other_classes``, which the report leaves out; else None."""
+        return self.stock.names[0] if self.of_other_classes else None
 
     @property
     def head(self) -> Head | None:
@@ -123,7 +123,7 @@ class Layout:
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether the outputs are logits of one choice among several, as a softmax expects."""
+        """Whether a softmax turns the outputs into probabilities: they are logits of two or more exclusive choices."""
         if self.head is None:
             return False
         choices = self.tensors[self.head.linears[-1].weight].shape[0]
@@ -176,33 +176,33 @@ class Layout:
         cap = config_value(self.family, self.config, of.cap) if of.cap else None
         return None if cap is None else positive(of.cap, cap, "a positive number")
 
-    def sees(self, attention: Attention, length: int) -> int:
-        """Return the largest number of keys for one query of an attention, in sequences of up to ``length``."""
+    def most_keys(self, attention: Attention, length: int) -> int:
+        """Return the largest number of keys to which one query attends, in sequences of up to ``length``."""
         if not attention.radius:
             return length
         near = 3 * (number_of(self.family, self.config, attention.radius, "a number of positions", least=0) + 1)
-        return near + (length // self.summed(attention) if attention.block else 0)
+        return near + (length // self.positions_per_sum(attention) if attention.block else 0)
 
-    def summed(self, attention: Attention) -> int:
-        """Return how many positions an attention sums into one key; the last sum may have more."""
+    def positions_per_sum(self, attention: Attention) -> int:
+        """Return the size of the blocks of positions that an attention sums; a remainder joins the last block."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return the number of experts per token, the largest weight of one, and the largest sum of a token's."""
+        """Return the number of experts per token, their largest weight, and the largest sum of one token's weights."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
         scale = 1.0
         if experts.scaling:
             scaling = config_value(self.family, self.config, experts.scaling)
-            scale = positive(experts.scaling, scaling, "a number to multiply with", zero=True)
+            scale = positive(experts.scaling, scaling, "a number to multiply with", allow_zero=True)
         convex = not experts.sigmoid or bool(config_value(self.family, self.config, experts.normalised))
         return number, scale, scale if convex else scale * number
 
     def noise(self, experts: Experts) -> float:
         """Return the largest distance from 1 of a router's random factor in training; 0 without one."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
-        return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", zero=True)
+        return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", allow_zero=True)
 
     def embedding_scale(self, ends: StackEnds) -> float:
         """Return stock code's factor on the output of a stack's embedding; 1 for none."""
@@ -224,12 +224,12 @@ class Layout:
 
     @property
     def entrances(self) -> Mapping[str, str]:
-        """The name of the residual stream that each norm or linear reads, by module path, in order."""
+        """Module paths of the norms and linears that read a residual stream, each with the stream's name, in order."""
         return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
 
     @property
     def streams_read(self) -> Mapping[str, str]:
-        """The name of the residual stream that each norm reads, by module path, in order."""
+        """Module paths of the norms that read a residual stream, each with the stream's name, in order."""
         linears = {name for name, tensor in self.tensors.items() if len(tensor.shape) == 2}
         return {path: name for path, name in self.entrances.items() if f"{path}.weight" not in linears}
 
@@ -283,8 +283,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Reader:
-    """A sublayer or final norm that reads the residual stream. ``norm``: module path, "" if the sublayer's linears read
-    the stream directly. ``entrance``: the norm or one of these linears. ``site``: the audit's name of the stream there.
+    """A sublayer or final norm that reads the residual stream. ``norm``: path of the norm that reads it, ""
+    if linears do. ``entrance``: path of this norm or of one of the linears. ``site``: the site whose output they read.
     ``sublayer``: None for a final norm. ``is_first``: whether no sublayer has added to the stream yet."""
 
     norm: str

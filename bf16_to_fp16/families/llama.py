@@ -31,8 +31,8 @@ INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
-    """Raise UserError for a sliding window too small for a position to attend to itself. Bidirectional attention allows
-    0, the position alone."""
+    """Raise UserError for a sliding window in which no position attends to itself: under 1 or, if attention is
+    bidirectional, under 0."""
     window = looked_up(config, key)
     least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
     if window is not None and not (isinstance(window, int) and window >= least):
@@ -61,14 +61,14 @@ def shared_values(config: Mapping[str, object]) -> Spread:
 
 
 def rotary_factor(config: Mapping[str, Any]) -> float:
-    """Return the largest factor on cosines and sines in any layer, at least 1; raise UserError for an unknown kind."""
+    """Return the largest factor on cosines and sines in any layer, at least 1. Raises UserError if it is unknown."""
     rotation = config.get("rope_parameters") or {}
     by_layer = rotation.values() if is_nested(rotation) else [rotation]
     return max(1.0, *(factor_of(config, each) for each in by_layer if isinstance(each, Mapping)))
 
 
 def factor_of(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> float:
-    """Return transformers' factor on cosines and sines for one ``rotation``."""
+    """Return stock code's factor on cosines and sines. rotation: ``rope_parameters``, or its entry for some layers."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow to load
 
     kind, factor = kind_of(rotation), rotation.get("attention_factor")
@@ -142,8 +142,8 @@ def sparse(
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the declaration of a layer's router and gated experts. block: the layer's module with both. count: config
-    key of the number of experts. names: of the experts' linears. own: fields of ``Experts`` that differ from Qwen's."""
+    """Return the declaration of a layer's router and gated experts. block: name of the module with both. count: config
+    key of the number of experts. names: how files name the experts' linears. own: values for fields of ``Experts``."""
     inside, plain = f"{at}.{block}", wired_feed_forward(at, config["hidden_act"])
     each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count)))
     wiring = Experts(

@@ -72,7 +72,7 @@ def growth(config: Mapping[str, Any]) -> tuple[float, float]:
     beta, reach = "llama_4_scaling_beta", "original_max_position_embeddings"
     rotation = config["rope_parameters"]
     return (
-        positive(beta, rotation.get(beta), "a number of at least 0", zero=True),
+        positive(beta, rotation.get(beta), "a number of at least 0", allow_zero=True),
         positive(reach, rotation.get(reach), "a number over 0"),
     )
 

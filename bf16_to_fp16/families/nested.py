@@ -30,7 +30,7 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part with ``body`` before its module paths; a name such as ":add" becomes a site of ``body`` itself."""
+    """Return a part with ``body`` before its module paths. The model's own site, such as ":add", becomes ``body``'s."""
 
     def path(name: str) -> str:
         if name.startswith(":"):
@@ -67,7 +67,7 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family) -> Family:
-    """Return a one-stack family that reads ``text_config``, and ``tie_word_embeddings`` in the outer config too."""
+    """Return a one-stack family that reads its config keys in ``text_config``, and the tie flag outside it too."""
 
     def key(name: str) -> str:
         return f"{INNER}.{name}" if name else name
@@ -104,7 +104,7 @@ def keys_inside(family: Family) -> Family:
 
 def family_inside(family: Family, body: str) -> Family:
     """Return a family with its stacks inside the module ``body``; "" changes nothing. A vision tower and its projector
-    go into the module around ``body``, if any."""
+    become siblings of ``body``."""
     if not body:
         return family
     brings, around = family.brings, body.rpartition(".")[0]

@@ -2,7 +2,7 @@
 these differences.
 
 Linears read the stream itself. The columns of v, gate and up are divided by the stream's power of two. The outputs of
-q, k and both output projections keep it, since norms with the same eps read them. The gains of the norm behind a
+q, k and both output projections have it too, since norms with the same eps read them. The gains of the norm behind a
 sublayer bound its contribution to the stream. OLMo's norms of queries and keys span all heads. EXAONE's full-attention
 layers have no positions if other layers have a window."""
 
@@ -55,7 +55,7 @@ OLMO3 = replace(
 
 
 def unturned_without_window(config: Mapping[str, Any], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``. If some layers have a window, the others have no rotary positions."""
+    """Return the parts of layer ``i``. If the config has a window, layers without it have no rotary positions."""
     turned = config["sliding_window"] is None or config["layer_types"][i] == llama.SLIDING
     return block(config, i, whole=False, turned=turned)
 

@@ -28,9 +28,9 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 
 @dataclass(frozen=True)
 class Style:
-    """How weights are stored. ``biased``: last names of linears with a bias. ``shifts``: whether norms have a bias.
-    ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored gains. ``memory``: the name
-    of the encoder's width if it is not ``model``, for the columns of cross-attention's keys and values."""
+    """How weights are stored. ``biased``: last path components of linears with a bias. ``shifts``: whether norms have
+    a bias. ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored gains. The others
+    are names in ``Family.sizes``; ``memory`` is that of the encoder's width, "" if it is ``model``."""
 
     biased: Collection[str] = ()
     shifts: bool = False
@@ -87,9 +87,9 @@ def to_norm(norm: str) -> Axis:
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return which channels of queries, and of keys, share exponents. The two channels of a rotated pair share one. If
-    neither all nor half of a head is rotated, all channels of the head share one. share: (key heads, query heads per
-    key head, size of a head); () if none share."""
+    """Return how queries, and how keys, share exponents: query heads of one key head, and both channels of a rotated
+    pair. If neither all nor half of a head is rotated, the whole head has one exponent. share: (key heads, query heads
+    per key head, size of a head); () only without rotation, if each query head has its own key head."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
@@ -103,8 +103,8 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the ``Spread`` of a fused matrix that is rescaled only in one linear's rows. fused: the row counts of all
-    linears. number: the linear's index. spread: of its own rows."""
+    """Return a ``Spread`` for a fused matrix's rows, of which only one linear's have channels. fused: the linears' row
+    counts, () for a matrix of one linear. number: the linear's index. spread: how its rows share channels."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -169,10 +169,10 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
 
 
 def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
-    """Return the axes of queries and keys, their norms' gains, the signal that both share, and the scores' signal.
+    """Return the output axes of query and key weights, the norms' gains, and the signals ``query_key`` and ``scores``.
 
-    Queries and keys with norms are rescaled as the stream, since their norms share its eps. Only the queries, or the
-    gains of their norm, rescale the scores."""
+    Norms of queries and keys share the stream's eps, so the linears before them are rescaled as the stream. Scores are
+    rescaled by the query weight alone or, with such norms, by the query norm's gains alone."""
     query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
     if wiring.query_norm:
         # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
@@ -248,24 +248,24 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
     )
 
 
-def experts(wiring: Experts, each: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
-    """Return the declaration of a router and its experts. each: of all feed-forwards, also of shared ones."""
+def experts(wiring: Experts, declared: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
+    """Return the declaration of a router and its experts. declared: the declaration of each expert, shared or not."""
     routing = f"{wiring.classifier}.routing"
     chosen = multiplied_by(routing)
     router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]
     if biased:
         router.append(Tensor(f"{wiring.classifier}.bias", ("experts",), (chosen,)))
-    signals = {(signal.name, signal.seen): signal for part in each for signal in part.signals}
+    signals = {(signal.name, signal.seen): signal for part in declared for signal in part.signals}
     return Part(
         signals=(*signals.values(), Signal(routing, Kind.ASYMPTOTIC, "experts", (output_of(wiring.classifier),))),
-        tensors=(*dict.fromkeys(t for part in each for t in part.tensors), *router, *others),
+        tensors=(*dict.fromkeys(t for part in declared for t in part.tensors), *router, *others),
         topology=wiring,
     )
 
 
-def projector(wiring: Projector, writer: str, *tensors: Tensor, size: str = "vision") -> Part:
-    """Return the declaration of a projector. writer: the module whose output joins the stream."""
-    stream = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(writer),))
+def projector(wiring: Projector, last: str, *tensors: Tensor, size: str = "vision") -> Part:
+    """Return the declaration of a projector. last: its last module. size: the name of its norm's width."""
+    stream = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(last),))
     return Part((stream, Signal(wiring.norm, Kind.FIXED, size, (output_of(wiring.norm),))), tensors, wiring)
 
 
@@ -303,8 +303,8 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
-    """Return the declaration of a final norm and a separate head. sizes: named sizes of the linears' outputs. The first
-    linear's output is not rescaled, since a tanh or the user reads it."""
+    """Return the declaration of a final norm and a separate head. sizes: the name of each linear's output size.
+    Only edits rescale these outputs, which a tanh, a softmax or the user reads."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

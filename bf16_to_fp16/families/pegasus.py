@@ -61,7 +61,7 @@ def attention(at: str, module: str, *, memory: bool = False, style: Style = STYL
 
 
 def neurons(at: str, config: Mapping[str, object]) -> Part:
-    """Return the declaration of a feed-forward; its neurons can be rescaled only with ReLU."""
+    """Return the declaration of a feed-forward; its neurons can be rescaled exactly only with ReLU."""
     stack = at.split(".")[0]
     wiring = FeedForward(
         at=at,

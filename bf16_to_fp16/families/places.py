@@ -58,8 +58,8 @@ _OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
 
 @dataclass(frozen=True)
 class Place:
-    """A site's place, None where unknown. ``stack``: encoder or decoder. ``block``: from 0. ``role``: such as
-    "feed-forward" or "queries"."""
+    """Where in the model a site is; unknown fields are None. ``stack``: "encoder" or "decoder". ``block``: its number,
+    from 0. ``role``: such as "feed-forward" or "queries"."""
 
     stack: str | None = None
     block: int | None = None

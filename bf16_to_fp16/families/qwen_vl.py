@@ -1,7 +1,7 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with outputs of a vision tower in their stream.
 
-Positions on three axes only change the angles of rotary positions. A merger reads four of the tower's outputs at once
-through their norms. Two linears with a GELU between them make a token of the four. In Qwen3-VL, further mergers add
+Positions on three axes only change the angles of rotary positions. A merger normalises and joins four of the tower's
+outputs. Two linears with a GELU between them make one token of the four. In Qwen3-VL, further mergers add
 outputs of earlier tower layers to the stream after its first layers. All these norms have an eps of their own, so only
 each merger's last linear is rescaled as the stream, and the tower stays as it is."""
 
@@ -90,8 +90,8 @@ def with_images(
     key: str = "hidden_size",
     flat: bool = False,
 ) -> Family:
-    """Return a text model's family with a vision tower added. brings: makes the tower's parts. key: of its width. flat:
-    whether older configs have the text model's keys outside ``text_config``."""
+    """Return a text model's family with a vision tower added. brings: as in ``Family``. key: config key of the tower's
+    width. flat: whether older configs have the text model's keys outside ``text_config``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
 
     def around(inner: Family) -> Family:

@@ -108,8 +108,8 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, stock: StockClass) -> str:
-    """Return the remedy in the error message for a missing embedding. If the tensors have another class's names, stock
-    code can read them and save them under its own names, unless a head is missing."""
+    """Return the end of the error message for a missing embedding. Tensors with another class's names can be loaded and
+    saved by the config's class or, if they include no head, the config can name the other class."""
     other = class_by_tensor_names(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"

@@ -47,7 +47,7 @@ class Kind(StrEnum):
 
     @property
     def has_one_exponent(self) -> bool:
-        """Whether all channels have the same exponent, so that axes of any length fit."""
+        """Whether one exponent can serve all channels, so that axes of any length can carry the signal."""
         return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 
@@ -58,8 +58,8 @@ LOGITS = "logits"  # name of the signal that a softmax over choices reads
 Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
 Side = Literal["input", "output"]  # side of a module
 Spread = tuple[int, ...]
-"""How the elements of an axis share the channels of a signal: factors of the axis's length, outermost first, of which
-every second one only repeats. () where each element has a channel of its own.
+"""How the elements of an axis share the channels of a signal: a shape of the axis. Along its second, fourth, ...
+dimension the same channels repeat. () where each element has a channel of its own.
 
 Values that several query heads read: (heads of values, query heads for each, size of a head). Pairs of channels that a
 rotation mixes: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2). A negative number at
@@ -70,8 +70,8 @@ either end counts elements that are not rescaled: neurons behind their gates in 
 @dataclass(frozen=True)
 class Axis:
     """A tensor's axis that a signal's power of two multiplies (``sign`` 1) or divides (−1). ``spread``: how the axis's
-    elements share the signal's channels. ``others``: further signals on the same elements, or on other elements of the
-    axis if several linears share a matrix."""
+    elements share the signal's channels. ``others``: axes for further signals, on the same elements or, if several
+    linears share a matrix, on those of another linear."""
 
     sign: Sign
     signal: str
@@ -79,22 +79,22 @@ class Axis:
     others: tuple[Axis, ...] = ()
 
     def beside(self, *others: Axis) -> Axis:
-        """Return this axis with ``others`` as further signals, on the same or on other elements."""
+        """Return a copy of this axis that has these ``others`` in place of its own."""
         return replace(self, others=others)
 
 
 def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
-    """Return an ``Axis`` for each signal that rescales an axis; () for None."""
+    """Split an axis into one ``Axis`` for each signal that rescales it; return () for None."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
 
 def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis multiplied by a signal's power of two: the weight computes the signal."""
+    """Return an axis that a signal's power of two multiplies, as in a weight that computes the signal."""
     return Axis(1, signal, spread)
 
 
 def divided_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis divided by a signal's power of two: the weight reads the signal or computes keys."""
+    """Return an axis that a signal's power of two divides, as in a weight that reads the signal."""
     return Axis(-1, signal, spread)
 
 
@@ -110,7 +110,7 @@ class ObservationPoint:
 
 
 def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
-    """Return a signal's observation point at a module's output. sign: −1 if the signal divides it."""
+    """Return a signal's observation point at a module's output. sign: −1 if its power of two divides the output."""
     return ObservationPoint(sign, module, "output", spread)
 
 
@@ -120,12 +120,12 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of the signal that scales the columns of the weight of ``signal``, queries or a gate."""
+    """Return the name of the ``COLUMNS`` signal of the weight that computes ``signal``, queries or a gate."""
     return f"{signal}.columns"
 
 
 def signal_of_columns(columns: str) -> str:
-    """Return the signal whose ``columns_of`` is ``columns``: queries or a gate."""
+    """Return the argument with which ``columns_of`` returned ``columns``."""
     return columns.removesuffix(columns_of(""))
 
 
@@ -136,9 +136,9 @@ def before(norm: str) -> str:
 
 @dataclass(frozen=True)
 class Signal:
-    """Activations that are rescaled together. ``size``: the named size of their channels; with ``spread``, of an axis
-    that shares channels. ``seen``: where it is observed. ``beside``: where another signal's exponent is added to its
-    own."""
+    """Activations that are rescaled together. ``size``: the name of an axis's size in ``Family.sizes``. ``spread``: how
+    that axis's elements share the channels. ``seen``: where the signal is observed. ``beside``: where another signal is
+    observed, to whose exponent this one's is added."""
 
     name: str
     kind: Kind
@@ -154,9 +154,9 @@ class Tensor:
 
     ``absent``: why a file may lack it, "" if it must be there. ``generate``: a function from its shape to its unscaled
     values, if stock code computes them. ``offset``: a number that stock code adds to it, in fp32, before use; exponents
-    act on the sum, and the file holds the sum minus the offset, rounded. ``ahead``: unused rows before the first
-    position in a table of positions. ``in_fp32``: whether stock code keeps it in fp32 for a choice, so that it must not
-    be rounded."""
+    act on the sum, and the file holds the sum minus the offset, rounded. ``ahead``: how many unused rows precede the
+    first position's, in a table of positions. ``in_fp32``: whether stock code keeps it in fp32, since rounding could
+    change which expert takes a token."""
 
     name: str
     shape: tuple[str, ...]

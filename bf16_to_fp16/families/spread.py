@@ -1,8 +1,8 @@
 """Axes of tensors where several elements share one channel of a signal, or some have none: values that several query
 heads read, channels that a rotation mixes, neurons behind their gates in one matrix.
 
-A ``Spread`` lists factors of the axis length, outermost first; every second factor counts repetitions of a channel. If
-its first or last number is −n, the first or last n elements have no channel."""
+A ``Spread`` is a shape of the axis: the same channels repeat along its second, fourth, ... dimension. If its first or
+last number is −n, the first or last n elements have no channel, and the shape is that of the other elements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .signals import Spread
 
 
 def factors_between_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return how many first elements have no channel, the positive factors, and how many last ones have none."""
+    """Return how many elements without a channel come first, the shape of the others, and how many come last."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after
@@ -35,7 +35,7 @@ def carrying(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return [elements, ...] from [channels, ...]: each element's channel, or zeros for elements without one."""
+    """Return [elements, ...] from [channels, ...]: for each element its channel's value, 0 if it has no channel."""
     if not spread:
         return values
     before, factors, after = factors_between_ends(spread)
@@ -47,7 +47,7 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def by_channel(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return [channels, elements per channel, ...] from [elements, ...], without the elements that have no channel."""
+    """Group [elements, ...] into [channels, elements per channel, ...]; omit elements that have no channel."""
     if not spread:
         return values.unsqueeze(1)
     _, factors, _ = factors_between_ends(spread)

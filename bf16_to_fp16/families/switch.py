@@ -47,7 +47,7 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
 
 
 def block(config: Mapping[str, Any], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
-    """Return the parts of block ``i``. As in stock code, every n-th has experts, from the second on."""
+    """Return the parts of block ``i``. It has experts if the config's sparse step is 1 or ``i % step`` is 1."""
     *attending, _ = dense.block({"feed_forward_proj": "relu"}, i)
     at, key = f"{stack}.block.{i}.layer.{len(attending)}", f"{stack}_sparse_step"
     step = whole_number(key, config[key], "a number", least=0)

@@ -27,7 +27,8 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return an attention's declaration. memory: it reads the encoder. shared: the one whose position bias it adds."""
+    """Return an attention's declaration. bias: whether it has a position bias of its own. memory: whether it reads the
+    encoder's output. shared: path of the attention whose position bias it adds, if not its own."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -47,10 +48,9 @@ def with_table(part: Part, name: str) -> Part:
     return replace(part, tensors=(*part.tensors, Tensor(name, ("buckets", "heads"), (None, None))))
 
 
-def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
-    """Return the declaration of a feed-forward. projection: the config's ``feed_forward_proj``; "gated-gelu" is
-    gelu_new."""
-    m, gated = f"{at}.{module}", projection.startswith("gated-")
+def neurons(at: str, feed_forward_proj: str, module: str = "DenseReluDense") -> Part:
+    """Return the declaration of a feed-forward. As in stock code, "gated-gelu" means a gate with gelu_new."""
+    m, gated = f"{at}.{module}", feed_forward_proj.startswith("gated-")
     return feed_forward(
         FeedForward(
             at=m,
@@ -58,7 +58,7 @@ def neurons(at: str, projection: str, module: str = "DenseReluDense") -> Part:
             gate=f"{m}.wi_0" if gated else "",
             linear=f"{m}.wi_1" if gated else f"{m}.wi",
             output=f"{m}.wo",
-            activation="gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-"),
+            activation="gelu_new" if feed_forward_proj == "gated-gelu" else feed_forward_proj.removeprefix("gated-"),
             act=f"{m}.act",
             add=f"{at}:add",
             dropouts=(f"{m}.dropout", f"{at}.dropout"),

@@ -13,9 +13,9 @@ from .wiring import Projector, StockAttributes, Topology
 
 @dataclass(frozen=True)
 class Part:
-    """Signals and tensors that belong together: a sublayer, an embedding, a head. Parts with a signal of the same name
-    share it, with the observation points of each. ``topology``: how the modules are connected; None for outputs
-    that only users read."""
+    """The declaration of a sublayer, an embedding, a head or a final norm. Signals of the same name in several parts
+    are one signal, observed at the points of all these parts. ``topology``: how the modules are connected; None for a
+    final norm without a head."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
@@ -28,10 +28,10 @@ class StockClass:
 
     ``names``: the current name first, then older ones. ``decodes``: whether the class has a decoder.
     ``takes_decoder_ids``: whether it needs the decoder's ids; if not, it makes them from the encoder's. ``end``: the
-    head on the last norm's output; None for a language-modelling head, which only the tensors show to be tied or not.
-    ``gives``: the fields of the output. ``body``: the module that holds the stacks, "" for the model itself.
-    ``reads_end_token``: whether the head reads only the last end token of a row; ``reads_last_token``: only the last
-    token that is not padding. ``auto``: the Auto class that loads it, "" for the usual one."""
+    final norm and any head behind it; None for a language-modelling head, which the family declares tied and untied.
+    ``gives``: the output's field names. ``body``: path of the module that contains the stacks, "" for the model itself.
+    ``reads_end_token``: whether the head reads only a row's last end token; ``reads_last_token``: whether it reads
+    only the last token that is not padding. ``auto``: the Auto class that loads it, "" if ``loading_class`` decides."""
 
     names: tuple[str, ...]
     decodes: bool = False
@@ -75,7 +75,7 @@ MultiplierKind = Literal["embedding", "branch", "scores", "logits"]
 It divides the logits."""
 
 DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
-"""Where a dropout acts: the stream and its summands, these only (branch), attention weights, neurons, head inputs."""
+"""Places of dropout: stream and sublayer outputs, only the latter (branch), attention weights, neurons, head inputs."""
 
 
 INNER = "text_config"  # key of a text model's nested config
@@ -111,7 +111,7 @@ class Family:
     encoder_output: Part  # the final norm's output, where a decoder or a user reads it
     decoder_ends: Part | None = None  # a decoder's beginning and end, like ``encoder_ends``
     tied_head: Part  # the final norm and the language-modelling head where the embedding serves as head
-    untied_head: Part  # the final norm and a language-modelling head of its own
+    untied_head: Part  # the final norm and a separate language-modelling head
     embedding: str
     head: str
     copies: tuple[str, ...] = ()  # names under which stock files may repeat the embedding
@@ -132,7 +132,7 @@ class Family:
     attributes: StockAttributes
     untie: Literal["", "copy", "scaled"]
     """How a tied head can be separated: "copy", "scaled" (with the d^-1/2 before the head folded in), or "" (never)."""
-    variants: tuple[Mapping[str, object], ...] = ()  # config values with other parts in a block than the defaults
+    variants: tuple[Mapping[str, object], ...] = ()  # config values that give blocks other parts than the defaults do
     ties_all_or_nothing: bool = False
     """Whether stock code that does not tie the head ties no other copy either, so that a file must contain each."""
     encoder_refuses_cache: bool = False  # whether stock code raises when a call with ``use_cache`` runs the encoder too
@@ -156,7 +156,7 @@ class Family:
     eps_copies: tuple[str, ...] = ()  # further config keys that must say the same eps
     tie_keys: tuple[str, ...] = ("tie_word_embeddings",)  # config keys that tie the head, one for each version
     stored_experts: StoredExperts | None = None  # names in files of experts that stock code gathers
-    flat: Family | None = None  # the same family for configs with the text model's keys outside
+    flat: Family | None = None  # the same family for configs without ``text_config``
     brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
     """Returns the parts that add another model's outputs to the first stack; None if there are none."""
 

@@ -191,6 +191,6 @@ def test_a_published_command_asks_for_the_very_same_options() -> None:
 @pytest.mark.parametrize("accepted", [math.inf, math.nan, 0.0, -1.0])
 def test_what_is_no_distance_is_refused(accepted: float) -> None:
     """Without an end every output would be near enough, and a report could not say so."""
-    with pytest.raises(UserError, match="no distance to accept"):
+    with pytest.raises(UserError, match="give a finite number over 0"):
         Options(max_kl=accepted).check()
     Options(max_kl=0.01).check()

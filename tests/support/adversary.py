@@ -138,7 +138,7 @@ def adverse_inputs(model: Any, layout: Layout, batch: int, seed: int, size: floa
                 own = gain_of(state, layout, w.block_norm)
                 choices = torch.cat([state[f"{p}.weight"] * own for p in (w.key, w.value)])
                 choices = torch.cat([choices, state[f"{w.output}.weight"] @ (state[f"{w.value}.weight"] * own)])
-                inputs[w.block_norm] = drawn(choices, batch, ENCODER // layout.summed(w))
+                inputs[w.block_norm] = drawn(choices, batch, ENCODER // layout.positions_per_sum(w))
     return inputs
 
 
