@@ -1,4 +1,4 @@
-"""Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16: exactly rescaled, audited, for stock libraries.
+"""Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16: exactly rescaled, audited, run by stock code.
 
 The names below are the public interface. Each is imported at its first use, so that the command line starts fast."""
 

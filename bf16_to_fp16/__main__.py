@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def open_closed_streams() -> None:
-    """Open closed standard streams on os.devnull; else the next opened files take their numbers and hold their text."""
+    """Open closed standard streams on os.devnull. Else files opened later get their numbers, and what is printed."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

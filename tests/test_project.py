@@ -171,7 +171,7 @@ def test_what_convert_did_not_write_is_refused(tmp_path: Path) -> None:
         "undo whole OUT": "is not what convert writes",
         "verify lone.safetensors": "lone.safetensors is not a folder; give a converted folder",
         "undo lone.safetensors OUT": "lone.safetensors is not a folder; give the folder that convert wrote",
-        "convert pickle OUT": "pytorch_model.bin: cut short, in torch's format of before 2020",
+        "convert pickle OUT": "pytorch_model.bin: is cut short, compressed, in torch's format from before 2020",
         "convert source OUT --plan text.txt": "text.txt: holds no plan of this program",
         "convert source OUT --plan whole --target norm-safe": "the plan was made for --target half",
         "convert source OUT --plan whole --eps fixed": "--plan has all that --eps would choose",

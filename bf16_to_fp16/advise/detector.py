@@ -1,7 +1,7 @@
 """Find spikes, divergences and plateaus in a training loss.
 
-Each loss is compared with the median of a window of calm losses, or on a steep fall with a line through them. The unit
-is their median absolute deviation. Slow rises and plateaus are found in the medians of chunks of the curve."""
+Each loss is compared with the median of a window of calm losses, or on a steep fall with a line through them. The
+difference is measured in their median absolute deviations. Slow rises and plateaus are found in medians of chunks."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ class Detector:
 
     # -- spikes
 
-    def _yardstick(self) -> tuple[float, float]:
+    def _level_and_deviation(self) -> tuple[float, float]:
         """Return the level of the calm losses and the robust standard deviation around it.
 
         On a steep fall the scatter about the median is mostly the fall, so a line through the losses replaces the
-        median. The level is never below all of the last losses, since a fall flattens out."""
+        median. Since a fall flattens out, the level is then at least the lowest of the last ``FAST`` losses."""
         losses = self._calm
         level, spread = _median_and_spread(losses)
         half = len(losses) // 2
@@ -109,7 +109,7 @@ class Detector:
         return level, max(spread, _LEAST_SIGMA * abs(level), 1e-12)
 
     def _compare(self, step: int, loss: float) -> None:
-        level, sigma = self._yardstick()
+        level, sigma = self._level_and_deviation()
         z = (loss - level) / sigma
         # Noise with long tails falls far as well as it rises; a spike stands clear of that too. What fell further
         # than a spike rises was no noise.
@@ -151,7 +151,7 @@ class Detector:
             self._chunks.append(_Chunk(self._fresh[0][0], step, statistics.median(loss for _, loss in self._fresh)))
             self._fresh = []
             self._slow_rise()
-            self._standstill()
+            self._plateau_check()
 
     # -- slow events
 
@@ -162,8 +162,8 @@ class Detector:
             self._lowest, self._rising = chunk, 0
         lowest = self._lowest.median
         rise = chunk.median - lowest
-        _, sigma = self._yardstick()
-        # The yardstick of a rising window has the rise in it, so that this errs towards silence.
+        _, sigma = self._level_and_deviation()
+        # The deviation of a rising window has the rise in it, so that this errs towards silence.
         spread = sigma * math.sqrt(math.pi / CHUNK)
         high = rise > max(Z * spread, 0.05 * abs(lowest))
         self._rising = self._rising + 1 if high else 0
@@ -174,8 +174,8 @@ class Detector:
         elif self._rising == 2:
             self._drift = self._found("Divergence", self._lowest.end, rise)
 
-    def _standstill(self) -> None:
-        """Record a plateau: chunk medians whose trend, with its error, is within ``_FLAT`` of the level."""
+    def _plateau_check(self) -> None:
+        """Record a plateau: the line through some chunks' medians changes by at most ``_FLAT``, its error included."""
         level, flat = self._chunks[-1].median, self._flat
         if self._plateau is not None:
             self._plateau.size = (flat - level) / abs(flat) if flat else 0.0
@@ -212,8 +212,8 @@ def _fall(values: list[float]) -> tuple[float, float]:
 
 
 def events(losses: Iterable[tuple[int, float]]) -> list[Event]:
-    """Return a loss curve's spikes, divergences and plateaus, sorted by start. A step number below the last one is a
-    restart of the run there: earlier losses from that step on are dropped."""
+    """Return a loss curve's spikes, divergences and plateaus, sorted by start. Where a step number is below the one
+    before it, the run was restarted from there: earlier losses from that step on are dropped."""
     curve: list[tuple[int, float]] = []
     for step, loss in losses:
         if curve and step < curve[-1][0]:

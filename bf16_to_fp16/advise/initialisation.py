@@ -1,7 +1,7 @@
 """Initial standard deviations of weights, and how far a checkpoint's weights are from them.
 
 "Transformers without Tears" (Nguyen and Salazar, arXiv:1910.05895) draws with a standard deviation of √(2/(5h)) for a
-hidden size h; MT-NLG 530B (Smith et al., arXiv:2201.11990) with √(1/(3h)). A family has the rule of its stock class.
+hidden size h; MT-NLG 530B (Smith et al., arXiv:2201.11990) with √(1/(3h)). A family's stock class has its own.
 
 Root mean squares are used as standard deviations, since weights have means near 0; norm gains are compared with 1."""
 
@@ -37,8 +37,8 @@ def rules_for(hidden: int) -> dict[str, Any]:
 
 
 def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return each tensor's standard deviation in stock initialisation, or the magnitude of a constant. On the meta
-    device nothing is drawn, but the calls are recorded."""
+    """Return each tensor's standard deviation in stock initialisation, or the magnitude of a constant. They come from
+    the calls that initialise a model on the meta device, which are recorded and draw nothing."""
     import torch
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -63,8 +63,8 @@ def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
                 model = ready(getattr(transformers, stock_class(checkpoint.config))(config))
         except Exception as error:  # each class raises its own
             raise UserError(
-                f"{checkpoint.source}/config.json: stock code cannot make the model ({first_line(error)}); take it from"
-                " the original checkpoint"
+                f"{checkpoint.source}/config.json: stock code cannot make the model ({first_line(error)}); restore the"
+                " config from the original checkpoint"
             ) from error
         with Recording():
             model.initialize_weights()
@@ -76,11 +76,11 @@ def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
 def advise_init(
     source: str | Path, *, subfolder: str | None = None, progress: Progress | bool | None = None
 ) -> dict[str, Any]:
-    """Return the rules for a hidden size, and how far each tensor of a checkpoint is from its family's rule.
+    """Return two published standard deviations for a hidden size, and compare a checkpoint's weights with its family's.
 
     source: folder or Hub id, or a hidden size such as "14336". In ``tensors`` of the result, ``times`` is ``rms`` over
-    ``own_rule``, the family's rule. ``far`` is true for a factor of more than 4 either way, and for inf or NaN. Raises
-    UserError for a source that cannot be read or is of no known family."""
+    ``own_rule``, the family's standard deviation. ``far`` is true for a factor of more than 4 either way, and for inf
+    or NaN. Raises UserError for a source that cannot be read or is of no known family."""
     text = str(source)
     if text.isdecimal() and not Path(text).exists():
         return {"mode": "init", "source": None, "tensors": [], "far": [], "rules": rules_for(int(text))}
@@ -88,7 +88,7 @@ def advise_init(
 
     checkpoint = open_weights(source, subfolder)
     if not checkpoint.config:
-        raise UserError(f"{source}: a file alone does not say what its tensors are; give the folder")
+        raise UserError(f"{source}: a weight file does not name its model; give the folder, with its config.json")
     with in_folder(checkpoint.source):
         family = family_of(checkpoint.config)
     with quiet():

@@ -25,9 +25,9 @@ KINDS = "give a trainer_state.json, .csv or .jsonl (wandb exports CSV)"
 
 
 def read_log(path: str | Path) -> list[tuple[int, float]]:
-    """Return the (step, loss) rows of a CSV, JSONL or ``trainer_state.json`` file, or of a folder's log.
+    """Return the (step, loss) rows of a CSV, JSONL or ``trainer_state.json`` file, or of the log in a folder.
 
-    path: a folder needs a ``trainer_state.json`` or ``log.jsonl``. Raises UserError for other files, or without
+    path: a folder needs a ``trainer_state.json`` or ``log.jsonl``. Raises UserError for other files, or for one without
     losses."""
     path = Path(path)
     if path.is_dir():
@@ -44,7 +44,7 @@ def read_log(path: str | Path) -> list[tuple[int, float]]:
     except (ValueError, TypeError, KeyError, OverflowError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read as a log ({first_line(error)}); {KINDS}") from error
     if not curve:
-        raise UserError(f"{path}: no losses in it; name their column {LOSS_NAMES[0]} or {LOSS_NAMES[1]}")
+        raise UserError(f"{path}: no losses in it; their column must be called {LOSS_NAMES[0]} or {LOSS_NAMES[1]}")
     return curve
 
 
@@ -88,11 +88,11 @@ def advise_losses(log: str | Path) -> dict[str, Any]:
     """Return the spikes, divergences and plateaus of a training log, each with its usual cause.
 
     log: as for ``read_log``. In ``events``, ``end`` is None for an event still going on at the log's end, and ``size``
-    for losses that are NaN or infinite. Raises UserError for an unreadable log, or fewer losses than half a window."""
+    if losses are NaN or infinite. Raises UserError for an unreadable log, or fewer than 32 losses without events."""
     curve = read_log(log)
     anomalies = events(curve)
     if len(curve) < WINDOW // 2 and not anomalies:
-        raise UserError(f"{log}: {len(curve)} losses, of which {WINDOW // 2} are needed; log every step")
+        raise UserError(f"{log}: {len(curve)} losses, but {WINDOW // 2} are needed; log every step")
     rows = [{name: None if value == math.inf else value for name, value in vars(event).items()} for event in anomalies]
     return {
         "mode": "losses",

@@ -1,4 +1,4 @@
-"""Find weights that a small update leaves unchanged: below half the gap between 16-bit values it is lost in rounding.
+"""Find weights that a small update leaves unchanged: one below half the gap between 16-bit values is lost in rounding.
 
 The gap is a power of two, so one histogram of exponents gives a tensor's fraction of unchanged elements for every
 learning rate. An update of Adam and Lion is about the learning rate; Adafactor's is about the learning rate times the
@@ -103,7 +103,7 @@ def advise_updates(
 
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
-    """Return how many elements overflow the format and, by learning rate, how many others change from that rate on."""
+    """Return how many elements overflow the format, and a count of the others by the least rate that changes them."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):

@@ -13,16 +13,16 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.
 
 
 def check_bounded(layout: Layout, folder: str = "") -> None:
-    """Raise UserError for an eps below fp32's range or an activation without a bound. folder: that of config.json."""
+    """Raise UserError for an eps below fp32's range or an activation without a bound. folder: where config.json is."""
     where = f"{folder}/config.json".removeprefix("/")
     if layout.eps < 2.0**-126:
         raise UserError(
-            f"{where}: with a norm eps of {layout.eps:g} a zero vector gives NaN in fp32, which holds 1.2e-38 at"
-            " least; write 1e-6 or so"
+            f"{where}: the norm eps of {layout.eps:g} is less than fp32's smallest normal number, 1.2e-38, so that a"
+            " zero vector gives NaN; write 1e-6 or so"
         )
     for sublayer in layout.feed_forwards:
         if sublayer.activation not in LOWEST:
             raise UserError(
-                f"{where}: activation {sublayer.activation!r} has no bound, only {', '.join(LOWEST)} have;"
-                " take the key from the original checkpoint, or run the checkpoint as it is: bf16-to-fp16 audit"
+                f"{where}: activation {sublayer.activation!r} has no bound (these have: {', '.join(LOWEST)});"
+                " restore the key from the original checkpoint, or run the checkpoint as it is: bf16-to-fp16 audit"
             )

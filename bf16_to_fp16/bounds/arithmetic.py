@@ -65,15 +65,15 @@ def growth(terms: int) -> float:
     allows for one further term, a bias, and for terms that are rounded products (one more factor 1 + u).
 
     Proof. Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most (1 +
-    u)·(a + b), and at most a + 2b and 2a + b: a is an fp16 number, and the result is no further from a + b than a is.
-    Additions of subnormals are exact. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
+    u)·(a + b). It is also at most a + 2b and 2a + b, since a + b is rounded by no more than its distance from a or b.
+    Subnormals add exactly. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
 
-    G(n) ≤ F(n) = 2·(1 + u)^(n/1024) by induction; F(1) ≥ 1. Let two parts of n₁ and n₂ terms have the ratios g₁ and g₂.
-    The ratio of the whole is at most g₁, g₂ or its value where two of the limits above meet: with w = u/(1 − u) that is
-    g₁·(1 + 2w)/(1 + w·g₁/g₂), or the same with 1 and 2 exchanged. It grows with g₁ and g₂, so put g₁ = F(n₁) ≥ 2 and g₂
-    = (1 + u)^(n₂ − 1). Then it is at most F(n₁)·(1 + 2w)/(1 + 2wq) with q = 1/g₂. The logarithm of that factor is at
-    most 2w·(1 − q), and 1 − q at most 1 and at most (n₂ − 1)·ln(1 + u). With 2w = 2/2047 this is at most (n₂/1024)·ln(1
-    + u) for every n₂: by the second up to 2048, by the first from 2051 on, by q > 0.36 between."""
+    G(n) ≤ F(n) = 2·(1 + u)^(n/1024) by induction; F(1) ≥ 1. Let two parts have n₁ and n₂ terms and the ratios g₁ and
+    g₂. The ratio of the whole is at most g₁, g₂ or its value where two of the limits above meet. That value is g₁·(1 +
+    2w)/(1 + w·g₁/g₂) with w = u/(1 − u), or the same with 1 and 2 exchanged. It grows with g₁ and g₂, so put g₁ = F(n₁)
+    ≥ 2 and g₂ = (1 + u)^(n₂ − 1). With q = 1/g₂ it is at most F(n₁)·(1 + 2w)/(1 + 2wq). The logarithm of F(n₁)'s factor
+    is at most 2w·(1 − q), where 1 − q ≤ 1 and 1 − q ≤ (n₂ − 1)·ln(1 + u). With 2w = 2/2047 it is at most (n₂/1024)·ln(1
+    + u): up to n₂ = 2048 by the second, from 2051 on by the first, between by q > 0.36."""
     return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
 
 
@@ -91,14 +91,14 @@ class Arithmetic:
 
     Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, or in up
     to ``splits`` partial sums that are rounded to fp16 and added in fp16. Norms and softmax compute in fp32, LayerNorm
-    as ``norm_units`` says (not by E[x²] − E[x]²). Sequences have at most ``max_length`` positions, of which each row of
-    attention sees at least one.
+    as ``norm_units`` says (not by E[x²] − E[x]²). Sequences have at most ``max_length`` positions, and each row of
+    attention sees at least one of them.
 
     ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
     ``planned``: for weights that are not scaled yet, the exponent that each residual stream will have (0 if absent);
-    errors of subnormals are left out. ``exact``: real arithmetic without any rounding. ``norms16``: norms square, sum
-    and divide in fp16, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every sum is made in fp16,
-    term by term in any order, or in blocks."""
+    errors of subnormals then count as 0. ``exact``: real arithmetic without any rounding. ``norms16``: norms square,
+    sum and divide in fp16, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every sum is made in
+    fp16, term by term in any order, or in blocks."""
 
     max_length: int = MAX_LENGTH
     splits: int = SPLITS
@@ -111,7 +111,7 @@ class Arithmetic:
     def __post_init__(self) -> None:
         if not 1 <= self.max_length <= MOST_POSITIONS:
             length = shortened(self.max_length)
-            raise UserError(f"a maximum length of {length} is no number of positions; give 1 to {MOST_POSITIONS}")
+            raise UserError(f"the maximum length is {length}; give a number of positions from 1 to {MOST_POSITIONS}")
 
     @property
     def unit(self) -> float:
@@ -125,8 +125,8 @@ class Arithmetic:
 
     @property
     def floor(self) -> float:
-        """Absolute error of a matrix product from subnormals. Each partial sum and the result may be subnormal; with
-        ``sums16`` each product may be too, and the error grows by ``growth``."""
+        """Absolute error of a matrix product whose partial sums and result may be subnormal. With ``sums16`` each
+        product may be subnormal too, and the error grows by ``growth``."""
         if not self.sums16 or not self.tiny:
             return (self.splits + 2) * self.tiny
         longest = max(LONGEST_SUM, self.max_length)
@@ -134,9 +134,9 @@ class Arithmetic:
 
     def gamma(self, terms: int) -> float:
         """Return the error of a sum of ``terms`` products, relative to the sum of their absolute values. Tensor cores
-        add k ≥ 4 products and the sum so far at once. They cut each of these and the result off at 2⁻²³ of the largest
-        (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). So k products cost (k +
-        2)·2⁻²³, at most 3 units of 2⁻²⁴ each. Kernels that round every addition need one unit each."""
+        add k ≥ 4 products and the sum so far at once. They cut off each addend, and the result, at 2⁻²³ of the largest
+        addend (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). So k products cost
+        (k + 2)·2⁻²³, which is at most 3·2⁻²⁴ for each. Kernels that round every addition need 2⁻²⁴ for each."""
         if self.sums16:
             return growth(terms) - 1
         return 0.0 if self.exact else (3 * terms + 12) * UNIT32 + self.splits * UNIT
@@ -154,9 +154,9 @@ class Arithmetic:
     def norm_factor(self, width: int) -> float:
         """Return the largest ratio of an RMS norm's output length to √width, with squares, sum, mean and root in fp16.
 
-        Squares only make the sum grow, so each addition loses at most a unit of the final sum. If the mean square is at
-        least 2⁻¹⁷, each subnormal square loses up to 2⁻²⁵, and so does the mean. The factor is infinite where rounding
-        could leave a mean of 0."""
+        Squares are not negative, so each addition loses at most ``UNIT`` times the final sum. Each subnormal square,
+        and a subnormal mean, loses up to ``TINY``, while the mean square is over ``NORM_FLOOR``. The factor is infinite
+        where rounding could leave a mean of 0."""
         if not self.norms16:
             return 1.0
         underflow = TINY / NORM_FLOOR
@@ -164,7 +164,7 @@ class Arithmetic:
         return (1 + UNIT) ** 2 / math.sqrt(left) if left > 0 else math.inf
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return bounds of numbers within ``values`` after one more rounding."""
+        """Return a bound of |x| after one more rounding, for |x| up to ``values``."""
         return values * (1 + self.unit) + self.tiny
 
     def rounded_length(self, length: float, width: int) -> float:
@@ -172,29 +172,30 @@ class Arithmetic:
         return (length * (1 + self.unit) + self.tiny * math.sqrt(width)) * COMPUTED
 
     def summed(self, values: Tensor) -> Tensor:
-        """Add a matrix product's last two roundings, and subnormals' errors, to the bound of its sums."""
+        """Return a matrix product's bound after its last two roundings. values: its bound before them."""
         return values * (1 + self.unit) ** 2 + self.floor
 
 
 def norm_units(width: int) -> float:
     """Return how far a LayerNorm's mean and standard deviation may be off in fp32, in units of 2⁻²⁴·mean|x|.
 
-    A kernel needs no allowance if it sums the squares of the same deviations that it divides: both contain the mean's
-    error. Torch's kernels merge means m and sums of squares of groups by Welford's and Chan's updates
-    (``moments_utils.h``, ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit, besides errors
-    relative to a deviation (``NORM_ERROR``):
+    A kernel that squares the same deviations that it later divides needs no allowance: both contain the mean's error.
+    Torch's kernels instead merge the means and the sums of squares of groups, by Welford's and Chan's updates
+    (``moments_utils.h``, ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit. Its other errors
+    are relative to a deviation (``NORM_ERROR``).
 
-    - in a run of n values, or n groups of one size, the k-th rounding comes out with weight k/n: (n + 1)/2 units;
-    - a merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
+    - In a run of n values, or of n groups of one size, the k-th rounding has weight k/n: (n + 1)/2 units in all.
+    - A merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
 
-    In exact arithmetic the root of the sum of squares is the length of a vector: a vector for the true means plus one
-    for their errors, in which errors within runs are orthogonal to those between runs. The errors of a run's means have
-    an rms of at most √((n² − 1)/12). The k-th term of a run is D²·(k − 1)/k − D·r, r the rounding, which takes off at
-    most √2 units more. An error of a group's mean counts once, since merges compare that mean with others.
+    In exact arithmetic the root of the sum of squares is the length of a vector: one for the true means plus one for
+    their errors. In the second, errors within runs are orthogonal to those between runs. The errors of a run's means
+    have an rms of at most √((n² − 1)/12). The k-th term of a run is D²·(k − 1)/k − D·r for a deviation D and a rounding
+    r, which takes off at most √2 units more. An error of a group's mean counts once, since merges compare that mean
+    with others.
 
-    On the CPU runs are 16 vectors of 4, 8 or 16 lanes, merged in a tree (twice its depth, once more for fp16's two
-    halves and for lanes that fill no vector), then lane by lane. On CUDA each of 128 threads runs over its vectors of
-    4, and 7 merges follow."""
+    On the CPU a run has 16 vectors of 4, 8 or 16 lanes. Runs are merged in a tree, then the lanes one by one. The tree
+    costs twice its depth, one more for fp16's two halves and one more for lanes that fill no vector. On CUDA each of
+    128 threads runs over its vectors of 4, and 7 merges follow."""
     cuda = 7 * (1 if width & (width - 1) == 0 else 4)
     kernels = [(4 * math.ceil(width / 512), cuda, 1)]
     for lanes in (4, 8, 16):

@@ -1,9 +1,9 @@
 """Bounds of an attention: its scores, its context and its output projection.
 
-Queries and keys are linear maps of norms' outputs, whose length is at most √d for a stream of d channels. So a head's
-scores are at most d times the spectral norm of AqᵀAk, with A the weight times the norm's gain; with rotary positions,
-of AqᵀRAk for the worst rotation R. Attention weights are convex, so row i of the output is at most the sum over heads
-of √d·‖O_i·Av‖. Stock masks add −65504, which is finite, so masked positions need bounds as well (``masked_span``)."""
+Queries and keys are linear maps of norms' outputs, of a length up to √d for a stream of d channels. With A for a weight
+times its norm's gain, a head's scores are at most d times the spectral norm of AqᵀAk; with rotary positions, of AqᵀRAk
+for the worst rotation R. Attention weights are positive and sum to 1, so row i of the output is at most Σ √d·‖O_i·Av‖
+over heads. Stock masks add −65504, which is finite, so masked positions need bounds as well (``masked_span``)."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def summed_scores(
 ) -> ScoreBounds:
     """Return the bounds of query·key products, with the rounding of their sums.
 
-    exact, partial: bounds of the exact product and of its partial sums. error: bound of the product's error from errors
-    of query and key. span: bound of the difference between two exact products of one query. All four are fp64 [heads].
-    terms: by channel, the query's bound plus the key's, fp64 [heads, channels]. scale: factor on finished products."""
+    exact, partial: bounds of the exact product and of its partial sums. error: bound of what errors of query and key
+    add. span: bound of the difference between two exact products of one query. All four are fp64 [heads]. terms: by
+    channel, the query's bound plus the key's, fp64 [heads, channels]. scale: factor on finished products."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial
@@ -105,12 +105,12 @@ ANGLES = 2.0**-20  # how far cos² + sin² may be from 1 in fp32, and cos and si
 
 
 @dataclass(frozen=True)
-class Turned:
+class RotatedNorm:
     """Queries or keys after their norm and their rotary positions, which rotate pairs of channels.
 
-    n_p are the two normalised values of pair p of a head, ‖n‖₂ ≤ ``radius``. The rotated pair's length is at most
-    ``gain``_p·|n_p| + ``absolute``_p; gain and absolute are fp64 [heads, pairs], or [1, pairs] for a norm that all
-    heads share. ``bound``: of each channel, fp64 [heads, channels]."""
+    Before the gain, pair p of a head is a part n_p of a vector n with ‖n‖₂ ≤ ``radius``. After rotation the pair's
+    length is at most ``gain``_p·|n_p| + ``absolute``_p. ``gain``, ``absolute``: fp64 [heads, pairs]. ``bound``: of each
+    channel, fp64 [heads, channels]. All three have one row if every head has the same norm."""
 
     gain: Tensor
     absolute: Tensor
@@ -119,9 +119,8 @@ class Turned:
 
 
 def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
-    """Return the error of a rotated channel: a part relative to the length of its pair, and an absolute part.
-
-    Both channels of a pair, as a vector, are off by at most √2 times as much. The relative part covers the roundings of
+    """Return a bound of a rotated channel's error as two numbers: a factor on the length of its pair, and a constant.
+    The vector of a pair's two channels is off by at most √2 times that bound. The factor covers the roundings of
     cosine, sine, two products and their sum in fp16, since |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²)."""
     a = arithmetic
     if a.exact:
@@ -132,9 +131,9 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
     return relative, 3 * a.tiny * (1 + a.unit)
 
 
-def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotary) -> Turned:
-    """Return the bounds of a norm's output after rotation. A rotation changes the length of a pair only by
-    ``rotation_error`` and the factor on cosines and sines. heads: how many heads the norm spans."""
+def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotary) -> RotatedNorm:
+    """Return the bounds of a norm's output after rotation. Only ``rotation_error`` and ``rotary.factor`` change the
+    length of a pair of channels. heads: how many heads the norm spans."""
     factor, order = rotary.factor, pair_order(len(source.gain) // heads, rotary).to(source.gain.device)
 
     def largest_of_pairs(values: Tensor) -> Tensor:
@@ -147,15 +146,15 @@ def turned(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotar
     both = 1 + math.sqrt(2) * relative
     bound = torch.empty_like(most.repeat(1, 2))
     bound[:, order] = most.repeat(1, 2) * COMPUTED
-    return Turned(gain * both, absolute * both + math.sqrt(2) * tiny, source.radius, bound)
+    return RotatedNorm(gain * both, absolute * both + math.sqrt(2) * tiny, source.radius, bound)
 
 
-def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
+def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
     """Return bounds of each head's query·key products, both normalised and then rotated by any angles.
 
     Several query heads may share one key head. A pair's product is at most the product of both lengths
-    (Cauchy-Schwarz). So a sum over pairs is at most the radii times the largest gain_q·gain_k of a pair, plus
-    ``absolute`` terms."""
+    (Cauchy-Schwarz). So the sum over pairs is at most the product of both radii, times the largest gain_q·gain_k of a
+    pair, plus terms with ``absolute``."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
@@ -172,13 +171,13 @@ def turned_score_bounds(query: Turned, key: Turned, heads: int, arithmetic: Arit
 
 
 @dataclass(frozen=True)
-class Rotated:
+class RotatedLinear:
     """Queries or keys that come from a linear without a norm, after their rotary positions.
 
-    Before rotation, which keeps its length, a pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift. ``grams``:
-    by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in ``pair_order``. ``shifts``: fp64 [heads,
-    channels] in the same order. A pair's length is at most ``peaks`` (from its map) + ``centres`` (from its shift) +
-    ``errors`` (from rounding), fp64 [heads, pairs] each. ``bound``: of each channel, in the linear's order, fp64
+    A rotation keeps the length of a pair of channels. Before it a pair is a linear map of n, ‖n‖₂ ≤ 1, plus a shift.
+    ``grams``: by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in ``pair_order``. ``shifts``:
+    fp64 [heads, channels] in the same order. ``peaks``, ``centres``, ``errors``: what map, shift and rounding add at
+    most to a pair's length, fp64 [heads, pairs]. ``bound``: of each channel, in the linear's order, fp64
     [heads·channels]."""
 
     grams: tuple[Tensor, ...]
@@ -199,11 +198,12 @@ def pair_order(size: int, rotary: Rotary) -> Tensor:
     return torch.cat([half[number] for number in (0, 1) for half in halves if len(half) == 2])
 
 
-def rotated(linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0) -> Rotated:
+def rotated_linear(
+    linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0
+) -> RotatedLinear:
     """Return the bounds of a linear's outputs after rotation by any angles and multiplication by at most ``factor``.
-
-    A rotation changes the length of a pair only by ``rotation_error``. A pair's map is two rows with Gram matrix ((a,
-    c), (c, b)), whose larger eigenvalue is (a + b)/2 + √((a − b)²/4 + c²)."""
+    Only ``rotation_error`` and ``rotary.factor`` change the length of a pair of channels. Two rows of the linear give a
+    pair. Their Gram matrix ((a, c), (c, b)) has the larger eigenvalue (a + b)/2 + √((a − b)²/4 + c²)."""
     size = linear.norms.numel() // heads
     order, half = pair_order(size, rotary), size // 2
     relative, tiny = rotation_error(arithmetic)
@@ -229,7 +229,7 @@ def rotated(linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithme
     centres, errors = lengths(shifts), lengths(ordered(linear.error)) + math.sqrt(2) * tiny
     bound = torch.empty(heads, size, dtype=torch.float64)
     bound[:, order] = (longest + centres + errors).repeat(1, 2)
-    return Rotated(tuple(grams), shifts, longest, centres, errors, bound.flatten())
+    return RotatedLinear(tuple(grams), shifts, longest, centres, errors, bound.flatten())
 
 
 def query_growth(rotary: Rotary, length: int) -> float:
@@ -240,12 +240,12 @@ def query_growth(rotary: Rotary, length: int) -> float:
     return (1 + growth * math.log1p(length / positions)) * (1 + 2.0**-20)  # fp32's logarithm is nearer than that
 
 
-def rotated_score_bounds(query: Rotated, key: Rotated, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
+def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
     """Return bounds of each head's query·key products after rotation by any angles.
 
     Several query heads may share one key head. By Cauchy-Schwarz the product of pair p is at most ‖q_p‖·‖k_p‖. The sum
-    over pairs is at most ‖D·q‖·‖D⁻¹·k‖ for every D with one entry for each pair (``longest_of``). It is also at most
-    the bound from the maps alone plus, pair by pair, the products with a shift. The smaller bound counts."""
+    over pairs has two bounds, of which the smaller counts. One is ‖D·q‖·‖D⁻¹·k‖, for every D with one entry for each
+    pair (``longest_of``). The other adds bounds of the products map·map, map·shift, shift·map and shift·shift."""
     heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
     exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
@@ -282,41 +282,41 @@ def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Capped:
-    """Bounds of the steps of a soft cap c·tanh(x/c), in x's shape: ``quotient``, ``tanh``, ``result``. ``off``: the
-    result's rounding error."""
+    """Bounds of the steps of a soft cap c·tanh(x/c), in x's shape: ``quotient``, ``tanh``, ``result``. ``error``: the
+    result's error from rounding."""
 
     quotient: Tensor
     tanh: Tensor
     result: Tensor
-    off: Tensor
+    error: Tensor
 
 
 def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
     """Return bounds of the steps of a soft cap for |x| up to ``values``.
 
-    tanh grows with x and is at most 1, which fp16 holds. So a step applied to the bound before it, and rounded once,
-    gives the step's bound. Rounding the quotient moves the result by at most a rounding of x, since the slope of
-    c·tanh(x/c) is at most 1. Rounding tanh, and the product, moves the result by a unit of c·tanh each."""
+    tanh grows with x and is at most 1, which fp16 holds. So a step's bound is the step applied to the bound before it,
+    rounded once. Rounding x/c moves the result no further than rounding x, since the slope of c·tanh(x/c) is at most 1.
+    Rounding tanh, and then c·tanh, moves the result by one relative rounding error each."""
     a = arithmetic
     quotient = a.rounded(values / cap) * COMPUTED
     tanh = (a.rounded(quotient.tanh()) * COMPUTED).clamp(max=1)
     result = a.rounded(tanh * cap) * COMPUTED
-    off = a.unit * values + 2 * a.unit * result + (2 * cap + 1) * a.tiny
-    return Capped(quotient, tanh, result, off * COMPUTED)
+    error = a.unit * values + 2 * a.unit * result + (2 * cap + 1) * a.tiny
+    return Capped(quotient, tanh, result, error * COMPUTED)
 
 
 def capped_span(span: Tensor, capped: Capped) -> Tensor:
     """Return a bound of the difference between two scores of one query after a soft cap. span: the bound before the
-    cap. A cap's slope is at most 1, and both capped scores are within the cap on either side of 0."""
-    return torch.minimum(span + 2 * capped.off, 2 * capped.result)
+    cap. The slope of a cap is at most 1, and the two scores lie between −``result`` and ``result``."""
+    return torch.minimum(span + 2 * capped.error, 2 * capped.result)
 
 
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
     """Return how far a mask must lower masked scores so that they get no weight, fp64 [heads].
 
-    span: bound of the difference between two scores of one query. scores: their bound. bias: position biases [buckets,
-    heads], or None. The largest masked score plus the mask must be so far under every other score that the weights of
-    all masked positions sum to less than 2⁻²⁵; then each is 0 in fp16. A fully masked row is not covered."""
+    span: bound of the difference between two scores of one query. scores: bound of |score|. bias: position biases
+    [buckets, heads], or None. The largest masked score plus the mask must be so far under every other score that the
+    weights of all masked positions sum to less than 2⁻²⁵; then each is 0 in fp16. A fully masked row is not covered."""
     a = arithmetic
     reach = (26 + math.log2(a.max_length)) * math.log(2)
     if bias is not None:
@@ -329,9 +329,9 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
 
 @dataclass(frozen=True)
 class Context:
-    """An attention's context: a weighted sum of values over positions. ``total``: the largest sum of a row of weights
-    after rounding and dropout; weights are at least 0. ``gamma``: error of the sum over positions relative to the sum
-    of absolute values. ``bound``: of each channel, fp64 [inner]."""
+    """An attention's context: the sum over positions of values times attention weights. ``total``: the largest sum of
+    one row's weights, none of them negative, after rounding and dropout. ``gamma``: error of the sum over positions,
+    relative to the sum of absolute values. ``bound``: of each channel, fp64 [inner]."""
 
     values: LinearBound
     total: float

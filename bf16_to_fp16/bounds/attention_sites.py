@@ -74,10 +74,10 @@ class AttentionSites:
         elif sublayer.query_norm:
             norms = (sublayer.query_norm, *query, self.heads), (sublayer.key_norm, *key, self.kv_heads)
             normed = (self.head_norm(*each) for each in norms)
-            one, other = (attention.turned(source, self.a, together, rotary) for source, together in normed)
+            one, other = (attention.rotated_norm(source, self.a, together, rotary) for source, together in normed)
             self.raise_outputs({sublayer.query_norm: one.bound.flatten(), sublayer.key_norm: other.bound.flatten()})
             self.rotation(rotary, one.bound, other.bound)
-            self.scored(attention.turned_score_bounds(one, other, self.heads, self.a, self.scale))
+            self.scored(attention.norm_scores(one, other, self.heads, self.a, self.scale))
         else:
             self.rotated_scores(rotary, query[0], key[0])
 
@@ -98,8 +98,8 @@ class AttentionSites:
     def rotated_scores(self, rotary: Rotary, query: LinearBound, key: LinearBound) -> None:
         """Record rotated queries and keys that have no norms, and their scores."""
         sublayer, a = self.sublayer, self.a
-        one = attention.rotated(query, self.heads, rotary, a, attention.query_growth(rotary, a.max_length))
-        other = attention.rotated(key, self.kv_heads, rotary, a)
+        one = attention.rotated_linear(query, self.heads, rotary, a, attention.query_growth(rotary, a.max_length))
+        other = attention.rotated_linear(key, self.kv_heads, rotary, a)
         if rotary.growth is not None:
             self.note(f"{sublayer.at}:mul#5", SiteKind.ROTATION, largest(one.bound))
         if sublayer.fused:
@@ -108,11 +108,11 @@ class AttentionSites:
         else:
             self.raise_outputs({sublayer.query: one.bound, sublayer.key: other.bound})
         self.rotation(rotary, one.bound, other.bound)
-        self.scored(attention.rotated_score_bounds(one, other, a, self.scale))
+        self.scored(attention.linear_scores(one, other, a, self.scale))
 
     def raise_outputs(self, rotated: Mapping[str, Tensor]) -> None:
-        """Raise modules' output bounds to ``rotated``, those after rotation: the same exponents scale both, so both
-        must fit."""
+        """Raise modules' output bounds to at least ``rotated``, the bounds after rotation. The same exponents scale an
+        output before and after rotation, so both must fit."""
         for path, most in rotated.items():
             bound, square = self.findings.outputs[path]
             self.findings.outputs[path] = (torch.maximum(bound, most), square)
@@ -169,7 +169,7 @@ class AttentionSites:
         return offset
 
 
-def excess_bits(values: Tensor, still: Tensor | float = 0.0) -> Tensor:
-    """Return by how many bits ``values`` must fall so that values + ``still`` fits fp16; inf if no fall suffices."""
-    room = (PROOF_LIMIT - torch.as_tensor(still, dtype=torch.float64)).clamp(min=0)
+def excess_bits(values: Tensor, fixed: Tensor | float = 0.0) -> Tensor:
+    """Return how many bits ``values`` must lose so that ``values`` + ``fixed`` fits fp16; inf if ``fixed`` fills it."""
+    room = (PROOF_LIMIT - torch.as_tensor(fixed, dtype=torch.float64)).clamp(min=0)
     return (values / room).nan_to_num(nan=1.0, posinf=torch.inf).clamp(min=1).log2()

@@ -1,8 +1,8 @@
 """The bounds of one model: a walk along its residual stream, which bounds every site.
 
 A norm turns any input into a vector of known length: n with ‖n‖₂ ≤ √d, times the gain. So every sublayer has a bounded
-input, and the stream is the embedding plus the most that every sublayer can add. Each rounding to fp16 adds a term to a
-bound, since a sum of large products that cancel can be off by more than any multiple of the sum.
+input, and the stream is at most the embedding plus the most that every sublayer can add. Each rounding to fp16 adds a
+term of its own to a bound. A factor would not do: where large products cancel, their sum is small and its error is not.
 
 ``Arithmetic`` states what is covered. ``attention_sites`` and ``feed_forward_sites`` bound the sublayers,
 ``head_sites`` the logits."""
@@ -176,8 +176,8 @@ class _StreamWalk(ModuleFindings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Record a projector; return bounds and mean squares of its output. Its input, a vision tower's states, may be
-        anything in fp16's range; a LayerNorm's bounds also assume a mean |x| of at most ``MOST_MEAN``."""
+        """Record a projector; return bounds and mean squares of its output. Its input, a vision tower's states, is any
+        vector of fp16 numbers. Where it starts with a LayerNorm, their mean |x| must be at most ``MOST_MEAN``."""
         width = self.layout.input_width(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         unknown, longest = torch.ones_like(entering), FP16_MAX * math.sqrt(width)
@@ -294,8 +294,8 @@ def bound(
     fp16; ``fp16-accumulate`` makes every sum in fp16 as well; ``train`` limits gate pre-activations to 147.8, beyond
     which the derivative of gelu_new's cube overflows. refine: how many rows of each feed-forward output may get an
     eigenvalue of their own. spectra: bounds of eigenvalues of nearly equal weights, to be reused. advance: called with
-    the number of sublayers done and of all. until_one_fails: end at the first site over its limit. Raises UserError for
-    an activation without a bound."""
+    two numbers of sublayers, those done and all. until_one_fails: end at the first site over its limit. Raises
+    UserError for an activation without a bound."""
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
     limits: dict[str, float] = {}
@@ -317,7 +317,7 @@ def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, 
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a reader of a checkpoint's weights, rounded to fp16. Gains with an offset come in fp32, offset added."""
+    """Return a reader of a checkpoint's weights, rounded to fp16. A gain with an offset is in fp32, offset included."""
 
     def read(name: str) -> Tensor:
         tensor = layout.tensors[name]

@@ -47,8 +47,8 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class DifferentiableBounds:
-    """Bounds of the sites that only training can lower, by the audit's names. weights: returns a tensor's present value
-    by its name in the layout. stream: bound the residual stream, too."""
+    """Bounds of the sites that only training can lower; sites have the names that the audit gives them. weights:
+    returns a tensor's present value by its name in the layout. stream: whether to bound the residual stream, too."""
 
     def __init__(self, layout: Layout, weights: TensorReader, *, stream: bool = False) -> None:
         self.layout, self.read, self.arithmetic, self.stream = layout, weights, Arithmetic(), stream
@@ -58,15 +58,15 @@ class DifferentiableBounds:
 
     @full_precision()
     def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the bounds by site, without a graph: fp32 by row, head or channel. again: reuse the means of
-        LayerNorms' inputs from the last call, if weights have hardly changed. only: the sites to bound."""
+        """Return the bounds by site, one for each row, head or channel: fp32, without a graph. again: reuse the means
+        of LayerNorms' inputs from the last call, if weights have hardly changed. only: the sites to bound."""
         wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again
             return _Walk(*live, self.fixed, self.stream, wanted).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return, by site, the tensors that training may change to lower its bound, without the gains of pre-norms."""
+        """Return, by site, the tensors by which training may lower the site's bound. Pre-norms' gains are left out."""
         layout, owners = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
@@ -110,18 +110,18 @@ class DifferentiableBounds:
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the bounds of chosen elements by site, with an autograd graph. wanted: the elements' indices by site.
-        The means of LayerNorms' inputs are those of the last ``measure``."""
+        The means of LayerNorms' inputs are taken from the last ``measure``."""
         live = self.layout, self.read, self.arithmetic, self.means, False
         return _Walk(*live, self.fixed, self.stream, wanted).run()
 
 
 @dataclass(eq=False)
 class _Walk(LiveWeights):
-    """Computes the bounds in one pass. fixed: linears and norms whose outputs no exponent scales. follows: whether to
-    bound the stream's sites. wanted: by site, the indices of the elements to bound; None for all."""
+    """Computes the bounds in one pass. fixed: linears and norms whose outputs no exponent scales. with_stream: whether
+    to bound the stream's sites. wanted: by site, the indices of the elements to bound; None for all."""
 
     fixed: Collection[str]
-    follows: bool
+    with_stream: bool
     wanted: Mapping[str, Tensor | slice] | None
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class _Walk(LiveWeights):
             stack, sublayer = reader.stack, reader.sublayer
             if reader.is_first:
                 sums = [x for s in stack.sublayers for x in (s.add, *outputs_of(s))]
-                needed = (self.follows and self.wants(*sums)) or (self.centred and self.finds_means)
+                needed = (self.with_stream and self.wants(*sums)) or (self.centred and self.finds_means)
                 needed = needed or self.layout.reads_stream_itself
                 self.stream = self.embedding(stack.ends) if needed else None
                 if self.layout.reads_stream_itself:
@@ -155,7 +155,7 @@ class _Walk(LiveWeights):
         return self.bounds
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
-        """Record the sites of the head, and of a final norm that is among ``fixed``."""
+        """Record the sites of the head, and the final norm's if no exponent scales its output."""
         norm = stack.ends.norm
         if stack.is_encoder:
             self.memory = source
@@ -210,9 +210,9 @@ class _Walk(LiveWeights):
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the bounds of output projections, by path, and of the sublayer's output; an empty mapping and 0 if a
-        post-norm makes both irrelevant."""
-        if sublayer.post_norm and not self.follows and not self.centred:
+        """Return the bounds of output projections, by path, and those of the sublayer's output. Where neither is
+        needed, return an empty mapping and 0: a post-norm's bound does not depend on them."""
+        if sublayer.post_norm and not self.with_stream and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
             total, partial_sums = attention_output(self, sublayer, self.read_by_keys(sublayer, source))
@@ -230,7 +230,7 @@ class _Walk(LiveWeights):
 
     def add(self, sublayer: Sublayer, outputs: Mapping[str, Tensor], output: Tensor) -> None:
         assert self.stream is not None
-        for path, bounds in outputs.items() if self.follows else ():
+        for path, bounds in outputs.items() if self.with_stream else ():
             self.note(path, bounds)
         source = self.norm(sublayer.post_norm) if sublayer.post_norm else None
         factor = self.layout.multiplier("branch")
@@ -241,7 +241,7 @@ class _Walk(LiveWeights):
         self.stream = (self.stream + output) * (1 + self.a.unit)
         for w in (w for w in self.layout.projectors if w.behind == sublayer.add):
             self.stream = (self.stream + self.projected(w)) * (1 + self.a.unit)
-        if self.follows:
+        if self.with_stream:
             self.note(sublayer.add, self.stream)
         if isinstance(sublayer, FeedForward) and (scalar := self.weight(sublayer.scalar)) is not None:
             self.stream = self.stream * scalar.abs() * (1 + self.a.unit)
@@ -257,7 +257,7 @@ class _Walk(LiveWeights):
         return self.normalised(path, self.stream)
 
     def linear_site(self, path: str, source: NormOutput) -> None:
-        """Record a linear whose output no exponent scales; a gate and neurons in one matrix are one linear."""
+        """Record a linear whose output no exponent scales. If gate and neurons share one matrix, it is one linear."""
         at = None if self.wanted is None else self.wanted[path]
         self.bounds[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 

@@ -28,7 +28,7 @@ def chunks(matrix: Tensor, elements: int = IN_CACHE) -> Iterator[Tensor]:
 @dataclass(frozen=True)
 class Factored:
     """The matrix diag(rows)·W·diag(columns) for a weight W [m, d] in any floating dtype. columns: fp64 [d]. rows: fp64
-    [m], None for ones. name: the weight's."""
+    [m], None for ones. name: the weight's name, "" for none."""
 
     weight: Tensor
     columns: Tensor
@@ -74,7 +74,7 @@ class Factored:
 @dataclass(frozen=True)
 class Tall:
     """A matrix of stacked blocks of rows; each block is a sum of factored weights. ``label``: the matrix's name within
-    a model, "" for none. ``length``: at least √Σ f² over the blocks, f the sum of a block's Frobenius norms."""
+    a model, "" for none. ``length``: at least √Σ f² over blocks, with f the sum of Frobenius norms in a block."""
 
     blocks: tuple[tuple[Factored, ...], ...]
     label: str

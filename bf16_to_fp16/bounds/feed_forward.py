@@ -1,10 +1,10 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-The input is n with ‖n‖₂ ≤ √d; gate and linear have rows u and w, at unit length û and ŵ. A gated neuron is a product,
-(u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Neurons scaled to at most 1 sum to at most M =
-½·λmax(Σ ûûᵀ + ŵŵᵀ). So a row of the output projection is at most the sum of its M largest entries (gated), or the
-maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Behind a gate the few heaviest neurons get an eigenvalue for every
-row; rows that set a layer's maximum get one of their own."""
+The input is n with ‖n‖₂ ≤ √d. Gate and linear have rows u and w; û and ŵ are these rows at unit length. A gated neuron
+is a product, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Neurons scaled to at most 1 sum to
+at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ). So a row of the output projection is at most the sum of its M largest entries (gated),
+or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Further eigenvalues make bounds tighter: for every row one of
+the ``HEAVIEST`` gated neurons, and one of all neurons for the few rows that set a layer's maximum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORTH_REFINING = 2.0**0.25
 
 
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
-    """Return two linears on one norm's output as pure linear maps: shift and bias become one more column.
+    """Return two linears on one norm's output as linear maps alone: shift and bias become one more column.
 
     A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. If the bounds of A·n
     and c have the same ratio in all rows, the s chosen here makes a row's bound the sum of both."""
@@ -55,10 +55,10 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 
 
 class GatedNeurons:
-    """Neurons Φ(x)·x·y behind a gate, x = u·n and y = w·n; shifts and biases are part of u, w and n (``homogeneous``).
+    """Neurons Φ(x)·x·y behind a gate: x = u·n, y = w·n, shifts and biases included in u, w and n (``homogeneous``).
 
-    ``undropped``, ``bound``: of the neurons before and after dropout, fp64 [n]. ``depth``: how far below zero a neuron
-    may go; ``rows`` counts it only where a weight is negative."""
+    ``undropped``, ``bound``: bounds of the neurons before and after dropout, fp64 [neurons]. ``depth`` is 0, since
+    ``rows`` bounds neurons of both signs."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -148,7 +148,7 @@ class GatedNeurons:
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return, by row, out·neurons' error from the neurons' rounding, fp64 [d]. exact: the bounds from ``rows``."""
+        """Return, by row, how far the neurons' rounding moves out·neurons, fp64 [d]. exact: bounds from ``rows``."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -162,8 +162,8 @@ class GatedNeurons:
 
 
 class PlainNeurons:
-    """Neurons act(x), x = w·n + c, of an activation with −m ≤ act(x) ≤ max(x, 0) for some m. The methods do the same as
-    those of ``GatedNeurons``."""
+    """Neurons act(x), x = w·n + c, where −m ≤ act(x) ≤ max(x, 0), m from ``LOWEST``. ``depth``: m / keep, how far below
+    0 they go; ``rows`` counts it for negative weights only. Methods do the same as those of ``GatedNeurons``."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -197,8 +197,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the bounds of ``rows`` as two terms, fp64 [term, sign of ``out``, d]. The first, from w·n, is divided
-        by ``scale``; the second, from the class's constants c and m, is not."""
+        """Return the bounds of ``rows`` as two terms to be added, fp64 [term, sign of ``out``, d]. The first is from
+        w·n and is divided by ``scale``; the second is from the constants c and m and is not."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)
@@ -219,7 +219,7 @@ class PlainNeurons:
         return torch.cat(pairs, 1).view(2, 2, -1)
 
     def capped_rows(self, out: Tensor, direction: int) -> Tensor:
-        """Return a bound of direction·out·neurons by row, tighter where negative constants c keep neurons below ‖w‖."""
+        """Return, by row, another bound of the term from w·n: a negative c makes it tighter. direction: out's sign."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -231,7 +231,7 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return the two terms of ``unit_rows`` for one row; its own eigenvalue makes the first term tighter."""
+        """Return the two terms of ``unit_rows`` for one row. This row's own eigenvalue makes the first term tighter."""
         name, dtype = self.linear.matrix.name, working_dtype(self.linear.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale
@@ -256,7 +256,7 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return, by row c, the bound n·u·Σ|c_i|·‖w_i‖ on the length of Σ c_i·w_i's rounding error."""
+        """Return, by row, a bound of the rounding error of Σ c_i·w_i: n·u·Σ v_i for n ``values`` v_i = |c_i|·‖w_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
@@ -270,8 +270,8 @@ def feed_forward_output(
 ) -> Projection:
     """Return the bounds of a feed-forward's output projection.
 
-    First one eigenvalue serves all rows. Then the row with the largest bound gets its own eigenvalue, ``refine`` times
-    at most, while its bound is well above the other rows' and above the contribution of a single neuron."""
+    One eigenvalue bounds all rows. Then the row with the largest bound gets its own eigenvalue, at most ``refine``
+    times. This ends where its bound is near the other rows' or the contribution of a single neuron."""
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
     up, down = neurons.rows(weight, "output")
@@ -297,7 +297,7 @@ def feed_forward_output(
 
 
 def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> float:
-    """Return a bound of the ‖·‖₂ of a feed-forward's output."""
+    """Return a bound of the length ‖·‖₂ of a feed-forward's output."""
     a = arithmetic
     # ‖W·x‖ ≤ Σ ‖column_i‖·|x_i|: one more row, of column lengths.
     columns = column_norms(weight)[None] * COMPUTED

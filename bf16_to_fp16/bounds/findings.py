@@ -14,8 +14,8 @@ from .arithmetic import Arithmetic
 
 @dataclass(frozen=True)
 class Certificate:
-    """The bounds of every site of a model, with the arithmetic that they assume. ``ranges``: bounds of each module's
-    channels, and their expected mean squares for inputs of random direction."""
+    """The bounds of every site of a model, with the arithmetic that they assume. ``ranges``: by module, the bounds of
+    its channels, and the mean squares expected of them for inputs of random direction."""
 
     sites: tuple[BoundEntry, ...]
     arithmetic: Arithmetic
@@ -48,9 +48,9 @@ class Certificate:
 
 @dataclass(frozen=True)
 class SourceBounds:
-    """Bounds of the source with its streams rescaled and nothing else. exponents: of the streams; LayerNorms' bounds
-    depend on these through eps. unmoved: sites over their limit whose values no exact exponent scales."""
+    """Bounds of the source when only its streams are rescaled, by ``exponents``; LayerNorms' bounds depend on these
+    through eps. immovable: sites over their limit whose values no rescaling lowers."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]
-    unmoved: frozenset[str]
+    immovable: frozenset[str]

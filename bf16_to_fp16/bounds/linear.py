@@ -1,9 +1,8 @@
 """Bounds of linear maps on a norm's output: n with ‖n‖₂ ≤ √d, times a gain, plus a shift.
 
-With A the weight times the gain, row i of a linear on a norm is at most √d·‖A_i‖ (Cauchy-Schwarz), plus |A·shift +
-bias| after a LayerNorm. The other bounds use the same few functions: lengths of rows and columns, sums of largest
-entries, and maxima over a ball.
-"""
+Let A be a weight W times the gain. Row i of a linear on a norm is at most √d·‖A_i‖ (Cauchy-Schwarz); a shift and a bias
+add at most |W·shift + bias|. The other bounds use the same few functions: lengths of rows and columns, sums of largest
+entries, and maxima over a ball."""
 
 from __future__ import annotations
 
@@ -95,8 +94,8 @@ def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
 
 
 def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
-    """Return the stream, read without a norm, in the form of a norm's output of radius √d. axes: squared axes, with
-    rounding, of an ellipsoid that holds every stream. caps: bounds of its components."""
+    """Return a stream that is read without a norm, as a ``NormOutput`` of radius √d. axes: squared axes, with rounding,
+    of an ellipsoid that holds every value of the stream. caps: bounds of its components."""
     radius = math.sqrt(caps.numel())
     return NormOutput((axes.sqrt() / radius) * COMPUTED, None, radius, 0.0, torch.zeros_like(caps), caps)
 
@@ -117,8 +116,8 @@ def either(one: NormOutput, other: NormOutput) -> NormOutput:
 def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
     """Return bounds of sums of a norm's output over ``terms`` positions: of each component, fp64 [d], and of ‖·‖₂.
 
-    Stock code computes the sums as products with a matrix of zeros and ones over ``length`` positions. So the terms are
-    exact, and partial sums are no larger in magnitude."""
+    Stock code computes the sums by a product with a matrix of zeros and ones, over ``length`` positions. So the terms
+    are exact, and partial sums have the same bounds."""
     a, grown = arithmetic, 1 + arithmetic.gamma(length)
     bound = a.summed(source.bound * terms * grown)
     longest = float(source.gain.abs().max()) * source.radius * (1 + source.relative) + float(source.absolute.norm())

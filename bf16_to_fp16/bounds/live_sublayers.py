@@ -19,7 +19,7 @@ from ..numerics import FP16_MAX
 from . import power_iteration as power
 from .activations import LOWEST
 from .arithmetic import Arithmetic
-from .attention import capped_span, masked_span, pair_order, query_growth, soft_capped, turned, turned_score_bounds
+from .attention import capped_span, masked_span, norm_scores, pair_order, query_growth, rotated_norm, soft_capped
 from .linear import NormOutput, in_ball, knapsack, layer_normalised, rms_normalised
 
 
@@ -163,8 +163,8 @@ def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tup
     if not sublayer.norms_whole:
         heads = kv_heads = 1
     norms = zip((sublayer.query_norm, sublayer.key_norm), (heads, kv_heads), strict=True)
-    query, key = (turned(live.normalised(path), live.a, of, rotary) for path, of in norms)
-    scores = turned_score_bounds(query, key, heads, live.a, scale)
+    query, key = (rotated_norm(live.normalised(path), live.a, of, rotary) for path, of in norms)
+    scores = norm_scores(query, key, heads, live.a, scale)
     return torch.maximum(scores.product, scores.partial), scores.product * scale, scores.span
 
 

@@ -135,8 +135,8 @@ class ModuleFindings:
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
             raise UserError(
-                f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which no exponent brings under 65504;"
-                " use another revision of the checkpoint or repair the tensor"
+                f"tensor {name}: weights are NaN or up to {max(-low, high):.3g}, which rescaling cannot bring under"
+                " 65504; use another revision of the checkpoint or repair the tensor"
             )
         if not (math.isfinite(low) and math.isfinite(high)):
             self.note(name, SiteKind.WEIGHT, math.inf)

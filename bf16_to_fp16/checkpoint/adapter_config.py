@@ -23,15 +23,15 @@ def adapter_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder}: no {CONFIG}; give the folder of an adapter, as PEFT's save_pretrained writes it")
     config = read_json(folder / CONFIG, "config")
     if (kind := config.get("peft_type")) != "LORA":
-        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only LoRA can be taken over")
+        raise UserError(f"{folder / CONFIG}: peft_type is {kind!r}; only LoRA adapters can be rescaled")
     used = [key for key in OTHER_FORMS if config.get(key)]
     if used:
-        raise UserError(f"{folder / CONFIG}: {used[0]} changes more than B·A on a weight; train plain LoRA")
+        raise UserError(f"{folder / CONFIG}: {used[0]} does more than add B·A to a weight; train plain LoRA")
     begun = config.get("init_lora_weights", True)
     if begun not in (True, False, "gaussian", "orthogonal", "eva"):  # these change no weights
         raise UserError(
-            f"{folder / CONFIG}: init_lora_weights {begun!r} changes the checkpoint's weights as well; save it with"
-            " path_initial_model_for_weight_conversion, which makes it plain LoRA"
+            f"{folder / CONFIG}: init_lora_weights {begun!r} changes the checkpoint's weights, too; save the adapter"
+            " with path_initial_model_for_weight_conversion, which makes it plain LoRA"
         )
     if not (folder / TENSORS).is_file():
         words = f"no {TENSORS}; save the adapter with save_pretrained"
@@ -50,8 +50,8 @@ def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
     if (adapter / NOTE).is_file():
         there = read_json(adapter / NOTE, "note").get("for") == side
     if there:
-        other = "bf16-to-fp16 convert" if back else "bf16-to-fp16 undo"
-        raise UserError(f"{adapter}: is for the {side} checkpoint already; {other} takes it the other way")
+        remedy = "convert fits it to the converted one" if back else "undo fits it to the original"
+        raise UserError(f"{adapter} is for the {side} checkpoint already; bf16-to-fp16 {remedy}")
     return config
 
 

@@ -45,7 +45,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if config.get("auto_map"):
         raise UserError(
-            f"{file}: the model runs code of its own (auto_map), of which nothing is known here;"
+            f"{file}: the model runs code of its own (auto_map), which this program does not know;"
             " give a checkpoint of a stock class"
         )
     return config
@@ -77,7 +77,7 @@ def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]
         raise UserError(f"{folder / weights}: no weight_map; {RESTORE}")
     for name, shard in placed.items():
         if not isinstance(shard, str):
-            raise UserError(f"{folder / weights}: what weight_map has for {shown(name)} is not a file name; {RESTORE}")
+            raise UserError(f"{folder / weights}: weight_map has no file name for {shown(name)}; {RESTORE}")
     return tuple(contained(folder, shard) for shard in sorted(set(placed.values()))), index
 
 
@@ -131,6 +131,6 @@ def check_sentence_encoder(folder: Path) -> None:
         if not known or not kind.startswith(NAMESPACE):
             raise UserError(
                 f"{folder / MODULES}: {kind or 'no class'!r} in {path or '.'!r} is not known: the first module must be"
-                f" sentence-transformers' {ENCODER} in the folder itself, the others {', '.join(KNOWN_MODULES)}, each"
-                f" in a folder of its own; convert the encoder alone, without {MODULES}"
+                f" sentence-transformers' {ENCODER} in the folder itself, and each other one of"
+                f" {', '.join(KNOWN_MODULES)} in its own folder; remove {MODULES} to convert the encoder alone"
             )

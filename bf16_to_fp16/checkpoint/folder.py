@@ -121,6 +121,6 @@ def check_tokenizer(*folders: Path | None) -> None:
 
 def converted_already(source: Path, says: str = "fp16_report.json") -> UserError:
     return UserError(
-        f"{source} is converted already, as {says} says; convert its source, or restore that with"
-        " bf16-to-fp16 undo (bf16-to-fp16 verify checks a converted checkpoint, and finetune takes one)"
+        f"{source} is converted already, as {says} shows; convert its source, which bf16-to-fp16 undo restores"
+        " (bf16-to-fp16 verify and finetune take a converted checkpoint)"
     )

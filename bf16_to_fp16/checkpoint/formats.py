@@ -81,8 +81,8 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
     records there are as long as the tensors."""
     resave = "load it with torch and save it with safetensors"
     unreadable = UserError(
-        f"{file}: cut short, in torch's format of before 2020, compressed, or with more than tensors in it, which may"
-        f" be code; {RESTORE}, or {resave} where you trust it"
+        f"{file}: is cut short, compressed, in torch's format from before 2020, or holds more than tensors, which may"
+        f" be code; {RESTORE}, or, if you trust it, {resave}"
     )
     try:
         records = record_sizes(file)

@@ -163,7 +163,7 @@ def with_needed_edits(source: Search, decided: Decided) -> Decided:
     for wanted in (needed, of_observed):
         if wanted and (edits := least_edits(trial, wanted, search.options.max_kl)) is not None:
             edited = edited_search(source, edits, exponents).decided(decided.target)
-            proves = edited.planned is not None and not edited.planned.fallbacks and not bounds_of(edited).unmoved
+            proves = edited.planned is not None and not edited.planned.fallbacks and not bounds_of(edited).immovable
             if wanted == of_observed or proves:
                 return replace(edited, predicted=edits.predicted)
     return decided
@@ -204,8 +204,8 @@ class Search:
         with self.progress.step(f"Bounding every site of the {name} {WHERE[target]}") as advance:
             arithmetic, weights = Arithmetic(self.options.max_length, planned=exponents), opened.weights(layout)
             certificate = bound(layout, weights, arithmetic, target=target, spectra=opened.spectra, advance=advance)
-        unmoved = {site.name for site in certificate.sites if not site.holds and not traits(site.kind).movable}
-        return SourceBounds(certificate.ranges, exponents, frozenset(unmoved))
+        immovable = {site.name for site in certificate.sites if not site.holds and not traits(site.kind).movable}
+        return SourceBounds(certificate.ranges, exponents, frozenset(immovable))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
         """Return the best plan with its layout and bounds. A tied head is separated if that breaks fewer limits."""

@@ -203,7 +203,7 @@ def test_a_log_is_reported_with_its_events_and_causes(tmp_path: Path) -> None:
 
 def test_half_a_window_is_enough(tmp_path: Path) -> None:
     assert advise_losses(log_of(tmp_path / "half.csv", [2.0] * 32))["losses"] == 32
-    with pytest.raises(UserError, match=r"31 losses, of which 32 are needed"):
+    with pytest.raises(UserError, match=r"31 losses, but 32 are needed"):
         advise_losses(log_of(tmp_path / "less.csv", [2.0] * 31))
     (tmp_path / "index.csv").write_text(",epoch,Loss\n" + "".join(f"{i},{i},2.0\n" for i in range(99)))
     with pytest.raises(UserError):  # an index is no loss
@@ -274,13 +274,13 @@ def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     [
         (["updates", "{t5}", "--lr", "-1"], "the learning rate is -1; give a positive number"),
         (["updates", "{ids}"], "it holds no floating tensors"),
-        (["init", "{ids}"], "a file alone does not say what its tensors are"),
+        (["init", "{ids}"], "a weight file does not name its model"),
         (["updates", "{tmp}/none"], "none does not exist"),
         (["updates", "{tmp}/empty.csv"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
         (["init", "0"], "the hidden size is 0; give a positive number"),
         (
             ["init", "{tmp}/other"],
-            "other/config.json: stock code cannot make the model ('zzz'); take it from the original",
+            "other/config.json: stock code cannot make the model ('zzz'); restore the config",
         ),
     ],
 )

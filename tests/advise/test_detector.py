@@ -189,7 +189,7 @@ def test_a_step_that_a_finetune_skipped_and_infinity_are_no_numbers_in_its_log(t
     ("name", "content", "wanted"),
     [
         ("none.csv", None, "No such file"),
-        ("empty.csv", b"", "no losses in it; name their column loss"),
+        ("empty.csv", b"", "no losses in it; their column must be called loss"),
         ("word.csv", b"step,loss\n1,2.0\n2,low\n", "could not convert string to float: 'low'"),
         ("list.jsonl", b'{"loss": [1]}\n', "cannot be read as a log"),
         ("step.csv", b"step,loss\nnan,2.0\n", "cannot convert float NaN to integer"),

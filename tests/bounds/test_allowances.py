@@ -349,8 +349,8 @@ def test_a_soft_cap_needs_the_allowance_of_each_of_its_roundings(cap: float) -> 
         share = computed.double() / limit
         assert float(share[1:].max()) > 0.999
     off = (result.double() - cap * (wide / cap).tanh()).abs()
-    assert bool((off <= made.off).all())
-    assert float((off / made.off)[1:].max()) > 0.3
+    assert bool((off <= made.error).all())
+    assert float((off / made.error)[1:].max()) > 0.3
     # Two scores of one query, up to ``wide`` either of them, lie no further apart than this behind the cap.
     for other in (0.5, 0.0, -1.0):
         partner = (x * other).half()

@@ -14,14 +14,14 @@ from torch import Tensor
 from bf16_to_fp16.bounds.arithmetic import TINY, UNIT, Arithmetic
 from bf16_to_fp16.bounds.attention import (
     Capped,
-    Turned,
+    RotatedNorm,
     capped_span,
+    linear_scores,
+    norm_scores,
     pair_order,
-    rotated,
-    rotated_score_bounds,
+    rotated_linear,
+    rotated_norm,
     rotation_error,
-    turned,
-    turned_score_bounds,
 )
 from bf16_to_fp16.bounds.factored import Factored
 from bf16_to_fp16.bounds.findings import Certificate
@@ -73,10 +73,10 @@ def test_no_rotation_passes_the_bound_of_its_scores_and_one_comes_close(bias: fl
     sides = drawn(HEADS, bias, 1), drawn(KV_HEADS, bias, 2)
     source = rms_normalised(gain, exact)
     one, other = (
-        rotated(bound_linear(source, *side, exact), heads, turning(interleaved), exact)
+        rotated_linear(bound_linear(source, *side, exact), heads, turning(interleaved), exact)
         for side, heads in zip(sides, (HEADS, KV_HEADS), strict=True)
     )
-    made = rotated_score_bounds(one, other, exact, 1.0)
+    made = linear_scores(one, other, exact, 1.0)
     order = pair_order(SIZE, turning(interleaved))
     assert order.tolist()[:2] == [0, 2 if interleaved else 1]
     for h in range(HEADS):
@@ -129,12 +129,12 @@ def turned_pair(scale: float) -> tuple[float, float, float]:
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20])
 def test_rotations_of_projections_need_the_allowance_of_their_roundings(scale: float) -> None:
     length, largest, longest = turned_pair(scale)
-    made = rotated(alone(scale, 0.0, length / scale), 1, turning(), Arithmetic())
+    made = rotated_linear(alone(scale, 0.0, length / scale), 1, turning(), Arithmetic())
     assert length < largest <= float(made.bound.min())
     assert length < longest <= float(made.peaks[0, 0] + made.errors[0, 0])
     # Against a key so large that what a subnormal query gains by its roundings counts.
-    key = rotated(alone(256.0, 0.0, 1.0), 1, turning(), Arithmetic())
-    scores = rotated_score_bounds(made, key, Arithmetic(splits=0), 1.0)
+    key = rotated_linear(alone(256.0, 0.0, 1.0), 1, turning(), Arithmetic())
+    scores = linear_scores(made, key, Arithmetic(splits=0), 1.0)
     assert 256 * longest <= float(scores.product[0]) and 2 * 256 * longest <= float(scores.span[0])
     if scale == 1:
         assert 256 * longest > 0.99 * float(scores.product[0])
@@ -145,7 +145,7 @@ def test_rotations_of_projections_need_the_allowance_of_their_roundings(scale: f
 @pytest.mark.parametrize("scale", [1.0, 2.0**-20])
 def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: float) -> None:
     source = rms_normalised(torch.full((2,), scale, dtype=torch.float64), Arithmetic(), once=True)
-    made = turned(source, Arithmetic(), 1, turning())
+    made = rotated_norm(source, Arithmetic(), 1, turning())
     _, largest, longest = turned_pair(scale)
     before = scale * (1 + source.relative) * source.radius + math.sqrt(2) * float(source.absolute[0])
     assert before < largest <= float(made.bound[0, 0])
@@ -154,8 +154,8 @@ def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: fl
     assert float(made.gain[0, 0]) >= scale * (1 + source.relative) * (1 + rotation_error(Arithmetic())[0])
     # Against a key so large that what a subnormal query gains by its roundings counts.
     large = rms_normalised(torch.full((2,), 256.0, dtype=torch.float64), Arithmetic(), once=True)
-    key = turned(large, Arithmetic(), 1, turning())
-    scores = turned_score_bounds(made, key, 1, Arithmetic(splits=0), 1.0)
+    key = rotated_norm(large, Arithmetic(), 1, turning())
+    scores = norm_scores(made, key, 1, Arithmetic(splits=0), 1.0)
     most = longest * 256 * math.sqrt(2)
     assert most <= float(scores.product[0]) and 2 * most <= float(scores.span[0])
     if scale == 1:
@@ -167,9 +167,12 @@ def test_turned_queries_and_keys_need_the_allowance_of_their_roundings(scale: fl
 def test_what_a_projection_is_off_by_is_in_the_bound_of_turned_scores() -> None:
     """Queries and keys that are off by half of themselves, in both channels of their pair."""
     exact = Arithmetic(exact=True)
-    query, key = rotated(alone(3.0, 1.5, 1.0), 1, turning(), exact), rotated(alone(5.0, 2.5, 1.0), 1, turning(), exact)
+    query, key = (
+        rotated_linear(alone(3.0, 1.5, 1.0), 1, turning(), exact),
+        rotated_linear(alone(5.0, 2.5, 1.0), 1, turning(), exact),
+    )
     most = (3 + math.sqrt(2) * 1.5) * (5 + math.sqrt(2) * 2.5)
-    made = rotated_score_bounds(query, key, exact, 1.0)
+    made = linear_scores(query, key, exact, 1.0)
     assert most <= float(made.product[0]) < 1.001 * most
     assert most <= float(made.partial[0]) and 2 * most <= float(made.span[0])
     assert 3 + math.sqrt(2) * 1.5 <= float(query.bound[1]) < 1.001 * (3 + math.sqrt(2) * 1.5)
@@ -178,7 +181,7 @@ def test_what_a_projection_is_off_by_is_in_the_bound_of_turned_scores() -> None:
 def test_what_queries_grow_by_multiplies_what_their_subnormals_are_off_by() -> None:
     arithmetic, gain = Arithmetic(), torch.ones(WIDTH, dtype=torch.float64)
     silent = bound_linear(rms_normalised(gain, arithmetic), torch.zeros(SIZE, WIDTH), None, arithmetic)
-    plain, grown = (rotated(silent, 1, turning(False), arithmetic, factor).errors for factor in (1.0, 8.0))
+    plain, grown = (rotated_linear(silent, 1, turning(False), arithmetic, factor).errors for factor in (1.0, 8.0))
     assert bool((plain > 0).all()) and bool((grown >= 8 * plain).all())
 
 
@@ -246,8 +249,8 @@ def test_no_masked_position_of_a_certified_model_has_weight(kind: str) -> None:
 
 
 def test_two_scores_of_one_query_may_lie_on_either_side_of_0_and_each_be_off() -> None:
-    one = Turned(torch.ones(1, 2), torch.zeros(1, 2), 1.0, torch.ones(1, 4))
-    assert 2 <= float(turned_score_bounds(one, one, 1, Arithmetic(exact=True), 1.0).span) < 2.001
+    one = RotatedNorm(torch.ones(1, 2), torch.zeros(1, 2), 1.0, torch.ones(1, 4))
+    assert 2 <= float(norm_scores(one, one, 1, Arithmetic(exact=True), 1.0).span) < 2.001
     span, large = torch.tensor([1.0]), torch.tensor([100.0])
     assert float(capped_span(span, Capped(large, large, large, torch.tensor([0.5])))) == 2
     assert float(capped_span(1000 * span, Capped(large, large, large, torch.tensor([0.5])))) == 200

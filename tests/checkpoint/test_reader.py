@@ -296,7 +296,7 @@ BAD_INDEXES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tensor in two shards": (lambda f: save_file({"a": torch.ones(1), "b": torch.ones(1)}, f / TWO), "too"),
     "no weight map": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no weight_map"),
     "empty weight map": (lambda f: write_index(f, {}), "no weight_map"),
-    "place that is a number": (lambda f: write_index(f, {"a": 1}), "not a file name"),
+    "place that is a number": (lambda f: write_index(f, {"a": 1}), "no file name for"),
     "path above the folder": (lambda f: write_index(f, {"a": "../x.safetensors"}), "leaves the folder"),
     "path that is absolute": (lambda f: write_index(f, {"a": "/etc/passwd"}), "leaves the folder"),
     "path that is empty": (lambda f: write_index(f, {"a": ""}), "leaves the folder"),

@@ -268,9 +268,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "nothing": (lambda adapter: (adapter / TENSORS).unlink(), f"no {TENSORS}"),
     "a broken file": (lambda adapter: (adapter / TENSORS).write_bytes(b"\x08\0\0\0\0\0\0\0{broken}"), "cannot be read"),
-    "an option": (of_config(use_qalora=True), "use_qalora changes more than B·A"),
-    "tied copies": (of_config(ensure_weight_tying=True), "ensure_weight_tying changes more than B·A"),
-    "DoRA": (of_config(use_dora=True), "use_dora changes more than B·A"),
+    "an option": (of_config(use_qalora=True), "use_qalora does more than add B·A"),
+    "tied copies": (of_config(ensure_weight_tying=True), "ensure_weight_tying does more than add B·A"),
+    "DoRA": (of_config(use_dora=True), "use_dora does more than add B·A"),
     "IA3": (of_config(peft_type="IA3"), "peft_type is 'IA3'; only LoRA"),
     "a start": (of_config(init_lora_weights="pissa"), "'pissa' changes the checkpoint's weights"),
 }
