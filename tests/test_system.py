@@ -27,10 +27,10 @@ from bf16_to_fp16.quiet import quiet
 @pytest.mark.parametrize("name", ["C:x", "C:", "/x", "C:/x", "..\\x", "a\\..\\..\\x"])
 def test_a_name_that_leaves_on_windows_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "Path", PureWindowsPath)
-    with pytest.raises(UserError, match="leaves the folder"):
+    with pytest.raises(UserError, match="is not inside the folder"):
         sources.contained(tmp_path, name)
     (tmp_path / "modules.json").write_text(json.dumps([{"path": name, "type": "x.Normalize"}]))
-    with pytest.raises(UserError, match="leaves the folder"):
+    with pytest.raises(UserError, match="is not the name of a folder"):
         folders.side_modules(tmp_path)
 
 

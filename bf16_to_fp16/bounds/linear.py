@@ -66,8 +66,8 @@ class NormOutput:
 
     @property
     def length(self) -> float:
-        """Bound of the output's ‖·‖₂: the longest gain∘n with ‖n‖₂ ≤ radius, the shift, and the error's length. The
-        error's relative part is at most ``relative`` times the length of |gain·n| + |shift|."""
+        """Bound of the output's ‖·‖₂: the largest ‖gain∘n‖ with ‖n‖ ≤ radius, plus ‖shift‖, plus the error's length.
+        The error's relative part is at most ``relative`` times the first two."""
         longest = float(self.gain.abs().max()) * self.radius
         longest += 0.0 if self.shift is None else float(self.shift.norm())
         return (longest * (1 + self.relative) + float(self.absolute.norm())) * COMPUTED
@@ -127,11 +127,11 @@ def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmet
 
 @dataclass(frozen=True)
 class LinearBound:
-    """The bounds of a linear on a normalised input, by row; all fp64 [m].
+    """The bounds of a linear on a norm's output, one for each row; vectors are fp64 [m].
 
-    ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖. ``centre``: the constant part, from shift and
-    bias. ``error``: the largest difference from the exact value. ``bound``: of the result. ``partial``: of its
-    partial sums."""
+    ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖. ``centre``: the output's constant part, from shift
+    and bias. ``error``: bound of the output's error, by rounding of norm and linear. ``bound``: of the output, error
+    included. ``partial``: of its partial sums."""
 
     matrix: Factored
     radius: float
@@ -157,8 +157,8 @@ class LinearBound:
 
 @dataclass(frozen=True)
 class Projection:
-    """The output of a sublayer's projection, to be added to the residual stream. ``bound``, ``partial``: of each
-    component and of its partial sums, fp64 [d]. ``length``: of its ‖·‖₂."""
+    """The output of a sublayer's projection, to be added to the residual stream. ``bound``, ``partial``: bounds of
+    each component and of its partial sums, fp64 [d]. ``length``: bound of the output's ‖·‖₂."""
 
     bound: Tensor
     partial: Tensor
@@ -166,8 +166,8 @@ class Projection:
 
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
-    """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: values are rounded
-    to fp16 only after the gain, not before it too."""
+    """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: whether
+    stock code rounds to fp16 only after the gain, instead of before it too."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -185,7 +185,7 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
 
 
 def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOutput:
-    """Return ``number`` outputs of a norm as one vector, concatenated or interleaved (``by_channel``). Its radius
+    """Return ``number`` outputs of a norm as one vector, concatenated or interleaved (``by_channel``). The radius
     follows from ‖(n₁, n₂, …)‖² ≤ number·radius²."""
     if number == 1:
         return source
@@ -217,11 +217,11 @@ def lengthened(mean: float, eps: float, width: int) -> float:
     """Return the factor by which fp32 rounding can lengthen a LayerNorm's output beyond √d, for mean |x| up to
     ``mean``.
 
-    The mean and the standard deviation are off by e, ``norm_units`` of ``mean``. Let the deviations have rms s. All are
-    off by the same e, to which they are orthogonal, and are divided by √(v + eps) with v ≥ (s − e)² for s ≥ e. With t =
-    s − e = τ√eps and q = e²/eps, the square of the quotient's rms is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q +
-    2q)/(τ² + 1), whose maximum is the larger eigenvalue of ((1, √q), (√q, 2q)); for s < e it is at most 2q. A sum of
-    products, some of them negative, may come out as −(2⁻²⁴·mean)²/2, which is taken off eps."""
+    The mean and the standard deviation are off by at most e, ``norm_units`` of ``mean``. Let s be the exact deviations'
+    rms. The mean's error moves all of them equally, so it is orthogonal to them. All are divided by √(v + eps); the
+    computed variance v is at least (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the output's mean square
+    is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), and so at most the larger eigenvalue of ((1, √q), (√q,
+    2q)). For s < e it is at most 2q. Products may be negative, so v may be −(2⁻²⁴·mean)²/2: eps is lowered by that."""
     unit = UNIT32 * mean
     eps -= unit * unit / 2
     if eps <= 0:
@@ -234,7 +234,7 @@ def lengthened(mean: float, eps: float, width: int) -> float:
 def bound_linear(
     source: NormOutput, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, name: str = ""
 ) -> LinearBound:
-    """Return the bounds of a linear on a norm's output. weight: [m, d]. bias: [m]. name: the weight's name."""
+    """Return the bounds of a linear on a norm's output. weight: [m, d], ``name`` in the checkpoint. bias: [m]."""
     matrix = Factored(weight, source.gain, name=name)
     lengths = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in matrix.parts()]
     norms = source.radius * torch.cat(lengths) * COMPUTED
@@ -311,13 +311,12 @@ def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
 
 
 def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row v of ``values``: [m]
-    in ``dtype``.
+    """Return an upper bound of max Σ v_i·s_i over all s with 0 ≤ s_i ≤ cap_i and ‖s‖₂² ≤ square, for every row v of
+    ``values``: [m] in ``dtype``.
 
-    By Lagrange duality λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0. The least bound has the λ whose
-    maximising s has ‖s‖² = square. That ‖s‖² is concave and piecewise linear in λ⁻². So Newton's method, started at the
-    λ that would be best without caps, descends to the best λ and ends there. The gradient may take λ as constant
-    (envelope theorem)."""
+    By Lagrange duality, λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0. It is least where the maximising s
+    has ‖s‖² = square. This ‖s‖² is concave and piecewise linear in λ⁻². So Newton's method descends to the best λ from
+    the one that would be best without caps, and ends there. Gradients treat λ as a constant (envelope theorem)."""
     with torch.no_grad():
         start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
         best = start

@@ -43,7 +43,7 @@ class Rows:
 @dataclass
 class LiveWeights:
     """The weights of a model in training. read: returns a tensor's present value. means: for each LayerNorm's
-    path, a bound of its input's mean |x|. finds_means: whether ``normalised`` computes these bounds anew."""
+    path, a bound of its input's mean |x|. finds_means: whether ``normalised`` computes ``means`` or only reads them."""
 
     layout: Layout
     read: TensorReader
@@ -71,7 +71,7 @@ class LiveWeights:
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[Rows]:
-        """Return the rows of each linear in ``reads``. fused: their row counts if all share a matrix, else ()."""
+        """Return each linear in ``reads`` as ``Rows``. fused: the linears' row counts in a shared matrix, or ()."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]
@@ -121,12 +121,12 @@ def directions(rows: Rows) -> Tensor:
 
 
 def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: NormOutput) -> tuple[Tensor, ...]:
-    """Return three bounds by head: of products with their partial sums, of scaled products, and of the difference
-    between two scores of one query. other: the keys' input."""
+    """Return three bounds by head: of products of query and key with their partial sums, of the scaled products, and of
+    the difference between two scores of one query. source, other: the input of the queries and of the keys."""
     if sublayer.rotary is not None and sublayer.query_norm:
-        return turned_scores(live, sublayer, sublayer.rotary)
+        return rotary_scores_with_norms(live, sublayer, sublayer.rotary)
     if sublayer.rotary is not None:
-        return rotated_scores(live, sublayer, sublayer.rotary, source)
+        return rotary_scores(live, sublayer, sublayer.rotary, source)
     a, heads, scale = live.a, live.layout.heads(sublayer), live.layout.score_scale(sublayer)
     query, key, *_ = live.linears(sublayer.fused, (sublayer.query, source), (sublayer.key, other))
     size = len(query.norms) // heads
@@ -156,8 +156,8 @@ def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: No
     return sums + off, scaled, span
 
 
-def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
-    """Return the bounds of ``scores`` where queries and keys have norms and rotary positions."""
+def rotary_scores_with_norms(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
+    """Return what ``scores`` returns, for queries and keys with norms and rotary positions."""
     scale = live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     if not sublayer.norms_whole:
@@ -168,8 +168,8 @@ def turned_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tup
     return torch.maximum(scores.product, scores.partial), scores.product * scale, scores.span
 
 
-def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
-    """Return the bounds of ``scores`` where queries and keys have rotary positions but no norms."""
+def rotary_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
+    """Return what ``scores`` returns, for queries and keys with rotary positions but no norms."""
     a, scale = live.a, live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     sides = []
@@ -200,8 +200,8 @@ def rotated_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, sourc
 
 
 def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bounds of scores after cap and position bias, and how far a mask must lower a score to make its weight 0.
-    scores, span: bounds, before the cap, of a score and of the difference between two."""
+    """Return bounds of scores after cap and position bias, and how far a mask must lower a score to give it no weight.
+    scores: bounds before the cap. span: bounds, also before it, of the difference between two scores of a query."""
     cap = live.layout.cap(sublayer)
     if cap is not None:
         capped = soft_capped(scores, cap, live.a)
@@ -242,7 +242,7 @@ def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) 
 
 
 def feed_forward_output(live: LiveWeights, sublayer: FeedForward, source: NormOutput) -> Tensor:
-    """Return a bound of a feed-forward's output by channel, from one eigenvalue for all rows."""
+    """Return a bound of each channel of a feed-forward's output; all channels share one eigenvalue."""
     weight, bias = live.pair(sublayer.output)
     if sublayer.gate:
         gate, linear = live.linears(sublayer.fused, (sublayer.gate, source), (sublayer.linear, source))

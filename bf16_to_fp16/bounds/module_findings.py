@@ -39,7 +39,7 @@ HOPELESS = 2.0**62
 """Weights this large cannot be planned for: an element has three exponents of 24 at most, and squares overflow fp32."""
 
 Normed = tuple[NormOutput, Tensor]  # a norm's output, and the mean square of each component
-Projected = tuple[Projection, Tensor]  # the same of a sublayer's output projection
+Projected = tuple[Projection, Tensor]  # a sublayer's output projection, and the mean square of each component
 
 
 def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
@@ -48,8 +48,8 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 @dataclass(eq=False)
 class ModuleFindings:
-    """The recorded bounds by site and module, and the weights from which they follow. limits: by kind of site; FP16_MAX
-    for others. refine: how many rows of a feed-forward output may get an eigenvalue of their own."""
+    """The recorded bounds by site and module, and the weights from which they follow. limits: by kind of site; other
+    kinds have FP16_MAX. refine: how many rows of each feed-forward output may get an eigenvalue of their own."""
 
     layout: Layout
     read: TensorReader
@@ -131,7 +131,7 @@ class ModuleFindings:
         return self.checked(name, self.read(name))
 
     def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Return ``weight``. Inf and NaN are replaced and recorded as a failing site."""
+        """Return ``weight`` with NaN as 0 and inf as ±65504; record it as a failing site if it had any."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
             raise UserError(
@@ -159,8 +159,8 @@ class ModuleFindings:
     def normalised(
         self, path: str, entering: Tensor, variances: Tensor, length: float, *, eps: float | None = None
     ) -> Normed:
-        """Record a norm. entering, variances, length: bounds, mean squares and largest ‖·‖₂ of its input. eps: given
-        for a LayerNorm in a model of RMSNorms."""
+        """Record a norm; return its output. entering, variances, length: bounds, mean squares and largest ‖·‖₂ of its
+        input. eps: only for a LayerNorm in a model of RMSNorms."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         gain = torch.ones_like(entering) if gain is None else gain
         width, a = gain.numel(), self.arithmetic
@@ -206,7 +206,7 @@ class ModuleFindings:
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Record linears; yield what ``linear`` returns. reads: its arguments. fused: rows of each in one matrix."""
+        """Yield the results of ``linear`` for ``reads``. fused: the linears' row counts in a shared matrix, or ()."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return

@@ -35,18 +35,18 @@ def transposed(matrices: Tensor, vectors: Tensor) -> Tensor:
     return (vectors[:, None] @ matrices)[:, 0]
 
 
-def random_vector(like: Tensor) -> Tensor:
-    """Return the start vector of every power iteration, with the size of the last axis of ``like``."""
+def start_vector(like: Tensor) -> Tensor:
+    """Return the fixed random vector where every power iteration starts, as long as the last axis of ``like``."""
     drawn = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return drawn.to(like.device, like.dtype)
 
 
 def top_vectors(matrices: Tensor) -> Tensor:
-    """Return eigenvectors of the largest eigenvalues, [h, s] from [h, s, s]. All must be real and at least 0."""
+    """Return each matrix's top eigenvector: [h, s] from [h, s, s]. Its eigenvalues must be real and at least 0."""
     for _ in range(SQUARINGS):
         matrices = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=SMALL)
         matrices = matrices @ matrices
-    return unit(matrices @ random_vector(matrices))
+    return unit(matrices @ start_vector(matrices))
 
 
 def spectral_norms(matrices: Tensor) -> Tensor:
@@ -65,8 +65,8 @@ def pair_peaks(matrices: Tensor) -> Tensor:
 
 
 def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest ‖M·n‖, and ‖M·n + c‖ as ``attention.longest_of`` bounds it, over ‖n‖ ≤ 1: [h] each, from [h,
-    s, d] and [h, s]."""
+    """Return the largest ‖M·n‖ over ‖n‖ ≤ 1 and a bound of ‖M·n + c‖, c = ``fixed``, by the formula of
+    ``attention.longest_of``: [h] each, from [h, s, d] and [h, s]."""
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long
@@ -78,7 +78,7 @@ def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
 def largest_eigenvalue(*rows: Tensor) -> Tensor:
     """Return the largest eigenvalue of Σ RᵀR over matrices of one width."""
     with torch.no_grad():
-        vector = unit(random_vector(rows[0]))
+        vector = unit(start_vector(rows[0]))
         for _ in range(STEPS):
             vector = unit(sum(((r @ vector) @ r for r in rows), torch.zeros_like(vector)))
     return sum(((r @ vector).square().sum() for r in rows), torch.zeros((), device=vector.device))

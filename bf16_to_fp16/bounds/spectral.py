@@ -36,8 +36,8 @@ _GUESS = 1 + 2.0**-9
 
 @on_device
 def summed_products(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of left_i·right_iᵀ over i: fp64 [a, b], from [n, a, k] and [n, b, k] of one dtype, in which each
-    product is computed."""
+    """Return the sum of left_i·right_iᵀ over i: fp64 [a, b], from [n, a, k] and [n, b, k] of one dtype. Each product
+    is computed in that dtype."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     for one, other in zip(left, right, strict=True):
         total += times_rows(one, other)
@@ -48,9 +48,9 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 def gram(rows: Tensor | Tall) -> Tensor:
     """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
 
-    rows: [n, d], fp32 or fp64. Sums of ``FP32_ROWS`` fp32 products are added in fp64. The error of every product is
-    bounded by γ·Σ|a||b|, whose Frobenius norm is at most γ times the trace; this is added to the diagonal. γ has eight
-    units more, for factors that are off by four units each."""
+    rows: [n, d], fp32 or fp64. Sums of ``FP32_ROWS`` fp32 products are added in fp64. Each entry is off by at
+    most γ·Σ|a||b|. The Frobenius norm of these errors is at most γ times the trace, so that is added to the diagonal. γ
+    has eight units more, since both factors of a product may be off by four."""
     count, size = rows.shape
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -79,8 +79,8 @@ class Spectra:
     the other, however they differ. If the new bound is too loose, an eigenvalue is computed.
 
     read: returns the source's weights. bounds: by label, a matrix without its weights' values, and its bound. fixed:
-    store no new bounds, since they would be of other weights than the source's. kept: results of ``once``, by names of
-    weights and arguments. about: the names of the weights that the next result depends on."""
+    whether ``bounds`` stays as it is, since the matrices bounded are not the source's. kept: results of ``once``, by
+    ``about`` and arguments. about: the names of the weights from which ``once`` computes."""
 
     read: TensorReader
     bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)
@@ -89,16 +89,16 @@ class Spectra:
     fixed: bool = False
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return a store for the weights that ``read`` returns, without results that depend on ``changed`` tensors."""
+        """Return a store for other source weights, from ``read``. Results of ``changed`` tensors are left out."""
         bounds = {label: kept for label, kept in self.bounds.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return a store for other, nearly equal weights, which reuses the bounds and stores no new ones."""
+        """Return a store for weights that are nearly the source's. It uses the source's bounds and adds none."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:
-        """Return ``compute()`` for the weights ``about`` and the arguments ``given``; later calls reuse the result."""
+        """Return ``compute()``; if ``about`` names weights, later calls with the same ``given`` reuse the result."""
         key = (self.about, given)
         if not self.about:
             return compute()
@@ -107,7 +107,7 @@ class Spectra:
         return self.kept[key]
 
     def largest(self, matrix: Tall) -> float:
-        """Return a bound on the largest eigenvalue of a matrix's Gram matrix; store it for a matrix of the source."""
+        """Return a bound on the largest eigenvalue of a matrix's Gram matrix, from a stored bound if that is tight."""
         value = self.from_source(matrix) if matrix.label in self.bounds else None
         if value is None:
             value = largest_eigenvalue(gram(matrix))
@@ -117,10 +117,10 @@ class Spectra:
 
     @full_precision()
     def from_source(self, matrix: Tall) -> float | None:
-        """Return a bound for ``matrix`` from that of the source's matrix with its label; None if it is too loose.
+        """Return a bound for ``matrix`` from the stored bound of the source's matrix with its label. Return None if the
+        two cannot be compared or the bound is too loose.
 
-        Rounding moves each element of either matrix by at most five units of the working dtype, and of the source's by
-        two more when ``scale`` multiplies it."""
+        Rounding moves each element by at most five units of the working dtype. The factor ``scale`` adds two."""
         kept, value = self.bounds[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
@@ -141,7 +141,7 @@ class Spectra:
 
 
 def without_weights(matrix: Tall) -> Tall:
-    """Return the matrix without its weights' values; their names and factors stay."""
+    """Return a copy that has the names and factors of the matrix's weights, but not their values."""
     nothing = torch.zeros(0)
     return replace(matrix, blocks=tuple(tuple(replace(p, weight=nothing) for p in block) for block in matrix.blocks))
 
@@ -188,8 +188,8 @@ def largest_eigenvalues(matrices: Tensor) -> Tensor:
 def ritz_value(matrix: Tensor) -> float:
     """Return a close lower bound on the largest eigenvalue, by Lanczos from a fixed random vector.
 
-    Every step reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5). fp32 halves the memory read,
-    since the result is only a guess."""
+    Every step reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5). Steps in fp32 read half the
+    memory, and are exact enough for a guess."""
     size = matrix.shape[0]
     scaled = (matrix / matrix.trace()).float()
     basis = torch.zeros(min(_STEPS, size), size)

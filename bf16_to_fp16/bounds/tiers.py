@@ -1,5 +1,5 @@
-"""The tiers: three kinds of runtime arithmetic, from PyTorch's kernels to sums in fp16. A tier's certificate implies
-that of every weaker tier, since bounds only grow from one to the next."""
+"""The tiers: three kinds of runtime arithmetic, from PyTorch's kernels to sums in fp16. Bounds only grow from
+each tier to the next, so a tier's certificate implies those of the tiers before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return, by tier, whether its certificate holds. holds: for ``target``. arithmetic: the weakest tier's."""
+    """Return, by tier, whether its certificate holds. holds: whether ``target``'s does. arithmetic: of the first."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # Every target covers the weakest tier.
@@ -44,9 +44,8 @@ def bounded(
     *,
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds. whose: added to
-    the progress step's name. tiers: whether to try the stronger tiers. All commands that bound a checkpoint share this
-    function, hence its many parameters."""
+    """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds ({} without
+    ``tiers``). whose: words for the progress step. Several commands share this function, so it has many parameters."""
     weights = fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device):

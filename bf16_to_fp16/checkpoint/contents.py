@@ -1,5 +1,5 @@
 """Find the config and the weight files that stock code would read in a checkpoint's folder. Also check the modules
-that sentence-transformers runs behind an encoder: one that reads more than the encoder's last states is refused
+that sentence-transformers runs after an encoder: of its outputs they may read only the last hidden states
 (https://sbert.net/docs/package_reference). Imports no torch."""
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def listed_modules(source: Path) -> list[Mapping[str, Any]]:
     for name, kind in sorted(kinds.items()):
         if leaves(name) or len(Path(name).parts) != 1:
             raise UserError(
-                f"{listing}: module path {name!r} leaves the folder; restore it from the original checkpoint"
+                f"{listing}: module path {name!r} is not the name of a folder; restore it from the original checkpoint"
             )
         if not (source / name).is_dir() and kind != "Normalize":  # which has no files
             raise UserError(
@@ -117,13 +117,13 @@ def side_modules(source: Path) -> set[str]:
 
 
 KNOWN_MODULES = ("Dense", "Dropout", "LayerNorm", "Normalize", "Pooling")
-"""Modules that read only the encoder's last states, or another such module's output."""
+"""Modules that read only the encoder's last hidden states, or the output of another such module."""
 
 ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
 
 
 def check_sentence_encoder(folder: Path) -> None:
-    """Raise UserError unless all that sentence-transformers runs behind the encoder reads only its last states."""
+    """Check that ``modules.json``, if any, lists the encoder, then only ``KNOWN_MODULES``; else raise UserError."""
     for i, entry in enumerate(listed_modules(folder)):
         path, kind = str(entry["path"]), str(entry.get("type", ""))
         name, is_below = kind.rpartition(".")[2], bool(path.rstrip("/."))

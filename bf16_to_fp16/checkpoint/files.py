@@ -110,7 +110,7 @@ def sha256_of(file: Path) -> str:
 
 
 def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``. Raises UserError for any other JSON."""
+    """Return the JSON object in ``data``; raise UserError if it holds anything else."""
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Copy a checkpoint's files other than its weights. Weights in other formats are left out: they have the old values."""
+"""Copy a checkpoint's files other than its weights. Weights in other formats are left out, as they are unconverted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
     """Copy the files that are neither weights nor code; return the names copied and left out. The source's model card
-    becomes ``SOURCE_README.md``; ``back`` renames it again. tokenizer: the tokenizer's folder, if elsewhere."""
+    becomes ``SOURCE_README.md``; ``back`` renames it back. tokenizer: the tokenizer's folder, if elsewhere."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
     renamed = {"SOURCE_README.md": "README.md"} if back else {"README.md": "SOURCE_README.md"}
@@ -80,7 +80,7 @@ def is_code(name: str) -> bool:
 
 
 def copy(file: Path, place: Path, folder: Path) -> None:
-    """Copy a file of ``folder``. Raises UserError for a link that leads outside, whose content would be published."""
+    """Copy a file of ``folder`` to ``place``. Raises UserError for a link to a file outside, which may be private."""
     contained(folder, file.relative_to(folder).as_posix())
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

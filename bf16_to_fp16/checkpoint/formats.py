@@ -77,8 +77,8 @@ def record_sizes(file: Path) -> dict[int, int]:
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
     """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. torch reads the
-    pickle onto the meta device, with ``weights_only``, which runs no code, and gives the offsets, but not whether the
-    records there are as long as the tensors."""
+    pickle onto the meta device with ``weights_only``, which runs no code. It gives each tensor's offset, but
+    does not check that the file has all the tensor's bytes; this function does."""
     resave = "load it with torch and save it with safetensors"
     unreadable = UserError(
         f"{file}: is cut short, compressed, in torch's format from before 2020, or holds more than tensors, which may"

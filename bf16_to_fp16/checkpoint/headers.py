@@ -35,7 +35,7 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the place of every tensor in a safetensors file. Raises UserError for another library's format."""
+    """Return a safetensors file's ``TensorInfo`` by tensor name. Raises UserError if it is for another library."""
     tensors, metadata = read_whole_header(file)
     if (made_for := metadata.get("format", "pt")) not in ("pt", "mlx"):  # every transformers reads these as PyTorch's
         raise UserError(
@@ -46,7 +46,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_whole_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return the place of every tensor, and the file's metadata."""
+    """Return a safetensors file's ``TensorInfo`` by tensor name, and its metadata."""
     with reading(file) as source:
         beginning = source.read(8)
         if beginning == b"version ":

@@ -1,5 +1,5 @@
-"""Translate tensor names: of T5 encoders between stock code and Wan, of models with images between modules and files.
-Also the layouts that ``convert`` writes: a folder, or one file. Imports no torch.
+"""Translate tensor names between files and stock modules, for Wan's T5 encoder and for models with images. Also the
+layouts that ``convert`` writes: a folder, or one file. Imports no torch.
 
 Wan's T5 is ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1; its code fixes the eps in fp32."""
 
@@ -66,8 +66,8 @@ transformers 4.57 reads a vision tower only by its names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return tensors' names in files by their names in modules, where the two differ. names: those in files. classes: a
-    class whose name ends in ``Model`` has no head, and its names in modules lack the prefix ``model.``."""
+    """Return, by a tensor's name in stock modules, its name in the files if that differs. names: all in the files.
+    classes: of the config; a class ``...Model`` has no head, so its module names lack the prefix ``model.``."""
     names = frozenset(names)
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
@@ -82,7 +82,7 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
                     break
                 if module in stored or module in names:
                     twin = stored.get(module, module)
-                    raise UserError(f"{source}: tensor {name} is there as {twin} too; remove one of them")
+                    raise UserError(f"{source}: holds tensor {name} also as {twin}; remove one of them")
                 stored[module] = name
                 break
     return stored
@@ -132,7 +132,7 @@ class FileLayout:
         if self.model_type not in (None, model_type):
             raise UserError(
                 f"{where}: {self.readers} read the encoder of {self.model_type}, and this is {model_type!r}; leave out"
-                " --layout, and give --eps fixed only if your program has an eps of its own"
+                " --layout, and give --eps fixed only if your program ignores the eps of the config"
             )
 
 

@@ -20,7 +20,7 @@ _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
-    """Return the files that this program's record in a folder lists, with their entries; None for the record itself."""
+    """Return the entries of a folder's record by file name, and None for the record's own name; {} without a record."""
     for name in RECORDS:
         try:
             entries = json.loads((folder / name).read_bytes())["output"]["files"]
@@ -43,7 +43,7 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def is_made_from(folder: Path, other: Path) -> bool:
-    """Whether ``folder`` was converted from ``other``: its report names weights that the record in ``other`` lists."""
+    """Whether ``folder`` was converted from ``other``, a folder of this program, by the hashes in both records."""
     try:
         hashes = set(json.loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -52,7 +52,7 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Whether a file is a report that this program may replace; not one in a checkpoint, since ``undo`` needs it."""
+    """Whether a new report may replace a file: an empty file or an old report, unless it belongs to a checkpoint."""
     if any((file.parent / name).exists() for name in BELONGING):
         return False
     data = file.read_bytes()

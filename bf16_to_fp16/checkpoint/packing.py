@@ -1,4 +1,4 @@
-"""Write a converted folder as one file, with the tensor names that a tool expects and its conversion in the metadata.
+"""Write a converted folder as one file, with a tool's tensor names. Its metadata hold a summary of the conversion.
 Format: https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def pack(
 
 
 def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
-    """Return the tokenizer inside the source file, which opening the file extracted to ``folder``; None without one."""
+    """Return the tokenizer that opening extracted from ``file`` to ``folder``; None without one or for Wan's names."""
     inside = folder / SPIECE_FILE
     return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 

@@ -27,7 +27,8 @@ NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSU
 
 @dataclass(frozen=True)
 class Pipeline:
-    """``loaded``: (library, class) by component. ``others``: files to link or copy. ``left_out``: hidden folders."""
+    """A diffusion pipeline. ``loaded``: (library, class) by component. ``encoders``: the components to convert.
+    ``others``: files outside the encoders, to link or copy. ``left_out``: hidden folders, which are skipped."""
 
     folder: Path
     source: str
@@ -120,7 +121,7 @@ def variant_of(name: str) -> str | None:
 
 
 def files_loaded(paths: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return the files that loading ``parts`` takes: safetensors before .bin, the default before a variant."""
+    """Return the files that the components ``parts`` need; weights if possible as safetensors, without a variant."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}
     for path in sorted(paths):

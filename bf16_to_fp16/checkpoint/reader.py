@@ -20,9 +20,9 @@ from .sources import RESTORE, local_source, own_name, shown, subfolder_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint; the weights stay on disk. ``revision``: the commit of a Hub id. ``notes``: assumptions made
-    about one file of weights. ``stored_names``: names in files by names in modules, where the two differ.
-    ``own_folder``: the source's folder, where ``folder`` is a temporary copy."""
+    """An opened checkpoint; the weights stay on disk. ``revision``: the commit of a Hub id. ``notes``: what was assumed
+    on opening a single file. ``stored_names``: by a tensor's name in stock modules, its name in the files if another.
+    ``own_folder``: the source's own folder if ``folder`` is a temporary copy."""
 
     folder: Path
     source: str

@@ -45,9 +45,9 @@ def recorded(folder: Path) -> dict[str, Any]:
         check_below(folder, map(str, folder.glob(f"*/{REPORT}")))
         if saved_again(folder):
             raise UserError(
-                f"{folder}: has no {REPORT}: it was converted, then saved again without it; bring it to the original's"
-                f" scale by bf16-to-fp16 undo {shlex.quote(str(folder))} OUT --plan CONVERTED, the folder that"
-                " convert wrote"
+                f"{folder}: has no {REPORT}: it was converted, then saved again without it; restore the original's"
+                f" scale with bf16-to-fp16 undo {shlex.quote(str(folder))} OUT --plan CONVERTED, where CONVERTED is"
+                " the folder that convert wrote"
             )
         raise UserError(f"{folder}: has no {REPORT}, so convert did not write it; give a converted folder")
     return report_data(contained(folder, REPORT), NEEDED, SCHEMA)
@@ -60,7 +60,7 @@ def saved_again(folder: Path) -> bool:
 
 def check_below(source: str | Path, reports: Iterable[str]) -> None:
     if names := " or ".join(sorted(name.removesuffix(f"/{REPORT}") for name in reports)):
-        raise UserError(f"{source} has no {REPORT} of its own; give {names}")
+        raise UserError(f"{source} has no {REPORT}, but folders in it have; give {names}")
 
 
 def recorded_plan(path: Path, target: str | None) -> tuple[Path, dict[str, Any]]:

@@ -37,7 +37,7 @@ def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, header
     naming = STOCK if of_ours else next((n for n in (STOCK, WAN) if every.keys() >= {*n.anchors}), None)
     if naming is None:
         raise UserError(
-            f"{file}: no T5 in it by its stock names or Wan's (its first tensor is {formats.shown(min(every))});"
+            f"{file}: no T5 encoder with tensor names of stock code or Wan (the first is {formats.shown(min(every))});"
             " give the file of the text encoder alone, or a checkpoint's folder"
         )
     own = {naming.to_stock(name): info for name, info in every.items() if not name.endswith(ASIDE)}
@@ -88,13 +88,13 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 
 def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> dict[str, Any]:
-    """Return the stock config that an encoder's tensors imply. Raises UserError if names and shapes leave it open."""
+    """Return the stock config that an encoder's tensors imply. Raises UserError if a matrix for it is missing."""
 
     def sizes(name: str) -> tuple[int, int]:
         info = tensors.get(name)
         if info is None or len(info.shape) != 2 or 0 in info.shape:
             raise UserError(
-                f"{where}: no matrix {name}, from which its config could be told; give the checkpoint's folder"
+                f"{where}: no matrix {name}, so its config cannot be inferred; give the checkpoint's folder"
             )
         return info.shape[0], info.shape[1]
 

@@ -71,7 +71,7 @@ def leaves(name: str) -> bool:
 
 def subfolder_of(folder: Path, name: str) -> Path:
     if leaves(name):
-        raise UserError(f"subfolder {name!r} leaves {folder}; name a folder inside it")
+        raise UserError(f"subfolder {name!r} is not inside {folder}; name one that is")
     if not (folder / name).is_dir():
         raise UserError(f"{folder} has no folder {name!r}; name one that it has")
     return folder / name
@@ -82,12 +82,12 @@ def contained(folder: Path, name: str) -> Path:
     ``snapshots/<commit>`` to ``blobs`` of the same repository counts as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
-        raise UserError(f"{folder}: file name {shown(name)} leaves the folder; {RESTORE}")
+        raise UserError(f"{folder}: file name {shown(name)} is not inside the folder; {RESTORE}")
     try:
         inside = folder.resolve()
         real = (folder / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name too long or not Unicode
-        raise UserError(f"{folder}: file name {shown(name)} cannot be followed; {RESTORE}") from error
+        raise UserError(f"{folder}: file name {shown(name)} cannot be resolved; {RESTORE}") from error
     if real.is_relative_to(inside):
         return folder / path
     for snapshot in (inside, *inside.parents):

@@ -61,7 +61,7 @@ def check_apart(out: Path, source: str | Path | None) -> None:
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Whether one path is inside the other. Files are compared instead of names, since most Macs ignore case."""
+    """Whether one path is or contains the other, by ``samefile``: on most Macs, names that differ in case are one."""
 
     def same(a: Path, b: Path) -> bool:
         return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))

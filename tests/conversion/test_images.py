@@ -180,7 +180,7 @@ REFUSED: tuple[tuple[Callable[[dict[str, Any], dict[str, Any]], object], str], .
     ),
     (
         lambda weights, _: weights.update({"model.language_model.norm.weight": torch.ones(24)}),
-        r"model\.norm\.weight is there as model\.language_model\.norm\.weight too",
+        r"model\.norm\.weight also as model\.language_model\.norm\.weight",
     ),
     (lambda _, config: config["vision_config"].update(layer_norm_eps=0.0), r"the eps of .*soft_emb_norm is 0\.0, not"),
     (lambda _, config: config.update(image_token_index=-1), "'image_token_index' is -1, not an id"),

@@ -248,7 +248,7 @@ def test_a_card_that_was_edited_goes_up_with_its_own_hash(run: Run, hub: HubServ
 def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: HubServer, folder: Path) -> None:
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     hub.add("me/pipeline", {f"text_encoder_2/{name}": content for name, content in files.items()} | {"x": b""})
-    with pytest.raises(UserError, match="of its own; give --subfolder text_encoder_2"):
+    with pytest.raises(UserError, match="folders in it have; give --subfolder text_encoder_2"):
         verify("me/pipeline", endpoint=hub.endpoint)
     below = verify("me/pipeline", subfolder="text_encoder_2", endpoint=hub.endpoint, run_model=False)
     assert below["verified"] and below["source"]["revision"]

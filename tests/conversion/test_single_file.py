@@ -156,7 +156,7 @@ BROKEN = {
         lambda t: t | {"encoder.x": torch.ones(2, dtype=torch.int8)},
         "is I8, quantised; give the checkpoint it was quantised from",
     ),
-    "no T5": (lambda t: {"model.weight": torch.ones(2)}, "no T5 in it by its stock names or Wan's"),
+    "no T5": (lambda t: {"model.weight": torch.ones(2)}, "no T5 encoder with tensor names of stock code or Wan"),
 }
 
 

@@ -255,7 +255,7 @@ BROKEN: dict[str, tuple[str, object, str]] = {
     "target": ("target", "other", "its certificate names no target and length"),
     "files": ("output.files", [{"name": "a", "sha256": "b"}], "is not what convert writes"),
     "verdict": ("verdict", 3, "verdict is not what convert writes"),
-    "above": ("output.files.0.name", "../secret", "leaves the folder"),
+    "above": ("output.files.0.name", "../secret", "is not inside the folder"),
     "schema": ("schema", 2, "schema 2 is not 1"),
     "exponent": ("plan.residual_exponent", 2**40, "is not what convert writes"),
 }
@@ -335,7 +335,9 @@ def test_usage_and_exit_status(folder: Path, tmp_path: Path, capsys: pytest.Capt
     below = folder.rename(folder.with_name("text_encoder_2"))
     flip(below / ONE)
     assert verify(below.parent, subfolder="text_encoder_2", run_model=False)["verified"]
-    assert refused(capsys, "verify", below.parent).endswith(f"has no fp16_report.json of its own; give {below}")
+    assert refused(capsys, "verify", below.parent).endswith(
+        f"has no fp16_report.json, but folders in it have; give {below}"
+    )
     forge(below, {"finetune": {}})
     with pytest.raises(UserError, match="was finetuned"):
         verify(below, original=below)
