@@ -187,11 +187,11 @@ def norm_units(width: int) -> float:
     - In a run of n values, or of n groups of one size, the k-th rounding has weight k/n: (n + 1)/2 units in all.
     - A merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
 
-    In exact arithmetic the root of the sum of squares is the length of a vector: one for the true means plus one for
-    their errors. In the second, errors within runs are orthogonal to those between runs. The errors of a run's means
-    have an rms of at most √((n² − 1)/12). The k-th term of a run is D²·(k − 1)/k − D·r for a deviation D and a rounding
-    r, which takes off at most √2 units more. An error of a group's mean counts once, since merges compare that mean
-    with others.
+    In exact arithmetic the root of the sum of squares is the length of a vector, the sum of one for the true means and
+    one for their errors. In the second one errors within runs are orthogonal to those between runs. The errors of a
+    run's means have an rms of at most √((n² − 1)/12). The k-th term of a run is D²·(k − 1)/k − D·r for a deviation D
+    and a rounding r, which takes off at most √2 units more. An error of a group's mean counts once, since merges
+    compare that mean with others.
 
     On the CPU a run has 16 vectors of 4, 8 or 16 lanes. Runs are merged in a tree, then the lanes one by one. The tree
     costs twice its depth, one more for fp16's two halves and one more for lanes that fill no vector. On CUDA each of

@@ -2,7 +2,7 @@
 
 Queries and keys are linear maps of norms' outputs, of a length up to √d for a stream of d channels. With A for a weight
 times its norm's gain, a head's scores are at most d times the spectral norm of AqᵀAk; with rotary positions, of AqᵀRAk
-for the worst rotation R. Attention weights are positive and sum to 1, so row i of the output is at most Σ √d·‖O_i·Av‖
+for the worst rotation R. Attention weights are at least 0 and sum to 1, so row i of the output is at most Σ √d·‖O_i·Av‖
 over heads. Stock masks add −65504, which is finite, so masked positions need bounds as well (``masked_span``)."""
 
 from __future__ import annotations
