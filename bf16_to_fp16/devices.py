@@ -1,5 +1,5 @@
-"""Devices by name, and NVIDIA's cards as their driver reports them: a torch without CUDA sees no card, and its
-``is_bf16_supported`` also counts emulation. Work that exhausts device memory continues on the CPU. torch is slow to
+"""Find devices by name, and ask the driver for NVIDIA's cards, since a torch without CUDA sees none and torch's
+``is_bf16_supported`` counts emulation too. Work that exhausts device memory continues on the CPU. torch is slow to
 import, so functions import it."""
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def products_on(device: Device) -> Iterator[None]:
 
 
 def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Run a function of CPU tensors on the device of ``products_on``, or on the CPU if device memory runs out."""
+    """Make a function of CPU tensors run on the device of ``products_on``, or on the CPU if device memory runs out."""
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def certify(
     Nothing is run. Stock code builds the model on the meta device, which shows that the bounds are for the model that
     stock code runs. max_length: positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the
     stream in fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout, and the derivative of the cube in
-    tanh-GELU). device: for large products. Raises UserError for unusable input."""
+    tanh-GELU). device: for large matrix products. Raises UserError for unusable input."""
     progress = progress_of(progress)
     arithmetic = Arithmetic(max_length)  # refuses an impossible length
     on = Device(device, progress)

@@ -92,7 +92,7 @@ class MadeSafe:
         return f"{done}. {proof}{scale}"
 
     def mark(self, model: Any) -> None:
-        """Attach this result to the model, which then warns of its changed scale if it is saved or given embeddings."""
+        """Attach this result to the model, which then warns of its scale if saved or given ``inputs_embeds``."""
         model.__dict__[MARK] = self
         if self.plan.moves:
             model.__dict__[SAVES] = partial(save_as_it_is, model)

@@ -208,7 +208,7 @@ class Search:
         return SourceBounds(certificate.ranges, exponents, frozenset(immovable))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
-        """Return the best plan with its layout and bounds. A tied head is separated if that breaks fewer limits."""
+        """Return the best plan with its layout and bounds. A tied head is separated if that exceeds limits less."""
 
         def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
             fallbacks = len(planned.fallbacks) if self.options.prove else 0
@@ -339,5 +339,5 @@ def uncorrected(planned: Planned) -> Planned:
 
 
 def is_acceptable(drift: Fidelity, share: float = ACCEPTABLE_DRIFT) -> bool:
-    """Return whether the divergence that a fixed eps causes is at most ``share`` times bf16's."""
+    """Return whether ``drift`` causes at most ``share`` times the divergence that bf16 causes."""
     return drift.kl_bf16 is not None and drift.kl_fp16 <= drift.kl_bf16 * share

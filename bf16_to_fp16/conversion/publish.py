@@ -193,7 +193,7 @@ def send(
 
 
 def check_other_content(repo: str, held: dict[str, Any], names: list[str], missing: list[str], force: bool) -> None:
-    """Raise UserError where a repository contains anything but an earlier upload of the same files."""
+    """Raise UserError if a repository has other content than an earlier upload of the same files."""
     same = set(names) - set(missing)
     # People edit these, or another run of the same conversion writes them anew.
     renewed = {CARD, REPORT, PAGE} if REPORT in held else set()
