@@ -111,7 +111,7 @@ def saying_where_it_stopped(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. ``weights``: trained, in fp32, in the first process only."""
+    """A finished run. ``weights``: the trained weights in fp32; None in all processes but the first."""
 
     folder: Path
     entry: FinetuneEntry

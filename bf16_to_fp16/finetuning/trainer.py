@@ -41,7 +41,7 @@ OVERFLOW_STOP = 20  # overflows in a row after which the loss scale, 2**20 times
 STUCK_STOP = 1000  # steps without progress after which the penalty will not come down
 
 CHANGEABLE = ("out", "wandb", "checkpointing", "evaluation", "quality", "source")
-"""Parts of a recipe that may change when a run continues: they have no part in its bits."""
+"""Keys of a recipe that may change when a run continues: its training steps do not depend on them."""
 
 
 @dataclass
@@ -358,7 +358,7 @@ class Trainer:
 
 
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """Raise UserError if ``recipe`` gives other bits than the recipe of a saved state. More steps are allowed."""
+    """Raise UserError if ``recipe`` trains otherwise than a saved state's recipe. A finished run may get more steps."""
     before, now = state["recipe"], recipe.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:

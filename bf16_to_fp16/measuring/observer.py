@@ -69,7 +69,7 @@ class SiteObserver(TorchDispatchMode):
         self.only = only
         self.fast_products = fast_products
         self.outputs = 0
-        """Floating-point op outputs seen in the model, without views."""
+        """Number of floating-point outputs seen in the model, without views."""
         self._sites: dict[str, dict[tuple[str, int, torch.dtype], Site]] = {}
         self._stack: list[_Frame] = []
         self._frame: _Frame | None = None

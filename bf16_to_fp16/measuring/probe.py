@@ -45,7 +45,7 @@ _SHORT, _SHORT_DECODER = 8, 4
 """Most tokens of a short row, and of its decoder row: each costs logits of the whole vocabulary."""
 
 _BEYOND_WINDOW, _LONGEST_WINDOW = 16, 2048
-"""Tokens by which a row exceeds a sliding window; the longest window with such a row, since scores cost its square."""
+"""Tokens by which a row exceeds a sliding window; longest window with such a row, as scores grow with its square."""
 
 
 def batches(
@@ -209,8 +209,8 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Turn the head off in batches over the budget ``_PROBE_LOGITS``, but not in the first random and the first short
-    one."""
+    """Turn the head off in batches over the budget ``_PROBE_LOGITS``; the first random and first short batch keep
+    it."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}

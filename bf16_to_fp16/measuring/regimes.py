@@ -44,7 +44,7 @@ ATTENTIONS = ("eager", "sdpa")
 
 LOSS_SCALE = 2.0**10
 """Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so the
-scale itself never breaks pure half. It is lower where gradients under AMP need that, as with a dynamic scaler."""
+scale itself never breaks pure half. A lower one is used where gradients under AMP need it, as by a dynamic scaler."""
 
 
 def audit_folder(
