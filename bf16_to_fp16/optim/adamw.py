@@ -302,6 +302,4 @@ def _check(group: dict[str, Any]) -> None:
             kind = f"{parameter.dtype}, {parameter.layout}"
             raise UserError(f"AdamW: a parameter of shape {tuple(parameter.shape)} is {kind}; give bf16, fp16 or fp32")
         if isinstance(parameter, DTensor) and not all(p in (Shard(0), Replicate()) for p in parameter.placements):
-            raise UserError(
-                f"AdamW: a parameter is placed as {parameter.placements}; only Shard(0) and Replicate are known"
-            )
+            raise UserError(f"AdamW: a parameter is placed as {parameter.placements}; use Shard(0) or Replicate")

@@ -11,7 +11,7 @@ TITLE = "What you can do with it"  # of the card's section
 
 
 def whole_plan(plan: Plan, run: schema.FinetuneEntry | None) -> Plan:
-    """Return the plan from the original's weights: a finetune's start, if any, followed by the conversion."""
+    """Return the plan from the original's weights to the output's: of a finetune's start, if any, then ``plan``."""
     return plan if run is None or run.start is None else composed(run.start, plan)
 
 

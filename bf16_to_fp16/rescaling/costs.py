@@ -26,14 +26,14 @@ from .weight_losses import CHANNEL_RANGE, EXPONENTS, WeightLosses
 EXCESS = 1e6  # cost of one bit over a hard limit: more than any precision, so that limits come first
 
 UNWRITABLE = 1e12
-"""Cost of each bit by which a weight passes 65504: above any signal's, since such a plan cannot be written."""
+"""Cost of each bit by which a weight passes 65504: more than a signal's, since such a plan cannot be written."""
 
 RESTRAINT = ROUNDING * 2.0**-10
 """Cost of each step of an exponent away from 0, so that nothing moves without a reason."""
 
 RESTRAINT_OF_CHANNELS = ROUNDING
-"""The same for channels, once the stream's exponent is chosen: one moves if 0.2% of its weights become exact.
-Quantisers share scales among channels (docs/runtimes.md)."""
+"""The same for a channel's exponent, chosen after the stream's. It leaves 0 if that makes 0.2% of the channel's weights
+exact. Quantisers share scales among channels (docs/runtimes.md)."""
 
 RESTRAINT_OF_STATES = 2.0**-10
 """The same for last states, which users read: they move only for a limit or a head's visible loss."""
@@ -101,7 +101,7 @@ class Costs(WeightLosses):
         return sum(c.sign * self.scalar(c.signal, r) for c in others)
 
     def scalar(self, signal: str, r: int) -> int:
-        """Return a signal's exponent, if the stream's is r; 0 for a signal with an exponent for each channel."""
+        """Return the one exponent of a signal if the stream's is r; 0 for a signal with one for each channel."""
         kind = self.layout.signals[signal].kind
         if kind is Kind.BEFORE_NORM:
             return self.before_norm(signal, r)
@@ -134,8 +134,7 @@ class Costs(WeightLosses):
         return as_shares(sum((as_shares(squares[-1] * self.energy(*of)) for of in readers), 0 * ones))
 
     def channel_costs(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
-        """Yield, for each residual exponent in ``tried``, each channel's costs of exponents −24…24: float64 [channels,
-        49]."""
+        """Yield, for each stream exponent in ``tried``, the costs of exponents −24…24: float64 [channels, 49]."""
         restraint = RESTRAINT_OF_STATES if signal.name in self.last_norms else RESTRAINT
         own = restraint / signal.size * EXPONENTS.abs().double().expand(signal.size, -1)
         tables = [(self.table(*of), *of) for of in self.touched[signal.name]]
@@ -223,7 +222,7 @@ class Costs(WeightLosses):
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return by how many bits weights exceed 65504 at the stream exponent r, summed. own: include weights that
+        """Return the sum of the bits by which weights exceed 65504 at the stream exponent r. own: include weights that
         channel exponents scale as well."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [

@@ -35,7 +35,7 @@ TRAIN_MARGIN_BITS = 2.0
 PROOF_FIRST = 1.0  # ``PROOF_WORTH`` where a proof was asked for: as large an error as the output itself
 
 INDIFFERENCE = ROUNDING / 4
-"""Where norms square in fp16, stream exponents whose costs differ by less count as equal; the nearest to 0 is taken."""
+"""If norms square in fp16, stream exponents whose costs differ by less are equally good; the nearest to 0 is taken."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class WeightLosses:
         return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
-        """Return the gain factor that leaves the least mean squared drift in fp16; 1 for a drift under one rounding."""
+        """Return the factor on a norm's gains with the least drift that fits fp16; 1 for a drift under one rounding."""
         kept, shares = self.kept(path, r)
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
         if abs(factor - 1) <= math.sqrt(ROUNDING):
