@@ -1,8 +1,8 @@
 """Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack, as in Llama, with these differences.
 
 Gemma 3 has norms before and after every sublayer, and norms of queries and keys. All norms share one eps, so rescaling
-multiplies all their inputs by the stream's power of two (its factor). Gains are stored as gain − 1, so multiplying
-a gain rounds it (``Tensor.offset``); only gains that must change do. The embedding multiplies its output by √d.
+multiplies all their inputs by the stream's power of two (its factor). Gains are stored as gain − 1, so multiplying a
+gain rounds it (``Tensor.offset``); only gains that must change do. The embedding multiplies its output by √d.
 With images, a vision tower's outputs replace tokens in the stream, through a norm and a linear.
 
 Gemma 2 has no norms of queries and keys, but soft caps on scores and logits. A factor commutes with a rotation only if

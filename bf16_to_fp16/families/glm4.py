@@ -1,6 +1,6 @@
 """GLM-4-0414, GLM-4 and GLM-4.5: causal language models, as Llama, with these differences.
 
-GLM-4 has one matrix, ``gate_up_proj``, with the gate's rows first; only the rows of the up projection can be rescaled.
+GLM-4 has a fused ``gate_up_proj`` with the gate's rows first; only those of the up projection are rescaled exactly.
 GLM-4-0414 has norms before and after every sublayer, GLM-4 only before each. Gains behind a sublayer are stored as they
 are, not minus 1, so rescaling by a power of two rounds none. Rotary positions rotate channels 2i and 2i + 1 of each
 head's first half. The other channels are not rotated, but exponents and bounds treat them as pairs.

@@ -283,8 +283,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Reader:
-    """A sublayer or final norm that reads the residual stream. ``norm``: path of the norm that reads it, ""
-    if linears do. ``entrance``: path of this norm or of one of the linears. ``site``: the site whose output they read.
+    """A sublayer or final norm that reads the residual stream. ``norm``: path of the norm that reads it, "" if linears
+    do. ``entrance``: path of this norm or of one of the linears. ``site``: the site of the stream that they read.
     ``sublayer``: None for a final norm. ``is_first``: whether no sublayer has added to the stream yet."""
 
     norm: str

@@ -29,8 +29,8 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 @dataclass(frozen=True)
 class Style:
     """How weights are stored. ``biased``: last path components of linears with a bias. ``shifts``: whether norms have
-    a bias. ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored gains. The others
-    are names in ``Family.sizes``; ``memory`` is that of the encoder's width, "" if it is ``model``."""
+    a bias. ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored gains. The other
+    fields are names in ``Family.sizes``: ``memory`` is the encoder's width, "" if it is ``model``."""
 
     biased: Collection[str] = ()
     shifts: bool = False
@@ -103,7 +103,7 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return a ``Spread`` for a fused matrix's rows, of which only one linear's have channels. fused: the linears' row
+    """Return a ``Spread`` for a fused matrix in which only one linear's rows have channels. fused: the linears' row
     counts, () for a matrix of one linear. number: the linear's index. spread: how its rows share channels."""
     if not fused:
         return spread

@@ -1,9 +1,9 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with outputs of a vision tower in their stream.
 
 Positions on three axes only change the angles of rotary positions. A merger normalises and joins four of the tower's
-outputs. Two linears with a GELU between them make one token of the four. In Qwen3-VL, further mergers add
-outputs of earlier tower layers to the stream after its first layers. All these norms have an eps of their own, so only
-each merger's last linear is rescaled as the stream, and the tower stays as it is."""
+outputs. Two linears with a GELU between them make one token of the four. In Qwen3-VL, further mergers add outputs of
+earlier tower layers to the stream after its first layers. The mergers' norms have an eps of their own, so only each
+merger's last linear is rescaled as the stream, and the tower stays as it is."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, stock: StockClass) -> str:
-    """Return the end of the error message for a missing embedding. Tensors with another class's names can be loaded and
-    saved by the config's class or, if they include no head, the config can name the other class."""
+    """Return the remedy for a missing embedding, as the end of an error message. If the tensors have another class's
+    names, the config's class can load and save them or, without a head, the config can name the other class."""
     other = class_by_tensor_names(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"

@@ -1,8 +1,8 @@
 """Axes of tensors where several elements share one channel of a signal, or some have none: values that several query
 heads read, channels that a rotation mixes, neurons behind their gates in one matrix.
 
-A ``Spread`` is a shape of the axis: the same channels repeat along its second, fourth, ... dimension. If its first or
-last number is −n, the first or last n elements have no channel, and the shape is that of the other elements."""
+A ``Spread`` is a shape for an axis. Along the shape's second, fourth, ... dimension the same channels repeat. If its
+first or last number is −n, the first or last n elements have no channel, and the shape is that of the others."""
 
 from __future__ import annotations
 
