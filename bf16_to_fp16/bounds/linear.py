@@ -167,7 +167,7 @@ class Projection:
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
     """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: whether
-    stock code rounds to fp16 only after the gain, instead of before it too."""
+    stock code rounds to fp16 only after the gain, instead of before and after it."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -221,7 +221,7 @@ def lengthened(mean: float, eps: float, width: int) -> float:
     rms. The mean's error moves all of them equally, so it is orthogonal to them. All are divided by √(v + eps); the
     computed variance v is at least (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the output's mean square
     is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), and so at most the larger eigenvalue of ((1, √q), (√q,
-    2q)). For s < e it is at most 2q. Products may be negative, so v may be −(2⁻²⁴·mean)²/2: eps is lowered by that."""
+    2q)). For s < e it is at most 2q. Rounding can make v negative, to −(2⁻²⁴·mean)²/2; eps is lowered by that."""
     unit = UNIT32 * mean
     eps -= unit * unit / 2
     if eps <= 0:

@@ -201,7 +201,7 @@ def rotary_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source
 
 def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
     """Return bounds of scores after cap and position bias, and how far a mask must lower a score to give it no weight.
-    scores: bounds before the cap. span: bounds, also before it, of the difference between two scores of a query."""
+    scores: bounds before the cap. span: the same for the difference between two scores of one query."""
     cap = live.layout.cap(sublayer)
     if cap is not None:
         capped = soft_capped(scores, cap, live.a)

@@ -131,7 +131,7 @@ class ModuleFindings:
         return self.checked(name, self.read(name))
 
     def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Return ``weight`` with NaN as 0 and inf as ±65504; record it as a failing site if it had any."""
+        """Return ``weight`` with NaN as 0 and inf as ±65504. A weight with either is recorded as a failing site."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
             raise UserError(

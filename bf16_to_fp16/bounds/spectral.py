@@ -79,8 +79,8 @@ class Spectra:
     the other, however they differ. If the new bound is too loose, an eigenvalue is computed.
 
     read: returns the source's weights. bounds: by label, a matrix without its weights' values, and its bound. fixed:
-    whether ``bounds`` stays as it is, since the matrices bounded are not the source's. kept: results of ``once``, by
-    ``about`` and arguments. about: the names of the weights from which ``once`` computes."""
+    whether to add no bounds, as for weights that are not the source's. kept: results of ``once``, by ``about`` and
+    arguments. about: the names of the weights from which ``once`` computes."""
 
     read: TensorReader
     bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return, by tier, whether its certificate holds. holds: whether ``target``'s does. arithmetic: of the first."""
+    """Return, by tier, whether its certificate holds. holds: whether ``target``'s does. arithmetic: the first's."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # Every target covers the weakest tier.
