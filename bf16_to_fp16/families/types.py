@@ -115,7 +115,7 @@ class Family:
     embedding: str
     head: str
     copies: tuple[str, ...] = ()  # names under which stock files may repeat the embedding
-    ignorable: tuple[str, ...] = ()  # tensors that stock classes drop without a word
+    ignorable: tuple[str, ...] = ()  # tensors that stock classes drop without a warning
     logits_bias: str = ""  # tensor that the stock class adds to the logits, "" for none
     output_scale: OutputScale = OutputScale.NEVER
     output_scale_key: str = ""  # config key that switches the scale before the head, "" where there is none
@@ -150,7 +150,7 @@ class Family:
 
     older_rotary: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OLDER_ROTARY)
     """By kind of layer ("" for all), the config keys of rotary base and scaling ("" for none) in transformers 4.57."""
-    older_scales_tied: bool = False  # whether transformers 4.57 multiplies by d^-1/2 just where tied
+    older_scales_tied: bool = False  # whether transformers 4.57 multiplies by d^-1/2 only if the head is tied
     older_notes: Mapping[str, str] = field(default_factory=dict)
     """Config keys that transformers 4.57 ignores unless null, each with a sentence that says so."""
     eps_copies: tuple[str, ...] = ()  # further config keys that must say the same eps
@@ -166,7 +166,7 @@ class Family:
 
     @property
     def projector(self) -> Projector | None:
-        """The part that replaces embeddings by another model's outputs; None without one."""
+        """The first part that adds another model's outputs to the first stack; None if there is none."""
         parts = self.brings({}) if self.brings is not None else ()
         return next((part.topology for part in parts if isinstance(part.topology, Projector)), None)
 
