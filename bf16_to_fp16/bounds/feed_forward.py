@@ -128,7 +128,7 @@ class GatedNeurons:
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
-        """Return a bound of |out·neurons| for the row at index ``number``, divided by ``scale``."""
+        """Return the bound of ``row`` divided by ``self.scale``."""
         wide = out.double()
         values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED

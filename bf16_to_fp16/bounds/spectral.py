@@ -50,7 +50,7 @@ def gram(rows: Tensor | Tall) -> Tensor:
 
     rows: [n, d], fp32 or fp64. Sums of ``FP32_ROWS`` fp32 products are added in fp64. Each entry is off by at
     most γ·Σ|a||b|. The Frobenius norm of these errors is at most γ times the trace, so that is added to the diagonal. γ
-    has eight units more, since both factors of a product may be off by four."""
+    is a unit for each row of a sum, and eight more since both factors of a product may be off by four units."""
     count, size = rows.shape
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -98,7 +98,7 @@ class Spectra:
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:
-        """Return ``compute()``; if ``about`` names weights, later calls with the same ``given`` reuse the result."""
+        """Return ``compute()``, or the result kept for the same ``given``; none is kept if ``about`` is empty."""
         key = (self.about, given)
         if not self.about:
             return compute()

@@ -255,8 +255,8 @@ def rows_or_columns(
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
     """Return ``needed`` with one exponent for all logits or one for each, and whether that separates a tied head.
 
-    One exponent for all logits keeps their order, and a tied head tied. It is chosen if one for each costs as much or
-    is impossible. A tied head gets it also if it costs at most ``PRICE_OF_A_PROOF``."""
+    One for all keeps the order of logits, and a tied head tied. It is chosen if one for each costs as much or is
+    impossible. For a tied head it is also chosen if it costs at most ``PRICE_OF_A_PROOF``."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False

@@ -40,8 +40,8 @@ class MadeSafe:
     """The result of ``make_fp16_safe``; ``str`` gives a summary.
 
     plan: the powers of two; all exponents are 0 if nothing had to be rescaled. For a model loaded from a converted
-    folder it includes the folder's plan. certified: whether no input can overflow, with the weights before training in
-    fp16. headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps: the source's eps of norms.
+    folder it includes the folder's plan. certified: whether no input can overflow the fp16 model before training.
+    headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps: the source's eps of norms.
     originals: by name, the source's key biases and position-bias tables that were centred; tables: the centred tables.
     outputs: by name of an output, log2 of its factor, one for all channels or one for each; logits keep their values.
     inputs: by name, log2 of the factor that ``inputs_embeds`` needs. passed: an observed signal that stays over 65504,

@@ -1,8 +1,8 @@
-"""Axes of tensors where several elements share one channel of a signal, or some have none: values that several query
-heads read, channels that a rotation mixes, neurons behind their gates in one matrix.
+"""Axes of tensors on which several elements share a channel of a signal, such as values that several query heads read.
+On others some elements have no channel, such as gates before their neurons in one matrix.
 
-A ``Spread`` is a shape for an axis. Along the shape's second, fourth, ... dimension the same channels repeat. If its
-first or last number is −n, the first or last n elements have no channel, and the shape is that of the others."""
+A ``Spread`` gives an axis a shape. Along the shape's second, fourth, ... dimension the channel stays the same. A −n in
+front or at the end is no dimension: it says that the first or last n elements have no channel."""
 
 from __future__ import annotations
 

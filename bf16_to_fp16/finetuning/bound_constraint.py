@@ -135,7 +135,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``over`` with only the largest excess in each group and at each index; the others become 0."""
+        """Return ``over`` in which, at each index, only a group's worst site keeps its excess; others have 0."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)

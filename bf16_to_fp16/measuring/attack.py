@@ -244,7 +244,7 @@ def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
 
 
 def widths_of(sublayer: FeedForward) -> dict[str, str]:
-    """Return for each of a feed-forward's sites the name of a linear that has as many output channels."""
+    """Return, by site of a feed-forward, the name of a linear with as many output channels as the site."""
     widths = {sublayer.linear: sublayer.linear}
     if sublayer.gate:
         widths |= {sublayer.gate: sublayer.gate, f"{sublayer.at}:mul": sublayer.linear}

@@ -71,7 +71,7 @@ def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) ->
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Yield the path and module of each place, in order: blocks, and other modules that have parameters."""
+    """Yield the path and module of each place in the model's order: a block, or another module that has parameters."""
     for name, child in module.named_children():
         below = f"{path}.{name}".removeprefix(".")
         if isinstance(module, nn.ModuleList) or next(child.parameters(recurse=False), None) is not None:

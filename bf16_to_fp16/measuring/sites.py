@@ -19,8 +19,8 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 class Site:
     """The measurements of a site. ``amax``: the largest |x| without masked positions, inf for an overflow or NaN.
     ``nonfinite``, ``saturated`` (finite, from 64504, fp16 only) and ``benign`` (intended, as in a mask): numbers of
-    elements. ``order``: of all outputs in the order computed, the number of the site's first non-finite one, else of
-    its first. ``limit``: None where fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube.
+    elements. ``order``: the place, among all outputs computed, of the site's first non-finite one; of its first if all
+    are finite. ``limit``: None where fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube.
     ``elements``, ``zeros``: counted only for gradients."""
 
     name: str

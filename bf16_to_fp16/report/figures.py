@@ -125,9 +125,9 @@ def largest(points: Iterable[Point]) -> list[Point]:
     return sorted(merged.values(), key=lambda point: point.x)
 
 
-def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str], lower: str) -> list[Picture]:
-    """Return a figure for each stack with points, captioned with its largest values. upper: returns words for the
-    largest ``upper``. lower: the word before the largest ``lower``, such as "after"."""
+def pictures(stacks: Mapping[str, Sequence[Point]], in_words: Callable[[float], str], prefix: str) -> list[Picture]:
+    """Return a figure for each stack with points, captioned with its largest values. in_words: writes ``Point.upper``.
+    prefix: the word before ``Point.lower``, such as "after"."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []
@@ -137,7 +137,7 @@ def pictures(stacks: Mapping[str, Sequence[Point]], upper: Callable[[float], str
     for stack, points in stacks.items():
         if points:
             most = max((p.lower for p in points if p.lower is not None), default=None)
-            values = upper(max(p.upper for p in points)) + ("" if most is None else f", {lower} {magnitude(most)}")
+            values = in_words(max(p.upper for p in points)) + ("" if most is None else f", {prefix} {magnitude(most)}")
             caption = f"{stack}, largest values: {values}; the limit is 65,504"
             result.append(Picture(themed(drawn(points, stack, low, high), caption), caption))
     return result

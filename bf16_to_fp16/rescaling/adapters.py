@@ -113,5 +113,5 @@ def on_tensor(
     if not torch.equal(stored.double(), wanted):
         stored = wanted.float()
     if not bool(torch.isfinite(stored).all()):
-        raise UserError(f"{name} holds inf or NaN, or would after scaling; take the adapter as it was trained")
+        raise UserError(f"{name} holds inf or NaN, or would after scaling; give the adapter that training saved")
     return stored

@@ -1,6 +1,6 @@
 """The exponents of 2 that a plan gives to the axes of a checkpoint's tensors and to the outputs of its transformers
-class. Logits keep every bit. States between layers have the stream's exponent; the last states have the last norm's.
-Also a check that a plan fits a checkpoint."""
+class. Logits have 0 without edits, states between layers have the stream's exponent, and a stack's last states have
+that of its last norm's gain. Also a check that a plan fits a checkpoint."""
 
 from __future__ import annotations
 

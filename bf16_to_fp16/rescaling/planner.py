@@ -41,8 +41,8 @@ INDIFFERENCE = ROUNDING / 4
 @dataclass(frozen=True)
 class Planned:
     """A plan, the limits that it breaks, and its predicted relative squared error. ``fallbacks``: the signals without a
-    proof, planned by observed ranges alone. ``for_proof``: the streams that only a proof scales further down, each with
-    its exponent without a proof. ``corrected``: the mean squared relative drift that gain corrections remove."""
+    proof, planned by observed ranges alone. ``for_proof``: the streams scaled further for a proof alone, each with the
+    exponent that is enough without it. ``corrected``: the mean squared relative drift that gain corrections remove."""
 
     plan: Plan
     violations: tuple[Violation, ...]
@@ -74,8 +74,8 @@ def make_plan(
     of the residual stream, as fp16 sums it; the two differ in their bounds) or ``train`` (2 more bits, and gate
     pre-activations under 147.8). margin_bits: between a range and its limit. bounds: ranges for any input; a signal is
     planned by them too if that costs at most ``proof_worth`` for each site. proof_is_enough: a stream that fits by its
-    bounds need not keep the margin. held: given exponents of streams. drift_free: norms' inputs get no exponents beyond
-    the stream's, which eps would not follow. known: tables of these weights from earlier plans; new ones are added.
+    bounds need not keep the margin. held: given exponents of streams. drift_free: scale a norm's input by the stream's
+    exponent alone, which eps can follow. known: tables of these weights from earlier plans; new ones are added.
     advance: called with the number of tensor axes whose losses are computed, and their total. A plan depends on the
     result of every earlier step, hence the many parameters."""
     return PlanSearch(
