@@ -87,8 +87,8 @@ def _curve(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
 def advise_losses(log: str | Path) -> dict[str, Any]:
     """Return the spikes, divergences and plateaus of a training log, each with its usual cause.
 
-    log: as for ``read_log``. In ``events``, ``end`` is None for an event still going on at the log's end, and ``size``
-    if losses are NaN or infinite. Raises UserError for an unreadable log, or fewer than 32 losses without events."""
+    log: as for ``read_log``. In ``events``, ``end`` is None if an event lasts to the log's end, and ``size`` is None if
+    losses are NaN or infinite. Raises UserError for an unreadable log, or for under 32 losses that show no event."""
     curve = read_log(log)
     anomalies = events(curve)
     if len(curve) < WINDOW // 2 and not anomalies:

@@ -157,7 +157,7 @@ def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: No
 
 
 def rotary_scores_with_norms(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
-    """Return what ``scores`` returns, for queries and keys with norms and rotary positions."""
+    """Return the three bounds by head of ``scores``, for queries and keys with norms and rotary positions."""
     scale = live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     if not sublayer.norms_whole:
@@ -169,7 +169,7 @@ def rotary_scores_with_norms(live: LiveWeights, sublayer: Attention, rotary: Rot
 
 
 def rotary_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
-    """Return what ``scores`` returns, for queries and keys with rotary positions but no norms."""
+    """Return the three bounds by head of ``scores``, for queries and keys with rotary positions but no norms."""
     a, scale = live.a, live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     sides = []
@@ -242,7 +242,7 @@ def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) 
 
 
 def feed_forward_output(live: LiveWeights, sublayer: FeedForward, source: NormOutput) -> Tensor:
-    """Return a bound of each channel of a feed-forward's output; all channels share one eigenvalue."""
+    """Return a bound of each channel of a feed-forward's output. One eigenvalue of its weights serves all channels."""
     weight, bias = live.pair(sublayer.output)
     if sublayer.gate:
         gate, linear = live.linears(sublayer.fused, (sublayer.gate, source), (sublayer.linear, source))

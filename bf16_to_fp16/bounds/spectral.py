@@ -94,7 +94,7 @@ class Spectra:
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return a store for weights that are nearly the source's. It uses the source's bounds and adds none."""
+        """Return a store for a rescaled or rounded copy of the weights. It reads this store's bounds and adds none."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:

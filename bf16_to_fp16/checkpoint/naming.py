@@ -120,7 +120,7 @@ FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one fil
 
 @dataclass(frozen=True)
 class FileLayout:
-    """How a program reads one file. ``model_type``, ``eps``: set if the program fixes them."""
+    """A one-file value of ``--layout``. ``readers``: who reads it. ``model_type``, ``eps``: set if readers fix them."""
 
     name: str
     readers: str

@@ -191,8 +191,8 @@ def check_known(model: Any) -> None:
 
 
 def model_around(model: Any) -> Any:
-    """Return the larger model of which this model is the body, None if there is none. The larger model's config is this
-    model's or contains one of its type. Other models that contain it read only its last states."""
+    """Return the model of which this one is the body, as of a LlamaForCausalLM, or None. Its config is this model's or
+    contains one of that type. Any other model around this one does not count: it reads only the last states."""
     from transformers import PreTrainedModel
 
     config = model.config

@@ -106,7 +106,7 @@ def open_source(source: str | Path, options: Options, place: Destination, progre
         name = headless(checkpoint.config)  # as a sentence encoder's own loader reads it
     if name is not None and name not in own:
         checkpoint = read_as(checkpoint, name)
-        progress.say(f"Converting {checkpoint.name} as {name}; its config names {listed(own) or 'no class'}")
+        progress.say(f"Converting {checkpoint.name} as {name}; config.json has {listed(own) or 'no class'}")
     layout = layout_with_notes(checkpoint, progress, options.max_length)
     options.check_layout(layout, checkpoint.name)
     layout = replace(layout, held_eps=options.held_eps(layout))

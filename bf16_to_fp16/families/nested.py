@@ -30,7 +30,7 @@ def renamed_signals(part: Part, name: Callable[[str], str]) -> Part:
 
 
 def inside(part: Part, body: str) -> Part:
-    """Return a part with ``body`` before its module paths. The model's own site, such as ":add", becomes ``body``'s."""
+    """Return a part with ``body`` before its module paths: "norm" becomes "body.norm", ":add" becomes "body:add"."""
 
     def path(name: str) -> str:
         if name.startswith(":"):

@@ -81,15 +81,15 @@ PLAIN = Style()
 
 
 def to_norm(norm: str) -> Axis:
-    """Return the output axis of a weight that writes to the stream, directly or through ``norm``."""
+    """Return a linear's output axis, scaled as the stream. If a ``norm`` reads it, that norm's input adds a factor."""
     stream = multiplied_by(RESIDUAL)
     return stream.beside(multiplied_by(before(norm))) if norm else stream
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return how queries, and how keys, share exponents: query heads of one key head, and both channels of a rotated
-    pair. If neither all nor half of a head is rotated, the whole head has one exponent. share: (key heads, query heads
-    per key head, size of a head); () only without rotation, if each query head has its own key head."""
+    """Return the ``Spread`` of queries and that of keys. Query heads of one key head share exponents. So do the two
+    channels of a rotated pair, and all of a head that is partly rotated but not by half. share: (key heads, query heads
+    for each, size of a head), or () if nothing is rotated and each query head has its own key head."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share

@@ -90,8 +90,8 @@ def with_images(
     key: str = "hidden_size",
     flat: bool = False,
 ) -> Family:
-    """Return a text model's family with a vision tower added. brings: as in ``Family``. key: config key of the tower's
-    width. flat: whether older configs have the text model's keys outside ``text_config``."""
+    """Return a text model's family with a vision tower. kinds: classes with and without a head. brings: returns the
+    projectors' parts. key: config key of the tower's width. flat: whether older configs have no ``text_config``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
 
     def around(inner: Family) -> Family:

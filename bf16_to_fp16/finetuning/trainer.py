@@ -351,7 +351,7 @@ class Trainer:
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return step ``kept``'s parameters; {} for step 0 and in all processes but the first. All must call it."""
+        """Return step ``kept``'s weights in the first process, {} in others or after a return to 0. All call it."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}

@@ -89,8 +89,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     if scales != (layout.head_scale != 1.0):
         raise UserError(
             f"{where}: stock code {'multiplies' if scales else 'does not multiply'} the decoder's output by"
-            " d^-1/2 before the head, and the keys that the bounds read give the opposite; take the file from the"
-            " original checkpoint"
+            f" d^-1/2 before the head, but the bounds are for code that {'does not' if scales else 'does'}; take the"
+            " file from the original checkpoint"
         )
 
 
@@ -152,8 +152,8 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         value = getattr(model.get_submodule(path), attribute, _ABSENT)
         if value != expected and not (optional and value is _ABSENT):
             raise UserError(
-                f"{where}: in stock code {path}.{attribute} is {shown(value)}, but the keys that the bounds read"
-                f" give {expected!r}; take it from the original checkpoint"
+                f"{where}: in stock code {path}.{attribute} is {shown(value)}, but the bounds are for"
+                f" {expected!r}; take the config of the original checkpoint"
             )
 
     for part in layout.topology:
@@ -176,8 +176,8 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
         if type(activation) is not type(expected) or own_attributes(activation) != own_attributes(expected):
             raise UserError(
-                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, but the keys that the"
-                f" bounds read give {feed_forward.activation!r}; take it from the original checkpoint"
+                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, but the bounds are for"
+                f" {feed_forward.activation!r}; take the config of the original checkpoint"
             )
     first = tuple(part.first_norm for part in layout.topology if isinstance(part, StackEnds) and part.first_norm)
     for path in (*layout.norms, *first):
@@ -308,7 +308,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
         expected = attributes(kind(**deepcopy(nested)))
     except Exception as error:  # which each class raises of its own kind
         raise UserError(
-            f"{where}: stock code cannot make a config from the keys that the bounds read ({first_line(error)}); take"
+            f"{where}: stock code cannot make a config from the keys that the program reads ({first_line(error)}); take"
             " the file from the original checkpoint"
         ) from error
     attention = "_attn_implementation_internal"

@@ -97,8 +97,8 @@ def ended(batch: Batch, end: int) -> Batch:
 
 
 def without_blind_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
-    """Return the batches to audit. Under eager attention, padding that attends to no position may give NaN, so blind
-    batches lose their padded rows."""
+    """Return the batches to audit. Under eager attention, padding that attends to no position may give NaN, so
+    batches with such padding (``blind``) lose their padded rows."""
     if attention != "eager":
         return list(inputs)
     seen = []

@@ -36,7 +36,7 @@ def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:
 
 @dataclass(frozen=True)
 class Run:
-    """A regime's runs under one attention implementation. ``sites``: those of each forward."""
+    """A regime's runs under one attention implementation. ``sites``: a list for each batch of ``inputs``."""
 
     attention: str
     inputs: Sequence[Batch]

@@ -83,8 +83,8 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the function that applies a plan's edits to a stored weight. read: a result of ``centred``, which several
-    functions can share; by default a new one."""
+    """Return the function that applies a plan's edits to a stored weight. read: returns weights with centred keys, and
+    several functions can share it; by default ``centred`` makes it."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 

@@ -144,7 +144,7 @@ def pictures(stacks: Mapping[str, Sequence[Point]], in_words: Callable[[float], 
 
 
 def drawn(points: Sequence[Point], stack: str, low: int, high: int) -> str:
-    """Return one stack's figure as SVG: upper values dashed, lower ones solid. Equal figures have equal bytes."""
+    """Return a stack's points as SVG: ``upper`` dashed, ``lower`` solid. low, high: log2 of the y axis's ends."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, MultipleLocator
@@ -157,7 +157,7 @@ def drawn(points: Sequence[Point], stack: str, low: int, high: int) -> str:
 
     with rc_context():
         rcdefaults()  # ignores the user's matplotlibrc
-        rcParams.update({"svg.fonttype": "none", "svg.hashsalt": stack, "font.size": 9})
+        rcParams.update({"svg.fonttype": "none", "svg.hashsalt": stack, "font.size": 9})  # equal points, equal bytes
         canvas = Canvas(figsize=(5.2, 3.5), layout="constrained")
         axes = canvas.add_subplot(facecolor="none")
         canvas.patch.set_visible(False)

@@ -188,7 +188,7 @@ class Costs(WeightLosses):
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
         """Return each channel's cheapest exponent, as its index in ``EXPONENTS``; each step away from 0 costs a little.
-        If ``moves_least``, channels get exponent 0 where it adds the least cost, up to ``spare`` in all."""
+        If ``moves_least``, as many channels as possible get 0 instead, at a cost of at most ``spare`` in all."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)

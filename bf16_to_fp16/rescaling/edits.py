@@ -127,6 +127,6 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
 
 
 def exponents_for(bits: Tensor, steps: int = 2) -> OfChannels:
-    """Return log2 of the largest factors m/steps·2^-k (by default powers of two) that lower values by ``bits``."""
+    """Return log2 of the largest factors m·2^-k, whole m from steps/2 to steps − 1, that lower values by ``bits``."""
     fractions, powers = torch.frexp(2.0 ** (2.0**-20 - bits.double()))
     return folded((torch.floor(steps * fractions) / steps).log2().view(-1) + powers.view(-1))

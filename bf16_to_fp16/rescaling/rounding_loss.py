@@ -112,8 +112,8 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 
 def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
-    """Return the losses of 1-D values that are stored minus ``offset``; each value is a channel. Every exponent rounds
-    the stored values anew, with an absolute error that depends on the offset."""
+    """Return the rounding losses of a 1-D weight that files hold minus ``offset``, at each exponent of each element.
+    fp16 rounds the scaled element minus the offset, so every exponent has other errors."""
     wide = values.detach().double()
     exponents = torch.arange(-GRID, GRID + 1)
     scales = 2.0 ** exponents.double()
