@@ -4,7 +4,7 @@ order along the residual stream."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
@@ -41,6 +41,8 @@ class TensorSource(Protocol):
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Return rows [start, stop)."""
+
+    def read_some_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor: ...
 
 
 TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by name, in any floating dtype

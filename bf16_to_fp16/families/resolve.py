@@ -7,7 +7,7 @@ a checkpoint or of a model in memory (``ModelTensors``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
@@ -282,6 +282,9 @@ class ModelTensors:
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self._state[name][start:stop].contiguous()
+
+    def read_some_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        return self._state[name][list(rows)]
 
 
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:

@@ -150,7 +150,7 @@ class Weights:
 
     def embedded(self, stack: ResolvedStack, ids: Sequence[int]) -> Tensor:
         table = str(self.layout.tensors[self.layout.table(stack.ends)].source)
-        rows = torch.cat([self.source.read_rows(table, i, i + 1).float() for i in ids])
+        rows = self.source.read_some_rows(table, ids).float()
         rows = rows * self.layout.embedding_scale(stack.ends)
         positions = self.layout.tensors.get(stack.ends.positions)
         return rows if positions is None else rows + unscaled(self.source, positions)[positions.ahead].float()
