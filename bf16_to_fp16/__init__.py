@@ -1,6 +1,6 @@
-"""Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16: exactly rescaled, audited, run by stock code.
+"""Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16.
 
-The names below are the public interface. Each is imported at its first use, so that the command line starts fast."""
+The names below are the public interface, each imported at its first use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Entry point of ``python -m bf16_to_fp16`` and ``bf16-to-fp16``. Slow imports are inside ``main``, so that Ctrl-C
-gives status 130 and no traceback. An uncaught exception is a bug: status 70, traceback in a file."""
+"""Entry point of ``python -m bf16_to_fp16`` and ``bf16-to-fp16``. An uncaught exception is a bug: status 70, traceback
+in a file."""
 
 import gc
 import io

@@ -1,7 +1,7 @@
 """Find spikes, divergences and plateaus in a training loss.
 
-Each loss is compared with the median of a window of calm losses, or on a steep fall with a line through them. The
-difference is measured in their median absolute deviations. Slow rises and plateaus are found in medians of chunks."""
+A loss is compared with the median of a window of calm losses, or on a steep fall with a line through them. Slow rises
+and plateaus are found in medians of chunks."""
 
 from __future__ import annotations
 
@@ -96,8 +96,7 @@ class Detector:
     def _level_and_deviation(self) -> tuple[float, float]:
         """Return the level of the calm losses and the robust standard deviation around it.
 
-        On a steep fall the scatter about the median is mostly the fall, so a line through the losses replaces the
-        median. Since a fall flattens out, the level is then at least the lowest of the last ``FAST`` losses."""
+        On a steep fall both come from a line through the losses."""
         losses = self._calm
         level, spread = _median_and_spread(losses)
         half = len(losses) // 2
@@ -105,6 +104,7 @@ class Detector:
         if slope < 0:
             end, scatter = _median_and_spread([loss + slope * (len(losses) - 1 - i) for i, loss in enumerate(losses)])
             if scatter < _STEEP * spread:
+                # A fall flattens out.
                 level, spread = max(end, min(losses[-FAST:])), scatter
         return level, max(spread, _LEAST_SIGMA * abs(level), 1e-12)
 
@@ -212,8 +212,8 @@ def _fall(values: list[float]) -> tuple[float, float]:
 
 
 def events(losses: Iterable[tuple[int, float]]) -> list[Event]:
-    """Return a loss curve's spikes, divergences and plateaus, sorted by start. Where a step number is below the one
-    before it, the run was restarted from there: earlier losses from that step on are dropped."""
+    """Return a loss curve's spikes, divergences and plateaus, sorted by start. A step number below the one before is a
+    restart: earlier losses from that step on are dropped."""
     curve: list[tuple[int, float]] = []
     for step, loss in losses:
         if curve and step < curve[-1][0]:

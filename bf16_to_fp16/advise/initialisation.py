@@ -1,9 +1,8 @@
 """Initial standard deviations of weights, and how far a checkpoint's weights are from them.
 
-"Transformers without Tears" (Nguyen and Salazar, arXiv:1910.05895) draws with a standard deviation of √(2/(5h)) for a
-hidden size h; MT-NLG 530B (Smith et al., arXiv:2201.11990) with √(1/(3h)). A family's stock class has its own.
-
-Root mean squares are used as standard deviations, since weights have means near 0; norm gains are compared with 1."""
+Two rules for a hidden size h are published: √(2/(5h)) ("Transformers without Tears", Nguyen and Salazar,
+arXiv:1910.05895) and √(1/(3h)) (MT-NLG 530B, Smith et al., arXiv:2201.11990). A weight's root mean square counts as its
+standard deviation."""
 
 from __future__ import annotations
 
@@ -37,8 +36,8 @@ def rules_for(hidden: int) -> dict[str, Any]:
 
 
 def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return each tensor's standard deviation in stock initialisation, or the magnitude of a constant. They come from
-    the calls that initialise a model on the meta device, which are recorded and draw nothing."""
+    """Return, by tensor, its standard deviation in stock initialisation, or a constant's magnitude. Tensors of zeros
+    are left out. Raises UserError if stock code cannot make the model."""
     import torch
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -79,8 +78,8 @@ def advise_init(
     """Return two published standard deviations for a hidden size, and compare a checkpoint's weights with its family's.
 
     source: folder or Hub id, or a hidden size such as "14336". In ``tensors`` of the result, ``times`` is ``rms`` over
-    ``own_rule``, the family's standard deviation. ``far`` is true for a factor of more than 4 either way, and for inf
-    or NaN. Raises UserError for a source that cannot be read or is of no known family."""
+    the family's ``own_rule``. ``far`` is true beyond a factor of 4 either way, and for inf or NaN. Raises UserError for
+    an unreadable source or an unknown family."""
     text = str(source)
     if text.isdecimal() and not Path(text).exists():
         return {"mode": "init", "source": None, "tensors": [], "far": [], "rules": rules_for(int(text))}

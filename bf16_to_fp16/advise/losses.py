@@ -25,10 +25,8 @@ KINDS = "give a trainer_state.json, .csv or .jsonl (wandb exports CSV)"
 
 
 def read_log(path: str | Path) -> list[tuple[int, float]]:
-    """Return the (step, loss) rows of a CSV, JSONL or ``trainer_state.json`` file, or of the log in a folder.
-
-    path: a folder needs a ``trainer_state.json`` or ``log.jsonl``. Raises UserError for other files, or for one without
-    losses."""
+    """Return the (step, loss) rows of a CSV, JSONL or ``trainer_state.json`` file, or of the log in a folder. Raises
+    UserError for other files, and where there are no losses."""
     path = Path(path)
     if path.is_dir():
         names = ("log.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
@@ -87,8 +85,8 @@ def _curve(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
 def advise_losses(log: str | Path) -> dict[str, Any]:
     """Return the spikes, divergences and plateaus of a training log, each with its usual cause.
 
-    log: as for ``read_log``. In ``events``, ``end`` is None if an event lasts to the log's end, and ``size`` is None if
-    losses are NaN or infinite. Raises UserError for an unreadable log, or for under 32 losses that show no event."""
+    log: as for ``read_log``. In ``events``, ``end`` is None for an event still going on. ``size`` is None if losses are
+    NaN or infinite. Raises UserError for an unreadable log, or fewer than 32 losses without events."""
     curve = read_log(log)
     anomalies = events(curve)
     if len(curve) < WINDOW // 2 and not anomalies:

@@ -1,10 +1,8 @@
 """Find weights that a small update leaves unchanged: one below half the gap between 16-bit values is lost in rounding.
 
-The gap is a power of two, so one histogram of exponents gives a tensor's fraction of unchanged elements for every
-learning rate. An update of Adam and Lion is about the learning rate; Adafactor's is about the learning rate times the
-tensor's root mean square. The remedies, cheapest first: round stochastically (Gupta et al., arXiv:1502.02551; Zamirai
-et al., arXiv:2010.06192); keep an fp32 copy of the weights; or raise the learning rate, and with it, linearly (Goyal et
-al., arXiv:1706.02677), the batch size."""
+Adam and Lion update by about the learning rate, Adafactor by about the rate times the tensor's root mean square.
+Remedies, cheapest first: stochastic rounding (Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192); an
+fp32 copy of the weights; a higher learning rate and batch size (Goyal et al., arXiv:1706.02677)."""
 
 from __future__ import annotations
 
@@ -73,10 +71,9 @@ def advise_updates(
     """Return the fraction of a checkpoint's weights that an optimizer's update would leave unchanged, with advice.
 
     rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: of the weights, "bf16" or "fp16".
-    The result has ``layers``, their ``total`` and ``advice``. A layer has its name, the number of elements, the
-    ``stalled`` (unchanged) ones and their fraction, ``overflow`` (elements beyond the format) and ``rate_for_half``,
-    the rate at which half the elements change. Raises UserError for a rate that is not positive and finite, an unknown
-    optimizer or dtype, or an unreadable source."""
+    In ``layers`` and ``total``, ``stalled`` counts the unchanged elements, ``overflow`` those not finite in ``dtype``.
+    ``rate_for_half`` is the rate at which half the finite elements change. Raises UserError for a rate that is not
+    positive and finite, an unknown optimizer or dtype, or an unreadable source."""
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
     for name, given, known in (("optimizer", optimizer, OPTIMIZERS), ("dtype", dtype, FORMATS)):

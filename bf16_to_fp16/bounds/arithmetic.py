@@ -1,9 +1,7 @@
 """The error that fp16 arithmetic adds to a bound, by rounding one number, one sum, or one row of attention weights.
 
 Rounding x gives x·(1 + δ) + η, |δ| at most the unit roundoff u and |η| at most v, half the smallest subnormal (Higham,
-Accuracy and Stability of Numerical Algorithms, 2.1). Everything else follows from the number of roundings in an
-operation.
-"""
+Accuracy and Stability of Numerical Algorithms, 2.1)."""
 
 from __future__ import annotations
 
@@ -59,21 +57,19 @@ def full_precision() -> Iterator[None]:
 
 
 def growth(terms: int) -> float:
-    """Return the largest ratio of a sum made in fp16, or of any part of it, to the sum of its terms' magnitudes.
+    """Return a bound of the ratio of a sum made in fp16, or of any part of it, to the sum of its terms' magnitudes.
 
-    It holds for every tree of additions: one after the other, in blocks, and in blocks of blocks of any sizes. It
-    allows for one further term, a bias, and for terms that are rounded products (one more factor 1 + u).
-
-    Proof. Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most (1 +
-    u)·(a + b). It is also at most a + 2b and 2a + b, since a + b is rounded by no more than its distance from a or b.
-    Subnormals add exactly. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
-
-    G(n) ≤ F(n) = 2·(1 + u)^(n/1024) by induction; F(1) ≥ 1. Let two parts have n₁ and n₂ terms and the ratios g₁ and
-    g₂. The ratio of the whole is at most g₁, g₂ or its value where two of the limits above meet. That value is g₁·(1 +
-    2w)/(1 + w·g₁/g₂) with w = u/(1 − u), or the same with 1 and 2 exchanged. It grows with g₁ and g₂, so put g₁ = F(n₁)
-    ≥ 2 and g₂ = (1 + u)^(n₂ − 1). With q = 1/g₂ it is at most F(n₁)·(1 + 2w)/(1 + 2wq). The logarithm of F(n₁)'s factor
-    is at most 2w·(1 − q), where 1 − q ≤ 1 and 1 − q ≤ (n₂ − 1)·ln(1 + u). With 2w = 2/2047 it is at most (n₂/1024)·ln(1
-    + u): up to n₂ = 2048 by the second, from 2051 on by the first, between by q > 0.36."""
+    It holds for every tree of additions. It allows for one further term, a bias, and for terms that are rounded
+    products."""
+    # Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most
+    # (1 + u)·(a + b). It is also at most a + 2b and 2a + b, since a + b is rounded by no more than its distance from a
+    # or b. Subnormals add exactly. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
+    # G(n) ≤ F(n) = 2·(1 + u)^(n/1024) by induction; F(1) ≥ 1. Let two parts have n₁ and n₂ terms and the ratios g₁ and
+    # g₂. The whole's ratio is at most g₁, g₂ or its value where two of these limits meet: g₁·(1 + 2w)/(1 + w·g₁/g₂)
+    # with w = u/(1 − u), or the same with 1 and 2 exchanged. It grows with g₁ and g₂, so put g₁ = F(n₁) ≥ 2 and
+    # g₂ = (1 + u)^(n₂ − 1). With q = 1/g₂ it is at most F(n₁)·(1 + 2w)/(1 + 2wq). The logarithm of F(n₁)'s factor is at
+    # most 2w·(1 − q), where 1 − q ≤ 1 and 1 − q ≤ (n₂ − 1)·ln(1 + u). With 2w = 2/2047 that is at most
+    # (n₂/1024)·ln(1 + u): up to n₂ = 2048 by the second, from 2051 on by the first, between by q > 0.36.
     return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
 
 
@@ -91,22 +87,15 @@ class Arithmetic:
 
     Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, or in up
     to ``splits`` partial sums that are rounded to fp16 and added in fp16. Norms and softmax compute in fp32, LayerNorm
-    as ``norm_units`` says (not by E[x²] − E[x]²). Sequences have at most ``max_length`` positions, and each row of
-    attention sees at least one of them.
+    as ``norm_units`` says. Each row of attention sees at least one position."""
 
-    ``train``: dropout at the config's rates multiplies by 1/(1−p); neither the loss nor the backward pass is covered.
-    ``planned``: for weights that are not scaled yet, the exponent that each residual stream will have (0 if absent);
-    errors of subnormals then count as 0. ``exact``: real arithmetic without any rounding. ``norms16``: norms square,
-    sum and divide in fp16, on streams whose mean square stays over ``NORM_FLOOR``. ``sums16``: every sum is made in
-    fp16, term by term in any order, or in blocks."""
-
-    max_length: int = MAX_LENGTH
+    max_length: int = MAX_LENGTH  # most positions of a sequence
     splits: int = SPLITS
-    train: bool = False
-    planned: Mapping[str, int] | None = None
-    exact: bool = False
-    norms16: bool = False
-    sums16: bool = False
+    train: bool = False  # dropout multiplies by 1/(1−p); neither the loss nor the backward pass is covered
+    planned: Mapping[str, int] | None = None  # by stream, the exponent to come (0 if absent); subnormals add no errors
+    exact: bool = False  # real arithmetic without any rounding
+    norms16: bool = False  # norms square, sum and divide in fp16; streams' mean squares are over ``NORM_FLOOR``
+    sums16: bool = False  # every sum is made in fp16, term by term in any order, or in blocks
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_length <= MOST_POSITIONS:
@@ -133,12 +122,12 @@ class Arithmetic:
         return longest * growth(longest) * self.tiny
 
     def gamma(self, terms: int) -> float:
-        """Return the error of a sum of ``terms`` products, relative to the sum of their absolute values. Tensor cores
-        add k ≥ 4 products and the sum so far at once. They cut off each addend, and the result, at 2⁻²³ of the largest
-        addend (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021). So k products cost
-        (k + 2)·2⁻²³, which is at most 3·2⁻²⁴ for each. Kernels that round every addition need 2⁻²⁴ for each."""
+        """Return a bound of the error of a sum of ``terms`` products, relative to the sum of their absolute values."""
         if self.sums16:
             return growth(terms) - 1
+        # Tensor cores add k ≥ 4 products and the sum so far at once. They cut off each addend, and the result, at 2⁻²³
+        # of the largest addend (Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
+        # So k products cost (k + 2)·2⁻²³, at most 3·2⁻²⁴ for each. Kernels that round every addition need 2⁻²⁴.
         return 0.0 if self.exact else (3 * terms + 12) * UNIT32 + self.splits * UNIT
 
     @property
@@ -152,13 +141,13 @@ class Arithmetic:
         return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
 
     def norm_factor(self, width: int) -> float:
-        """Return the largest ratio of an RMS norm's output length to √width, with squares, sum, mean and root in fp16.
+        """Return a bound of the ratio of an RMS norm's output length to √width, with squares, sum, mean and root in
+        fp16.
 
-        Squares are not negative, so each addition loses at most ``UNIT`` times the final sum. Each subnormal square,
-        and a subnormal mean, loses up to ``TINY``, while the mean square is over ``NORM_FLOOR``. The factor is infinite
-        where rounding could leave a mean of 0."""
+        The mean square must be over ``NORM_FLOOR``. The factor is infinite where rounding could leave a mean of 0."""
         if not self.norms16:
             return 1.0
+        # Each addition loses up to ``UNIT`` times the final sum, each subnormal square or mean up to ``TINY``.
         underflow = TINY / NORM_FLOOR
         left = (1 - underflow) / ((1 + width * UNIT) * (1 + UNIT) ** 6) - underflow
         return (1 + UNIT) ** 2 / math.sqrt(left) if left > 0 else math.inf
@@ -179,23 +168,16 @@ class Arithmetic:
 def norm_units(width: int) -> float:
     """Return how far a LayerNorm's mean and standard deviation may be off in fp32, in units of 2⁻²⁴·mean|x|.
 
-    A kernel that squares the same deviations that it later divides needs no allowance: both contain the mean's error.
-    Torch's kernels instead merge the means and the sums of squares of groups, by Welford's and Chan's updates
-    (``moments_utils.h``, ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit. Its other errors
-    are relative to a deviation (``NORM_ERROR``).
-
-    - In a run of n values, or of n groups of one size, the k-th rounding has weight k/n: (n + 1)/2 units in all.
-    - A merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
-
-    In exact arithmetic the root of the sum of squares is the length of a vector, the sum of one for the true means and
-    one for their errors. In the second one errors within runs are orthogonal to those between runs. The errors of a
-    run's means have an rms of at most √((n² − 1)/12). The k-th term of a run is D²·(k − 1)/k − D·r for a deviation D
-    and a rounding r, which takes off at most √2 units more. An error of a group's mean counts once, since merges
-    compare that mean with others.
-
-    On the CPU a run has 16 vectors of 4, 8 or 16 lanes. Runs are merged in a tree, then the lanes one by one. The tree
-    costs twice its depth, one more for fp16's two halves and one more for lanes that fill no vector. On CUDA each of
-    128 threads runs over its vectors of 4, and 7 merges follow."""
+    It covers kernels that square the deviations that they divide, and torch's. Errors relative to a deviation are in
+    ``NORM_ERROR``."""
+    # A kernel that squares the same deviations that it later divides needs no allowance: both contain the mean's error.
+    # Torch's kernels merge the means and the sums of squares of groups, by Welford's and Chan's updates
+    # (``moments_utils.h``, ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit.
+    # In a run of n values, or of n groups of one size, the k-th rounding has weight k/n: (n + 1)/2 units in all.
+    # A merge in a tree adds at most one unit, or four where counts are no powers of two and both means are weighted.
+    # On CUDA each of 128 threads runs over its vectors of 4, and 7 merges follow. On the CPU a run has 16 vectors of 4,
+    # 8 or 16 lanes. Runs are merged in a tree, then the lanes one by one. The tree costs twice its depth, one more for
+    # fp16's two halves and one more for lanes that fill no vector.
     cuda = 7 * (1 if width & (width - 1) == 0 else 4)
     kernels = [(4 * math.ceil(width / 512), cuda, 1)]
     for lanes in (4, 8, 16):
@@ -203,11 +185,15 @@ def norm_units(width: int) -> float:
         depth = math.ceil(math.log2(math.ceil(vectors / 16)))
         kernels.append((min(vectors, 16), 2 * depth + 1 + bool(width % lanes), lanes))
 
-    def spread(n: int) -> float:
+    def spread(n: int) -> float:  # the largest rms of the errors of a run's means
         return math.sqrt((n * n - 1) / 12)
 
     def off(run: int, merges: int, lanes: int) -> float:
         groups = (run + 1) / 2 + merges
+        # In exact arithmetic the root of the sum of squares is the length of a vector: the sum of one for the true
+        # means and one for their errors. In the second, errors within runs are orthogonal to those between runs. The
+        # k-th term of a run is D²·(k − 1)/k − D·r for a deviation D and a rounding r, which takes off at most √2 units
+        # more. An error of a group's mean counts once, since merges compare that mean with others.
         mean = groups + (lanes + 1) / 2 if lanes > 1 else groups
         return max(mean, math.hypot(spread(run) + math.sqrt(2), groups + spread(lanes)))
 

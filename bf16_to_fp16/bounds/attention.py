@@ -1,9 +1,9 @@
 """Bounds of an attention: its scores, its context and its output projection.
 
-Queries and keys are linear maps of norms' outputs, of a length up to √d for a stream of d channels. With A for a weight
-times its norm's gain, a head's scores are at most d times the spectral norm of AqᵀAk; with rotary positions, of AqᵀRAk
-for the worst rotation R. Attention weights are at least 0 and sum to 1, so row i of the output is at most Σ √d·‖O_i·Av‖
-over heads. Stock masks add −65504, which is finite, so masked positions need bounds as well (``masked_span``)."""
+Queries and keys are linear maps of norms' outputs, of a length up to √d for d channels. Let A be a weight times its
+norm's gain. A head's scores are at most d times the spectral norm of AqᵀAk, or of AqᵀRAk for the worst rotation R.
+Attention weights are at least 0 and sum to 1, so row i of the output is at most Σ √d·‖O_i·Av‖ over heads. Stock masks
+only add −65504, so masked positions need bounds as well (``masked_span``)."""
 
 from __future__ import annotations
 
@@ -85,9 +85,9 @@ def summed_scores(
 ) -> ScoreBounds:
     """Return the bounds of query·key products, with the rounding of their sums.
 
-    exact, partial: bounds of the exact product and of its partial sums. error: bound of what errors of query and key
-    add. span: bound of the difference between two exact products of one query. All four are fp64 [heads]. terms: by
-    channel, the query's bound plus the key's, fp64 [heads, channels]. scale: factor on finished products."""
+    exact: bound of the exact product. partial: bound of its partial sums. error: the most that errors of query and key
+    add. span: bound of the difference between two exact products of one query. terms: by channel, the query's bound
+    plus the key's, fp64 [heads, channels]. The others are fp64 [heads]."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial
@@ -109,23 +109,22 @@ class RotatedNorm:
     """Queries or keys after their norm and their rotary positions, which rotate pairs of channels.
 
     Before the gain, pair p of a head is a part n_p of a vector n with ‖n‖₂ ≤ ``radius``. After rotation the pair's
-    length is at most ``gain``_p·|n_p| + ``absolute``_p. ``gain``, ``absolute``: fp64 [heads, pairs]. ``bound``: of each
-    channel, fp64 [heads, channels]. All three have one row if every head has the same norm."""
+    length is at most ``gain``_p·|n_p| + ``absolute``_p. Tensors have one row if all heads have the same norm."""
 
-    gain: Tensor
-    absolute: Tensor
+    gain: Tensor  # fp64 [heads, pairs]
+    absolute: Tensor  # fp64 [heads, pairs]
     radius: float
-    bound: Tensor
+    bound: Tensor  # of each channel, fp64 [heads, channels]
 
 
 def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
-    """Return a bound of a rotated channel's error as two numbers: a factor on the length of its pair, and a constant.
-    The vector of a pair's two channels is off by at most √2 times that bound. The factor covers the roundings of
-    cosine, sine, two products and their sum in fp16, since |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²)."""
+    """Return a bound of a rotated channel's error: a factor on the length of its pair, and a constant to add. The
+    vector of both channels is off by at most √2 times that bound."""
     a = arithmetic
     if a.exact:
         return 0.0, 0.0
-    # The angles' own errors and subnormal cosines are relative to |x_i| + |x_j|.
+    # Cosine, sine, two products and their sum are rounded to fp16, and |x_i·cos| + |x_j·sin| ≤ √(x_i² + x_j²). The
+    # angles' own errors and subnormal cosines are relative to |x_i| + |x_j|.
     relative = ((1 + a.unit) ** 3 - 1) * (1 + ANGLES) + ANGLES
     relative += math.sqrt(2) * (1 + a.unit) ** 2 * (a.tiny + ANGLES)
     return relative, 3 * a.tiny * (1 + a.unit)
@@ -152,9 +151,8 @@ def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary:
 def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
     """Return bounds of each head's query·key products, both normalised and then rotated by any angles.
 
-    Several query heads may share one key head. A pair's product is at most the product of both lengths
-    (Cauchy-Schwarz). So the sum over pairs is at most the product of both radii, times the largest gain_q·gain_k of a
-    pair, plus terms with ``absolute``."""
+    Several query heads may share one key head. By Cauchy-Schwarz the sum over pairs is at most both radii times a
+    pair's largest gain_q·gain_k, plus terms with ``absolute``."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
@@ -174,18 +172,14 @@ def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Ar
 class RotatedLinear:
     """Queries or keys that come from a linear without a norm, after their rotary positions.
 
-    A rotation keeps the length of a pair of channels. Before it a pair is a linear map of n, ‖n‖₂ ≤ 1, plus a shift.
-    ``grams``: by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in ``pair_order``. ``shifts``:
-    fp64 [heads, channels] in the same order. ``peaks``, ``centres``, ``errors``: what map, shift and rounding add at
-    most to a pair's length, fp64 [heads, pairs]. ``bound``: of each channel, in the linear's order, fp64
-    [heads·channels]."""
+    Before rotation, which keeps its length, a pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift."""
 
-    grams: tuple[Tensor, ...]
-    shifts: Tensor
-    peaks: Tensor
-    centres: Tensor
-    errors: Tensor
-    bound: Tensor
+    grams: tuple[Tensor, ...]  # by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in pair_order
+    shifts: Tensor  # fp64 [heads, channels], in pair_order
+    peaks: Tensor  # the most that the map adds to a pair's length, fp64 [heads, pairs]
+    centres: Tensor  # the same for the shift
+    errors: Tensor  # the same for rounding
+    bound: Tensor  # of each channel, in the linear's order, fp64 [heads·channels]
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:
@@ -202,8 +196,7 @@ def rotated_linear(
     linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0
 ) -> RotatedLinear:
     """Return the bounds of a linear's outputs after rotation by any angles and multiplication by at most ``factor``.
-    Only ``rotation_error`` and ``rotary.factor`` change the length of a pair of channels. Two rows of the linear give a
-    pair. Their Gram matrix ((a, c), (c, b)) has the larger eigenvalue (a + b)/2 + √((a − b)²/4 + c²)."""
+    The Gram matrix ((a, c), (c, b)) of a pair's rows has the larger eigenvalue (a + b)/2 + √((a − b)²/4 + c²)."""
     size = linear.norms.numel() // heads
     order, half = pair_order(size, rotary), size // 2
     relative, tiny = rotation_error(arithmetic)
@@ -244,8 +237,8 @@ def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmet
     """Return bounds of each head's query·key products after rotation by any angles.
 
     Several query heads may share one key head. By Cauchy-Schwarz the product of pair p is at most ‖q_p‖·‖k_p‖. The sum
-    over pairs has two bounds, of which the smaller counts. One is ‖D·q‖·‖D⁻¹·k‖, for every D with one entry for each
-    pair (``longest_of``). The other adds bounds of the products map·map, map·shift, shift·map and shift·shift."""
+    over pairs is at most ‖D·q‖·‖D⁻¹·k‖, for every D with one entry for each pair. It is also at most the sum of bounds
+    of map·map, map·shift, shift·map and shift·shift."""
     heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
     exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
@@ -269,8 +262,8 @@ def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmet
 
 def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, float]:
     """Return bounds of ‖D·A·n‖ and ‖D·(A·n + c)‖ for ‖n‖ ≤ 1, with A·Aᵀ = ``gram``, c = ``shift``, D =
-    diag(``factors``). For every s, A·n + c is the matrix (A, c/s) times the vector (n, s) of length at most √(1 + s²).
-    The s chosen here gives at most the sum of both lengths, and less where the parts point in different directions."""
+    diag(``factors``). For every s, A·n + c is (A, c/s) times the vector (n, s), whose length is at most √(1 + s²). The
+    s chosen here gives at most the sum of both lengths."""
     scaled, fixed = outer_scaled(gram, factors), shift * factors
     long, added = math.sqrt(largest_eigenvalue(scaled)), float(fixed.norm())
     if not (long > 0 and 0 < added < math.inf and long < math.inf):
@@ -292,32 +285,32 @@ class Capped:
 
 
 def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
-    """Return bounds of the steps of a soft cap for |x| up to ``values``.
-
-    tanh grows with x and is at most 1, which fp16 holds. So a step's bound is the step applied to the bound before it,
-    rounded once. Rounding x/c moves the result no further than rounding x, since the slope of c·tanh(x/c) is at most 1.
-    Rounding tanh, and then c·tanh, moves the result by one relative rounding error each."""
+    """Return bounds of the steps of a soft cap for |x| up to ``values``. A step's bound is the step applied to the
+    bound before it, rounded once."""
     a = arithmetic
     quotient = a.rounded(values / cap) * COMPUTED
     tanh = (a.rounded(quotient.tanh()) * COMPUTED).clamp(max=1)
     result = a.rounded(tanh * cap) * COMPUTED
+    # The slope of c·tanh(x/c) is at most 1, so rounding x/c moves the result no further than rounding x. Rounding tanh,
+    # and then c·tanh, adds one relative rounding error each.
     error = a.unit * values + 2 * a.unit * result + (2 * cap + 1) * a.tiny
     return Capped(quotient, tanh, result, error * COMPUTED)
 
 
 def capped_span(span: Tensor, capped: Capped) -> Tensor:
-    """Return a bound of the difference between two scores of one query after a soft cap. span: the bound before the
-    cap. The slope of a cap is at most 1, and the two scores lie between −``result`` and ``result``."""
+    """Return a bound of the difference between two scores of one query after a soft cap. span: the bound before it."""
+    # The slope of a cap is at most 1, and both scores lie between −``result`` and ``result``.
     return torch.minimum(span + 2 * capped.error, 2 * capped.result)
 
 
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return how far a mask must lower masked scores so that they get no weight, fp64 [heads].
+    """Return how far a mask must lower masked scores so that they get no weight, fp64 [heads]. A fully masked row is
+    not covered.
 
     span: bound of the difference between two scores of one query. scores: bound of |score|. bias: position biases
-    [buckets, heads], or None. The largest masked score plus the mask must be so far under every other score that the
-    weights of all masked positions sum to less than 2⁻²⁵; then each is 0 in fp16. A fully masked row is not covered."""
+    [buckets, heads]."""
     a = arithmetic
+    # If the weights of all masked positions sum to less than 2⁻²⁵, each is 0 in fp16.
     reach = (26 + math.log2(a.max_length)) * math.log(2)
     if bias is not None:
         # SDPA puts the mask in place of a masked position's bias, eager attention adds it.
@@ -329,14 +322,12 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
 
 @dataclass(frozen=True)
 class Context:
-    """An attention's context: the sum over positions of values times attention weights. ``total``: the largest sum of
-    one row's weights, none of them negative, after rounding and dropout. ``gamma``: error of the sum over positions,
-    relative to the sum of absolute values. ``bound``: of each channel, fp64 [inner]."""
+    """An attention's context: the sum over positions of values times attention weights."""
 
     values: LinearBound
-    total: float
-    gamma: float
-    bound: Tensor
+    total: float  # the largest sum of one row's weights after rounding and dropout; none is negative
+    gamma: float  # error of the sum over positions, relative to the sum of absolute values
+    bound: Tensor  # of each channel, fp64 [inner]
 
 
 def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Context:
@@ -352,9 +343,8 @@ def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Contex
 def attention_output(
     context: Context, weight: Tensor, bias: Tensor | None, heads: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of an attention's output projection; weight [d, inner], bias [d]. Attention weights are at
-    least 0 with a sum up to ``total``, so a head adds at most total·max|O·v|. With values v = V·x + centre and ‖x‖ ≤
-    radius, |O·v| is at most radius·‖O·V‖ + |O·centre|. Several heads may read the same values."""
+    """Return the bounds of an attention's output projection; weight [d, inner], bias [d]. With values v = V·x + centre
+    and ‖x‖ ≤ radius, a head adds at most total·(radius·‖O·V‖ + |O·centre|). Several heads may read the same values."""
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
     size = weight.shape[1] // heads

@@ -47,8 +47,8 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class DifferentiableBounds:
-    """Bounds of the sites that only training can lower; sites have the names that the audit gives them. weights:
-    returns a tensor's present value by its name in the layout. stream: whether to bound the residual stream, too."""
+    """Bounds of the sites that only training can lower, named as in the audit. weights: returns a tensor's present
+    value. stream: whether to bound the residual stream, too."""
 
     def __init__(self, layout: Layout, weights: TensorReader, *, stream: bool = False) -> None:
         self.layout, self.read, self.arithmetic, self.stream = layout, weights, Arithmetic(), stream
@@ -58,8 +58,8 @@ class DifferentiableBounds:
 
     @full_precision()
     def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the bounds by site, one for each row, head or channel: fp32, without a graph. again: reuse the means
-        of LayerNorms' inputs from the last call, if weights have hardly changed. only: the sites to bound."""
+        """Return the bounds by site, one for each row, head or channel: fp32, without a graph. again: reuse the last
+        means of LayerNorms' inputs, for weights that have hardly changed. only: the sites to bound."""
         wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again
@@ -117,8 +117,8 @@ class DifferentiableBounds:
 
 @dataclass(eq=False)
 class _Walk(LiveWeights):
-    """Computes the bounds in one pass. fixed: linears and norms whose outputs no exponent scales. with_stream: whether
-    to bound the stream's sites. wanted: by site, the indices of the elements to bound; None for all."""
+    """Computes the bounds in one pass. fixed: linears and norms whose outputs no exponent scales. wanted: by site, the
+    elements to bound; None for all."""
 
     fixed: Collection[str]
     with_stream: bool
@@ -210,8 +210,8 @@ class _Walk(LiveWeights):
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the bounds of output projections, by path, and those of the sublayer's output. Where neither is
-        needed, return an empty mapping and 0: a post-norm's bound does not depend on them."""
+        """Return the bounds of output projections, by path, and of the sublayer's output; {} and 0 where a post-norm
+        makes both unnecessary."""
         if sublayer.post_norm and not self.with_stream and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):

@@ -1,5 +1,4 @@
-"""Weights times row and column factors, computed in blocks of rows that fit a core's cache. Making a full copy of each
-weight would cost more time than the arithmetic."""
+"""Weights times row and column factors, computed in blocks of rows that fit a core's cache."""
 
 from __future__ import annotations
 
@@ -73,8 +72,8 @@ class Factored:
 
 @dataclass(frozen=True)
 class Tall:
-    """A matrix of stacked blocks of rows; each block is a sum of factored weights. ``label``: the matrix's name within
-    a model, "" for none. ``length``: at least √Σ f² over blocks, with f the sum of Frobenius norms in a block."""
+    """A matrix of stacked blocks of rows; each block is a sum of factored weights. label: the matrix's name, "" for
+    none. length: at least √Σ f² over blocks, with f the sum of Frobenius norms in a block."""
 
     blocks: tuple[tuple[Factored, ...], ...]
     label: str

@@ -1,10 +1,10 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-The input is n with ‖n‖₂ ≤ √d. Gate and linear have rows u and w; û and ŵ are these rows at unit length. A gated neuron
-is a product, (u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2; an activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Neurons scaled to at most 1 sum to
-at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ). So a row of the output projection is at most the sum of its M largest entries (gated),
-or the maximum over a ball of radius √λmax(Σ ŵŵᵀ) (plain). Further eigenvalues make bounds tighter: for every row one of
-the ``HEAVIEST`` gated neurons, and one of all neurons for the few rows that set a layer's maximum."""
+The input is n with ‖n‖₂ ≤ √d. Gate and linear have rows u and w, at unit length û and ŵ. A gated neuron is a product,
+(u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2. An activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Neurons scaled to at most 1 sum to at most M =
+½·λmax(Σ ûûᵀ + ŵŵᵀ). So a row of a gated output projection is at most the sum of its M largest entries. A plain one is
+at most the maximum over a ball of radius √λmax(Σ ŵŵᵀ). Eigenvalues of the ``HEAVIEST`` gated neurons, and of single
+rows, make bounds tighter."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ WORTH_REFINING = 2.0**0.25
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
     """Return two linears on one norm's output as linear maps alone: shift and bias become one more column.
 
-    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. If the bounds of A·n
-    and c have the same ratio in all rows, the s chosen here makes a row's bound the sum of both."""
+    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. With one ratio of A·n's
+    and c's bounds in all rows, the s chosen here makes a row's bound their sum."""
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
     share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
@@ -55,10 +55,8 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 
 
 class GatedNeurons:
-    """Neurons Φ(x)·x·y behind a gate: x = u·n, y = w·n, shifts and biases included in u, w and n (``homogeneous``).
-
-    ``undropped``, ``bound``: bounds of the neurons before and after dropout, fp64 [neurons]. ``depth`` is 0, since
-    ``rows`` bounds neurons of both signs."""
+    """Neurons Φ(x)·x·y behind a gate: x = u·n, y = w·n, shifts and biases included (``homogeneous``). undropped: their
+    bounds before dropout, fp64 [neurons]. bound: after it. depth: 0, since ``rows`` bounds neurons of both signs."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -162,8 +160,8 @@ class GatedNeurons:
 
 
 class PlainNeurons:
-    """Neurons act(x), x = w·n + c, where −m ≤ act(x) ≤ max(x, 0), m from ``LOWEST``. ``depth``: m / keep, how far below
-    0 they go; ``rows`` counts it for negative weights only. Methods do the same as those of ``GatedNeurons``."""
+    """Neurons act(x), x = w·n + c, with −m ≤ act(x) ≤ max(x, 0), m from ``LOWEST``. depth: m / keep; ``rows`` counts it
+    for negative weights only. Methods as in ``GatedNeurons``."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -197,8 +195,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the bounds of ``rows`` as two terms to be added, fp64 [term, sign of ``out``, d]. The first is from
-        w·n and is divided by ``scale``; the second is from the constants c and m and is not."""
+        """Return the bounds of ``rows`` as two terms, fp64 [term, sign of ``out``, d]. The first is from w·n, divided
+        by ``scale``. The second is from the constants c and m, not divided."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)
@@ -268,10 +266,8 @@ Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 def feed_forward_output(
     neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of a feed-forward's output projection.
-
-    One eigenvalue bounds all rows. Then the row with the largest bound gets its own eigenvalue, at most ``refine``
-    times. This ends where its bound is near the other rows' or the contribution of a single neuron."""
+    """Return the bounds of a feed-forward's output projection. refine: how many rows, those with the largest bounds,
+    may get an eigenvalue of their own."""
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
     up, down = neurons.rows(weight, "output")

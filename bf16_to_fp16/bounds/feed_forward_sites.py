@@ -48,8 +48,9 @@ def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: 
 
 
 def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: LinearBound) -> None:
-    """Record the sites inside the activation. Each value is at most |x|, or at most a constant because |tanh| ≤ 1. What
-    gelu_new computes before its tanh has no limit: from |x| = 40.3 on it is inf in fp16, which tanh maps to ±1."""
+    """Record the sites inside the activation."""
+    # Each value is at most |x|, or a constant because |tanh| ≤ 1. What gelu_new computes before its tanh has no limit:
+    # from |x| = 40.3 on it is inf in fp16, which tanh maps to ±1.
     note, after = findings.note, findings.rounded(before.bound)
     if sublayer.activation == "gelu_new":
         note(f"{sublayer.act}:mul", SiteKind.ACTIVATION, findings.rounded(before.bound / 2))

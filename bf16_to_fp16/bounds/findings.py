@@ -14,8 +14,8 @@ from .arithmetic import Arithmetic
 
 @dataclass(frozen=True)
 class Certificate:
-    """The bounds of every site of a model, with the arithmetic that they assume. ``ranges``: by module, the bounds and
-    mean squares of its channels. The mean squares are those expected for inputs of random direction."""
+    """The bounds of every site of a model, with the arithmetic that they assume. ranges: by module, its channels'
+    bounds, and the mean squares expected for inputs of random direction."""
 
     sites: tuple[BoundEntry, ...]
     arithmetic: Arithmetic

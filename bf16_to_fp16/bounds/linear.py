@@ -1,8 +1,7 @@
 """Bounds of linear maps on a norm's output: n with ‖n‖₂ ≤ √d, times a gain, plus a shift.
 
 Let A be a weight W times the gain. Row i of a linear on a norm is at most √d·‖A_i‖ (Cauchy-Schwarz); a shift and a bias
-add at most |W·shift + bias|. The other bounds use the same few functions: lengths of rows and columns, sums of largest
-entries, and maxima over a ball."""
+add at most |W·shift + bias|."""
 
 from __future__ import annotations
 
@@ -21,17 +20,15 @@ NORM_ERROR = 2.0**-10  # relative error allowed to a LayerNorm in fp32, on input
 
 @dataclass(frozen=True)
 class NormOutput:
-    """A norm's output with its rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``.
-
-    ``gain``, ``shift``, ``absolute``: fp64 [d]. Each component of the error is at most ``relative``·(|gain·n| +
-    |shift|) + ``absolute``. ``most``: a second bound of each component, fp64 [d], where one is known."""
+    """A norm's output with its rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``; vectors are fp64 [d]. Each
+    component of the error is at most ``relative``·(|gain·n| + |shift|) + ``absolute``."""
 
     gain: Tensor
     shift: Tensor | None
     radius: float
     relative: float
     absolute: Tensor
-    most: Tensor | None = None
+    most: Tensor | None = None  # a second bound of each component
 
     def scaled(self, factor: float, arithmetic: Arithmetic) -> NormOutput:
         """Return the output multiplied by a number and rounded once more."""
@@ -66,20 +63,18 @@ class NormOutput:
 
     @property
     def length(self) -> float:
-        """Bound of the output's ‖·‖₂: the largest ‖gain∘n‖ with ‖n‖ ≤ radius, plus ‖shift‖, plus the error's length.
-        The error's relative part is at most ``relative`` times the first two."""
+        """Bound of the output's ‖·‖₂: the largest ‖gain∘n‖, plus ‖shift‖, plus the error's length."""
         longest = float(self.gain.abs().max()) * self.radius
         longest += 0.0 if self.shift is None else float(self.shift.norm())
         return (longest * (1 + self.relative) + float(self.absolute.norm())) * COMPUTED
 
 
 def summed_axes(one: Tensor, other: Tensor) -> Tensor:
-    """Return the squared axes of an ellipsoid that holds every sum of a point of one ellipsoid and a point of the
-    other.
+    """Return the squared axes of an ellipsoid that holds the sums of points of two ellipsoids.
 
     By Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ p·x²/a + (1 − p)·y²/b in each channel. Over all channels the right
-    sides add up to at most p + (1 − p) = 1, for every p. The p used gives the least sum of squared axes (Kurzhanski and
-    Vályi, Ellipsoidal calculus, 2.1)."""
+    sides add up to at most 1, for every p. The p used gives the least sum of squared axes (Kurzhanski and Vályi,
+    Ellipsoidal calculus, 2.1)."""
     long, short = one.sum().sqrt(), other.sum().sqrt()
     if not (long > 0 and short > 0):
         return (one + other) * COMPUTED
@@ -88,21 +83,21 @@ def summed_axes(one: Tensor, other: Tensor) -> Tensor:
 
 def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
     """Return the squared axes, [d], of an ellipsoid that holds every vector with components up to ``caps`` and ‖·‖₂ up
-    to ``length``. These conditions give Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1; the ellipsoid is the mean of both."""
+    to ``length``. It is the mean of Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1."""
     box, ball = caps.square() * caps.numel(), length * length
     return box * (2 * ball / (box + ball)).nan_to_num(0.0) * COMPUTED
 
 
 def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
-    """Return a stream that is read without a norm, as a ``NormOutput`` of radius √d. axes: squared axes, with rounding,
-    of an ellipsoid that holds every value of the stream. caps: bounds of its components."""
+    """Return a stream that is read without a norm, as a ``NormOutput`` of radius √d. axes: squared axes of an ellipsoid
+    that holds the rounded stream. caps: bounds of its components."""
     radius = math.sqrt(caps.numel())
     return NormOutput((axes.sqrt() / radius) * COMPUTED, None, radius, 0.0, torch.zeros_like(caps), caps)
 
 
 def either(one: NormOutput, other: NormOutput) -> NormOutput:
     """Return one ``NormOutput`` that covers the outputs of two norms without shift. With G the larger gain, gain∘n is
-    G∘n' for an n' with |n'| ≤ |n| in every component, and so ‖n'‖ ≤ ‖n‖."""
+    G∘n' for an n' with ‖n'‖ ≤ ‖n‖."""
     assert one.shift is None and other.shift is None
     return NormOutput(
         torch.maximum(one.gain.abs(), other.gain.abs()),
@@ -114,10 +109,9 @@ def either(one: NormOutput, other: NormOutput) -> NormOutput:
 
 
 def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
-    """Return bounds of sums of a norm's output over ``terms`` positions: of each component, fp64 [d], and of ‖·‖₂.
-
-    Stock code computes the sums by a product with a matrix of zeros and ones, over ``length`` positions. So the terms
-    are exact, and partial sums have the same bounds."""
+    """Return bounds of a norm's output summed over ``terms`` of ``length`` positions: of each component, fp64 [d], and
+    of ‖·‖₂. Partial sums have the same bounds."""
+    # Stock code multiplies by a matrix of zeros and ones, so the terms are exact.
     a, grown = arithmetic, 1 + arithmetic.gamma(length)
     bound = a.summed(source.bound * terms * grown)
     longest = float(source.gain.abs().max()) * source.radius * (1 + source.relative) + float(source.absolute.norm())
@@ -127,19 +121,15 @@ def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmet
 
 @dataclass(frozen=True)
 class LinearBound:
-    """The bounds of a linear on a norm's output, one for each row; vectors are fp64 [m].
+    """The bounds of a linear on a norm's output, one for each row; vectors are fp64 [m]."""
 
-    ``matrix``: weight times gain, [m, d]. ``norms``: radius·‖row‖. ``centre``: the output's constant part, from shift
-    and bias. ``error``: bound of the output's error, by rounding of norm and linear. ``bound``: of the output, error
-    included. ``partial``: of its partial sums."""
-
-    matrix: Factored
+    matrix: Factored  # weight times gain, [m, d]
     radius: float
-    norms: Tensor
-    centre: Tensor
-    error: Tensor
-    bound: Tensor
-    partial: Tensor
+    norms: Tensor  # radius·‖row‖
+    centre: Tensor  # the output's constant part, from shift and bias
+    error: Tensor  # bound of the output's error, by rounding of norm and linear
+    bound: Tensor  # of the output, error included
+    partial: Tensor  # bound of the output's partial sums
 
     def scaled_rows(self, lengths: Tensor | float) -> Factored:
         """Return ``matrix`` with rows brought to these lengths; a negative length negates its row, zero rows stay."""
@@ -157,17 +147,16 @@ class LinearBound:
 
 @dataclass(frozen=True)
 class Projection:
-    """The output of a sublayer's projection, to be added to the residual stream. ``bound``, ``partial``: bounds of
-    each component and of its partial sums, fp64 [d]. ``length``: bound of the output's ‖·‖₂."""
+    """The output of a sublayer's projection, to be added to the residual stream."""
 
-    bound: Tensor
-    partial: Tensor
-    length: float
+    bound: Tensor  # of each component, fp64 [d]
+    partial: Tensor  # bound of each component's partial sums, fp64 [d]
+    length: float  # bound of the output's ‖·‖₂
 
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
-    """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: whether
-    stock code rounds to fp16 only after the gain, instead of before and after it."""
+    """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: whether stock code
+    rounds to fp16 only after the gain."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -215,13 +204,12 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
 
 def lengthened(mean: float, eps: float, width: int) -> float:
     """Return the factor by which fp32 rounding can lengthen a LayerNorm's output beyond √d, for mean |x| up to
-    ``mean``.
-
-    The mean and the standard deviation are off by at most e, ``norm_units`` of ``mean``. Let s be the exact deviations'
-    rms. The mean's error moves all of them equally, so it is orthogonal to them. All are divided by √(v + eps); the
-    computed variance v is at least (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the output's mean square
-    is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), and so at most the larger eigenvalue of ((1, √q), (√q,
-    2q)). For s < e it is at most 2q. Rounding can make v negative, to −(2⁻²⁴·mean)²/2; eps is lowered by that."""
+    ``mean``."""
+    # The mean and the standard deviation are off by at most e, ``norm_units`` of ``mean``. Let s be the exact
+    # deviations' rms. The mean's error moves all deviations equally, so it is orthogonal to them. They are divided by
+    # √(v + eps); the computed variance v is at least (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the
+    # output's mean square is at most (s² + e²)/(t² + eps) = (τ² + 2τ√q + 2q)/(τ² + 1), and so at most the larger
+    # eigenvalue of ((1, √q), (√q, 2q)). For s < e it is at most 2q. Rounding can make v negative, to −(2⁻²⁴·mean)²/2.
     unit = UNIT32 * mean
     eps -= unit * unit / 2
     if eps <= 0:
@@ -271,8 +259,8 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
     """Return an upper bound of |matrix|·vector for a vector without negative entries: fp64 [m], or [m, k] for [d, k].
 
-    Summed in the working dtype: where no term is negative, a sum of n rounded products is off by at most γ of n + 2
-    terms (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), besides underflow."""
+    A sum of n rounded products without negative terms is off by at most γ of n + 2 terms (Higham, Accuracy and
+    Stability of Numerical Algorithms, 3.1), besides underflow."""
     if not vector.any():
         return vector.new_zeros(len(matrix), *vector.shape[1:])
     dtype = working_dtype(matrix)
@@ -311,15 +299,15 @@ def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
 
 
 def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return an upper bound of max Σ v_i·s_i over all s with 0 ≤ s_i ≤ cap_i and ‖s‖₂² ≤ square, for every row v of
-    ``values``: [m] in ``dtype``.
+    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row v of ``values``: [m]
+    in ``dtype``.
 
     By Lagrange duality, λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0. It is least where the maximising s
-    has ‖s‖² = square. This ‖s‖² is concave and piecewise linear in λ⁻². So Newton's method descends to the best λ from
-    the one that would be best without caps, and ends there. Gradients treat λ as a constant (envelope theorem)."""
+    has ‖s‖² = square. Gradients treat λ as a constant (envelope theorem)."""
     with torch.no_grad():
         start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
         best = start
+        # ‖s‖² is concave and piecewise linear in λ⁻², so Newton's method descends to the best λ from that without caps.
         for _ in range(14):
             wanted = values / (2 * best[:, None])
             squares = torch.minimum(wanted, caps).square()
@@ -348,10 +336,8 @@ def products_of_rows(rows: Tensor) -> Tensor:
 
 
 def root_of(matrix: Tensor) -> Tensor:
-    """Return a matrix L such that L·Lᵀ − matrix is positive semidefinite, for a positive semidefinite fp64 matrix.
-
-    It is Cholesky's factor of the matrix plus n units of its trace, several times the factor's error (Higham, Accuracy
-    and Stability of Numerical Algorithms, theorem 10.3)."""
+    """Return a matrix L such that L·Lᵀ − matrix is positive semidefinite, for a positive semidefinite fp64 matrix."""
+    # Several times Cholesky's error (Higham, Accuracy and Stability of Numerical Algorithms, theorem 10.3).
     raised = matrix.clone()
     raised.diagonal().add_(matrix.shape[0] * 2.0**-48 * matrix.trace())
     root, failed = torch.linalg.cholesky_ex(raised)

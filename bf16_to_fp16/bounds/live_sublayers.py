@@ -1,7 +1,7 @@
 """Differentiable bounds of scores, attentions and feed-forwards, for the sites that rescaling cannot lower.
 
-The formulas are the certificate's, with two differences: spectral norms come from ``power_iteration``, and the fp16
-rounding of a linear is a single factor."""
+The formulas are the certificate's, but ``power_iteration`` gives spectral norms, and a linear's fp16 rounding is a
+single factor."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from .linear import NormOutput, in_ball, knapsack, layer_normalised, rms_normali
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a linear on a norm's output gain∘n + shift, ‖n‖ ≤ ``radius``. ``matrix``: weight·gain, [m, d]. Of
-    each row: ``norms``, radius·‖row‖; ``centre``, from shift and bias; ``partial``, a bound of its partial sums."""
+    """The rows of a linear on a norm's output gain∘n + shift, ‖n‖ ≤ ``radius``."""
 
-    matrix: Tensor
+    matrix: Tensor  # weight·gain, [m, d]
     radius: float | Tensor
-    norms: Tensor
-    centre: Tensor
-    partial: Tensor
+    norms: Tensor  # radius·‖row‖
+    centre: Tensor  # from shift and bias
+    partial: Tensor  # bound of each row's partial sums
 
     def split(self, rows: Sequence[int]) -> list[Rows]:
         """Return the linears that share this matrix, one by one. rows: how many rows each has."""
@@ -42,8 +41,8 @@ class Rows:
 
 @dataclass
 class LiveWeights:
-    """The weights of a model in training. read: returns a tensor's present value. means: for each LayerNorm's
-    path, a bound of its input's mean |x|. finds_means: whether ``normalised`` computes ``means`` or only reads them."""
+    """The weights of a model in training. read: returns a tensor's present value. means: by LayerNorm, a bound of its
+    input's mean |x|. finds_means: whether ``normalised`` computes ``means``."""
 
     layout: Layout
     read: TensorReader
@@ -121,8 +120,8 @@ def directions(rows: Rows) -> Tensor:
 
 
 def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: NormOutput) -> tuple[Tensor, ...]:
-    """Return three bounds by head: of products of query and key with their partial sums, of the scaled products, and of
-    the difference between two scores of one query. source, other: the input of the queries and of the keys."""
+    """Return three bounds by head: of query·key products and their partial sums, of scaled products, and of the
+    difference between two scores of one query. source: the queries' input. other: the keys'."""
     if sublayer.rotary is not None and sublayer.query_norm:
         return rotary_scores_with_norms(live, sublayer, sublayer.rotary)
     if sublayer.rotary is not None:
@@ -201,7 +200,7 @@ def rotary_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source
 
 def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
     """Return bounds of scores after cap and position bias, and how far a mask must lower a score to give it no weight.
-    scores: bounds before the cap. span: the same for the difference between two scores of one query."""
+    scores: bounds before the cap. span: of the difference between two scores."""
     cap = live.layout.cap(sublayer)
     if cap is not None:
         capped = soft_capped(scores, cap, live.a)

@@ -1,5 +1,4 @@
-"""The bounds recorded so far for each site and module, and functions that record norms and linears. Each channel of a
-module's input and output has a bound and an expected mean square."""
+"""The bounds recorded so far for each site and module, and functions that record norms and linears."""
 
 from __future__ import annotations
 
@@ -48,20 +47,19 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 @dataclass(eq=False)
 class ModuleFindings:
-    """The recorded bounds by site and module, and the weights from which they follow. limits: by kind of site; other
-    kinds have FP16_MAX. refine: how many rows of each feed-forward output may get an eigenvalue of their own."""
+    """The recorded bounds by site and module, and the weights from which they follow."""
 
     layout: Layout
     read: TensorReader
     arithmetic: Arithmetic
-    limits: Mapping[str, float]
-    refine: int
+    limits: Mapping[str, float]  # by kind of site; other kinds have FP16_MAX
+    refine: int  # rows of each feed-forward output that may get an eigenvalue of their own
     spectra: Spectra
 
     def __post_init__(self) -> None:
         self.place, self.rounded = places(self.layout), self.arithmetic.rounded
         self.sites: dict[str, BoundEntry] = {}
-        self.inputs: dict[str, tuple[Tensor, Tensor]] = {}
+        self.inputs: dict[str, tuple[Tensor, Tensor]] = {}  # each channel's bound and expected mean square
         self.outputs: dict[str, tuple[Tensor, Tensor]] = {}
         self.norms: dict[str, NormRange] = {}
         self.scores: dict[str, ScoreRange] = {}

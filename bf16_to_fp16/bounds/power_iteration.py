@@ -65,8 +65,8 @@ def pair_peaks(matrices: Tensor) -> Tensor:
 
 
 def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest ‖M·n‖ over ‖n‖ ≤ 1 and a bound of ‖M·n + c‖, c = ``fixed``, by the formula of
-    ``attention.longest_of``: [h] each, from [h, s, d] and [h, s]."""
+    """Return the largest ‖M·n‖ over ‖n‖ ≤ 1, and ``attention.longest_of``'s bound of ‖M·n + ``fixed``‖: [h] each, from
+    [h, s, d] and [h, s]."""
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long

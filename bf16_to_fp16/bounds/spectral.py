@@ -1,9 +1,8 @@
 """Upper bounds on the largest eigenvalue of a Gram matrix, rounding included.
 
-Power or Lanczos iteration gives a lower bound, which proves nothing. Here it only makes a guess t: if the Cholesky
-factorisation of t·I − G succeeds, every eigenvalue of G is below t. For small matrices ``eigvalsh`` computes all
-eigenvalues instead. Both results get the backward error of the computation added (Higham, Accuracy and Stability of
-Numerical Algorithms, theorems 10.3 and 8.3). fp32 products go to oneDNN, which is faster than the BLAS of torch."""
+Lanczos iteration only makes a guess t. If the Cholesky factorisation of t·I − G succeeds, every eigenvalue of G is
+below t. For small matrices ``eigvalsh`` computes all eigenvalues instead. Both results get the backward error of the
+computation added (Higham, Accuracy and Stability of Numerical Algorithms, theorems 10.3 and 8.3)."""
 
 from __future__ import annotations
 
@@ -48,9 +47,8 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 def gram(rows: Tensor | Tall) -> Tensor:
     """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
 
-    rows: [n, d], fp32 or fp64. Sums of ``FP32_ROWS`` fp32 products are added in fp64. Each entry is off by at
-    most γ·Σ|a||b|. The Frobenius norm of these errors is at most γ times the trace, so that is added to the diagonal. γ
-    is a unit for each row of a sum, and eight more since both factors of a product may be off by four units."""
+    rows: [n, d], fp32 or fp64. Entries are off by at most γ·Σ|a||b|. The Frobenius norm of these errors is at most γ
+    times the trace, which is added to the diagonal."""
     count, size = rows.shape
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -65,6 +63,7 @@ def gram(rows: Tensor | Tall) -> Tensor:
                 total[i : i + TILE, j : j + TILE] += tile
     for i in range(0, size, TILE):
         total[:i, i : i + TILE] = total[i : i + TILE, :i].t()
+    # A unit for each row of a sum, and eight more since both factors of a product may be off by four units.
     unit = (count + 8) * 2.0**-52 if exact else (FP32_ROWS + 8) * 2.0**-24
     total.diagonal().add_(unit * float(total.trace()))
     return total
@@ -74,19 +73,14 @@ def gram(rows: Tensor | Tall) -> Tensor:
 class Spectra:
     """A store of upper bounds on the largest eigenvalues of a source's Gram matrices, reused for nearly equal weights.
 
-    Rescaled weights are the source's times powers of two, up to rounding, and so are many of their products. For Z, Z₀
-    and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So one pass over both weights turns the bound of one into a bound of
-    the other, however they differ. If the new bound is too loose, an eigenvalue is computed.
+    For Z, Z₀ and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So one pass over both weights turns the bound of one into a
+    bound of the other. If that is too loose, an eigenvalue is computed."""
 
-    read: returns the source's weights. bounds: by label, a matrix without its weights' values, and its bound. fixed:
-    whether to add no bounds, as for weights that are not the source's. kept: results of ``once``, by ``about`` and
-    arguments. about: the names of the weights from which ``once`` computes."""
-
-    read: TensorReader
-    bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)
-    kept: dict[tuple[frozenset[str], Hashable], Any] = field(default_factory=dict)
-    about: frozenset[str] = frozenset()
-    fixed: bool = False
+    read: TensorReader  # of the source's weights
+    bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)  # by label, a matrix without values, its bound
+    kept: dict[tuple[frozenset[str], Hashable], Any] = field(default_factory=dict)  # by ``about`` and ``given``
+    about: frozenset[str] = frozenset()  # names of the weights from which ``once`` computes
+    fixed: bool = False  # whether to add no bounds, as for weights that are not the source's
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
         """Return a store for other source weights, from ``read``. Results of ``changed`` tensors are left out."""
@@ -117,10 +111,8 @@ class Spectra:
 
     @full_precision()
     def from_source(self, matrix: Tall) -> float | None:
-        """Return a bound for ``matrix`` from the stored bound of the source's matrix with its label. Return None if the
-        two cannot be compared or the bound is too loose.
-
-        Rounding moves each element by at most five units of the working dtype. The factor ``scale`` adds two."""
+        """Return a bound for ``matrix`` from the stored bound under its label. Return None if the two matrices cannot
+        be compared or the bound is too loose."""
         kept, value = self.bounds[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
@@ -130,6 +122,7 @@ class Spectra:
         rows = max(1, IN_CACHE // matrix.shape[1])
         for here, there in zip(matrix.parts(rows), other.parts(rows), strict=True):
             square += float(torch.linalg.vector_norm(here.sub_(there.mul_(scale)), dtype=torch.float64)) ** 2
+        # Rounding moves each element by at most five units of the working dtype; ``scale`` adds two.
         off = math.sqrt(square) + 8 * torch.finfo(matrix.dtype).eps * matrix.length
         root = scale * math.sqrt(value)
         return (root + off) ** 2 * COMPUTED if off <= CARRIED * root else None
@@ -186,12 +179,10 @@ def largest_eigenvalues(matrices: Tensor) -> Tensor:
 
 
 def ritz_value(matrix: Tensor) -> float:
-    """Return a close lower bound on the largest eigenvalue, by Lanczos from a fixed random vector.
-
-    Every step reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5). Steps in fp32 read half the
-    memory, and are exact enough for a guess."""
+    """Return a close lower bound on the largest eigenvalue, by Lanczos from a fixed random vector. Every step
+    reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5)."""
     size = matrix.shape[0]
-    scaled = (matrix / matrix.trace()).float()
+    scaled = (matrix / matrix.trace()).float()  # half the memory, and exact enough for a guess
     basis = torch.zeros(min(_STEPS, size), size)
     vector = torch.randn(size, generator=torch.Generator().manual_seed(0))
     for step in range(len(basis)):

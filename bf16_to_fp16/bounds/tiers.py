@@ -1,5 +1,5 @@
-"""The tiers: three kinds of runtime arithmetic, from PyTorch's kernels to sums in fp16. Bounds only grow from
-each tier to the next, so a tier's certificate implies those of the tiers before it."""
+"""The tiers: three kinds of runtime arithmetic, from PyTorch's kernels to sums in fp16. A tier's certificate implies
+those of the tiers before it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def bounded(
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
     """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds ({} without
-    ``tiers``). whose: words for the progress step. Several commands share this function, so it has many parameters."""
+    ``tiers``). whose: words for the progress step."""
+    # Several commands share this function, so it has many parameters.
     weights = fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()
     with products_on(device):

@@ -42,8 +42,8 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return the config of an adapter that is to move from the original checkpoint to the converted ``base``, or with
-    ``back`` from ``base`` to the original. Raises UserError if it is there already."""
+    """Return the config of an adapter that is to move to the converted ``base``, or with ``back`` to the original.
+    Raises UserError if the adapter is for that checkpoint already."""
     origin, config = recorded(base)["source"], adapter_config(adapter)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)

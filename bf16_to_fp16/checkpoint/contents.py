@@ -1,6 +1,5 @@
-"""Find the config and the weight files that stock code would read in a checkpoint's folder. Also check the modules
-that sentence-transformers runs after an encoder: of its outputs they may read only the last hidden states
-(https://sbert.net/docs/package_reference). Imports no torch."""
+"""Find the config and the weight files that stock code would read in a checkpoint's folder. Also check the modules that
+sentence-transformers runs after an encoder (https://sbert.net/docs/package_reference). Imports no torch."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ TEMPLATES = "additional_chat_templates"  # a tokenizer's folder
 def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Copy the files that are neither weights nor code; return the names copied and left out. The source's model card
-    becomes ``SOURCE_README.md``; ``back`` renames it back. tokenizer: the tokenizer's folder, if elsewhere."""
+    """Copy the files that are neither weights nor code; return the names copied and left out. The model card becomes
+    ``SOURCE_README.md``; ``back`` renames it back. tokenizer: the tokenizer's folder, if elsewhere."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
     renamed = {"SOURCE_README.md": "README.md"} if back else {"README.md": "SOURCE_README.md"}

@@ -76,9 +76,8 @@ def record_sizes(file: Path) -> dict[int, int]:
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. torch reads the
-    pickle onto the meta device with ``weights_only``, which runs no code. It gives each tensor's offset, but
-    does not check that the file has all the tensor's bytes; this function does."""
+    """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. No code in the
+    file runs. Raises UserError for an incomplete file, or if it holds more than tensors."""
     resave = "load it with torch and save it with safetensors"
     unreadable = UserError(
         f"{file}: is cut short, compressed, in torch's format from before 2020, or holds more than tensors, which may"
@@ -86,6 +85,7 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
     )
     try:
         records = record_sizes(file)
+        # With ``weights_only`` no code runs. torch gives offsets, but does not check that all bytes are there.
         content = torch.load(file, map_location="meta", weights_only=True)
     except UserError:  # no regular file, or no permission
         raise

@@ -1,5 +1,5 @@
 """Send requests to the Hub, and repeat them while the Hub is busy. Errors of its client become one line with a remedy
-and no token. Files are fetched into the client's cache, first the small ones, then the weights. Imports no torch."""
+and no token. Small files are fetched before weights. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Translate tensor names between files and stock modules, for Wan's T5 encoder and for models with images. Also the
-layouts that ``convert`` writes: a folder, or one file. Imports no torch.
+"""Translate tensor names between files and stock modules. Also the layouts that ``convert`` writes: a folder, or one
+file. Imports no torch.
 
 Wan's T5 is ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1; its code fixes the eps in fp32."""
 
@@ -67,8 +67,9 @@ transformers 4.57 reads a vision tower only by its names in files."""
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
     """Return, by a tensor's name in stock modules, its name in the files if that differs. names: all in the files.
-    classes: of the config; a class ``...Model`` has no head, so its module names lack the prefix ``model.``."""
+    classes: of the config. Raises UserError if a tensor has two names in the files."""
     names = frozenset(names)
+    # Such a class has no head, so its module names lack the prefix.
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
     kinds = (k for k in WITH_IMAGES if all(any(name.startswith(begin) for name in names) for begin in k))
     if (kind := next(kinds, None)) is None:

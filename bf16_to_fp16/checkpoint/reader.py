@@ -20,22 +20,20 @@ from .sources import RESTORE, local_source, own_name, shown, subfolder_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint; the weights stay on disk. ``revision``: the commit of a Hub id. ``notes``: what was assumed
-    on opening a single file. ``stored_names``: by a tensor's name in stock modules, its name in the files if another.
-    ``own_folder``: the source's own folder if ``folder`` is a temporary copy."""
+    """An opened checkpoint; the weights stay on disk."""
 
     folder: Path
     source: str
-    revision: str | None
+    revision: str | None  # the commit of a Hub id
     config: dict[str, Any]
     tensors: dict[str, headers.TensorInfo]
     weight_files: tuple[Path, ...]
     index: dict[str, Any] | None
     states: Mapping[Path, formats.FileState] = field(default_factory=dict)
     subfolder: str | None = None
-    notes: tuple[str, ...] = ()
-    stored_names: Mapping[str, str] = field(default_factory=dict)
-    own_folder: Path | None = None
+    notes: tuple[str, ...] = ()  # what was assumed on opening a single file
+    stored_names: Mapping[str, str] = field(default_factory=dict)  # by name in stock modules, another name in files
+    own_folder: Path | None = None  # the source's, if ``folder`` is a temporary copy
 
     @property
     def home(self) -> Path:

@@ -19,9 +19,9 @@ from .reader import Checkpoint
 
 @dataclass(frozen=True)
 class Write:
-    """A tensor to write: (x + ``offset``)·``gain``·2^E − ``offset``. x: ``data``, or the source's tensor ``source``. E:
-    ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]``. The product with ``gain`` is computed in fp64 and
-    rounded to fp32; ``offset`` is added in fp64."""
+    """A tensor to write: (x + ``offset``)·``gain``·2^E − ``offset``, with x from ``data`` or the source's tensor
+    ``source``. E: ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]``. The product with ``gain`` is computed
+    in fp64 and rounded to fp32; ``offset`` is added in fp64."""
 
     name: str
     shape: tuple[int, ...]

@@ -78,8 +78,8 @@ def subfolder_of(folder: Path, name: str) -> Path:
 
 
 def contained(folder: Path, name: str) -> Path:
-    """Return the path of a file in ``folder``; raise UserError if it leads outside. In the Hub's cache, a link from
-    ``snapshots/<commit>`` to ``blobs`` of the same repository counts as inside."""
+    """Return the path of a file in ``folder``; raise UserError if it leads outside. In the Hub's cache, ``blobs`` of
+    the same repository count as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
         raise UserError(f"{folder}: file name {shown(name)} is not inside the folder; {RESTORE}")

@@ -48,8 +48,8 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
-    """Raise UserError if replacing ``out`` would harm the source. It would if the two overlap, if links in the source
-    lead into ``out``, or if the source is a conversion of ``out``."""
+    """Raise UserError if replacing ``out`` would harm the source: if the two overlap, also by links in the source, or
+    the source is a conversion of ``out``."""
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return

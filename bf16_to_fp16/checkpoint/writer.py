@@ -1,5 +1,5 @@
-"""Stream weights into safetensors files: read, scale, round, count, hash. Each chunk goes through all steps before the
-next chunk is read, so that it stays in the cache and little memory is used."""
+"""Stream weights into safetensors files: read, scale, round, count, hash. Each chunk goes through all steps while it is
+in the cache."""
 
 from __future__ import annotations
 
@@ -38,17 +38,15 @@ Array = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Counts of written elements. ``lossless``: finite and equal to the scaled value. ``normal``: not subnormal.
-    ``flushed_to_zero``: written as zero, but not zero in the source. ``nonzero``: not zero in the source. ``amax``: the
-    largest |x|, NaN if an element is NaN."""
+    """Counts of written elements."""
 
     elements: int
-    lossless: int
-    normal: int
-    flushed_to_zero: int
+    lossless: int  # finite and equal to the scaled value
+    normal: int  # not subnormal
+    flushed_to_zero: int  # written as zero, but not zero in the source
     nonfinite: int
-    amax: float
-    nonzero: int
+    amax: float  # the largest |x|, NaN if an element is NaN
+    nonzero: int  # not zero in the source
 
     def plus(self, other: TensorStats) -> TensorStats:
         amax = math.nan if math.isnan(self.amax + other.amax) else max(self.amax, other.amax)
@@ -72,10 +70,8 @@ def write_fp16(
     hashes: bool = True,
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write tensors as safetensors into ``folder``, in the files of ``lay_out``.
-
-    Nothing is clamped: a value beyond fp16 becomes inf and is counted. advance: called with the bytes done and the
-    total. If writing fails, the new files are removed."""
+    """Write tensors as safetensors into ``folder``. A value beyond fp16 becomes inf and is counted. If writing fails,
+    the new files are removed. advance: called with the bytes done and the total."""
     files = lay_out(shards(checkpoint, writes, one_file=one_file), folder, checkpoint.stored_names)
     stats = {write.name: TensorStats(0, 0, 0, 0, 0, 0.0, 0) for write in writes}
     records: list[FileRecord] = []

@@ -1,4 +1,4 @@
 """The commands, and the steps of a conversion that several commands share.
 
-``planning`` opens, observes and bounds a source under given ``Options`` and decides a plan. ``convert`` writes the
-folder, and ``evidence`` measures it. The result is the report, whose sections ``verify`` computes again."""
+``planning`` decides a plan for a source. ``convert`` writes the folder, and ``evidence`` measures it. ``verify``
+computes the report's sections again."""

@@ -1,5 +1,4 @@
-"""Rescale an adapter by the plan that a converted checkpoint records, or back by the plan's inverse. No model is run,
-and no certificate covers a checkpoint with an adapter."""
+"""Rescale an adapter by the plan of a converted checkpoint, or back by the plan's inverse. No model is run."""
 
 from __future__ import annotations
 
@@ -49,9 +48,9 @@ def convert_adapter(
     """Write a LoRA adapter that was trained on the source of ``base`` for use on ``base``; return the result.
 
     base: a folder that ``convert`` wrote. back: the other direction, from ``base`` to its source. With an exact plan
-    both checkpoints with their adapters compute the same function. Raises UserError for another kind of adapter, a
-    pickle, an adapter that needs no rescaling, or a tensor that cannot be rescaled; ``out`` then does not exist. No
-    certificate covers an adapter. To get one, merge the adapter into the source and convert the result."""
+    both checkpoints with their adapters compute the same function. No certificate covers them. Raises UserError for
+    another kind of adapter, a pickle, an adapter that needs no rescaling, or a tensor that cannot be rescaled; ``out``
+    is then not written."""
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)

@@ -42,16 +42,15 @@ BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint to audit, and its inputs. ``run``: runs the audit. ``layout``: None for a model of no known family,
-    which has no bounds. ``known``: the entries of the report that need no run."""
+    """A checkpoint to audit, and its inputs."""
 
     family: str
     attention: Sequence[str]
     inputs: list[Batch]
     run: Callable[..., Mapping[str, RegimeResult]]
-    layout: Layout | None = None
+    layout: Layout | None = None  # None for a model of no known family, which has no bounds
     converted: bool = False
-    known: Mapping[str, Any] = field(default_factory=dict)
+    known: Mapping[str, Any] = field(default_factory=dict)  # the entries of the report that need no run
 
 
 def subject_of(
@@ -96,10 +95,10 @@ def audit(
 ) -> dict[str, Any]:
     """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report.
 
-    Its many parameters are the command's options. data: text to run in addition to the built-in probe. train_mode: run
-    with dropout and a backward pass under a loss scale. attention: some of ``ATTENTIONS``. attack_steps: gradient steps
-    of a search for each site's worst input. seed: of the probe. device: auto, cpu, cuda, cuda:N or mps. Raises
-    ``UserError`` for unusable input."""
+    data: text to run besides the built-in probe. train_mode: run with dropout, and a backward pass under a loss scale.
+    attack_steps: gradient steps of a search for each site's worst input. seed: of the probe. device: auto, cpu, cuda,
+    cuda:N or mps. Raises UserError for unusable input."""
+    # As many parameters as the command has options.
     progress = progress_of(progress)
     if attack_steps is not None and attack_steps < 1:
         raise UserError(f"{attack_steps} attack steps search nothing; give 1 or more")

@@ -33,11 +33,10 @@ def certify(
     device: str | torch.device = "auto",
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights rounded to
-    fp16, and return the report.
+    """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights in fp16;
+    return the report.
 
-    Nothing is run. Stock code builds the model on the meta device, which shows that the bounds are for the model that
-    stock code runs. max_length: positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the
+    Nothing is run. max_length: positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the
     stream in fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout, and the derivative of the cube in
     tanh-GELU). device: for large matrix products. Raises UserError for unusable input."""
     progress = progress_of(progress)

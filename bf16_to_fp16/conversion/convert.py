@@ -1,5 +1,5 @@
-"""The command ``convert``: from a bf16 checkpoint to a rescaled, certified and audited fp16 checkpoint. Its steps:
-open, observe, bound, plan, write, bound and measure the written files. ``out`` appears only after the last step."""
+"""The command ``convert``: from a bf16 checkpoint to a rescaled fp16 checkpoint with its report. ``out`` appears only
+after the last step."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ from .planning import Opened, decide, open_source, replayed
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of ``convert``. docs/report.md describes the report's keys. ``nbytes``: the size of the weights, also
-    after a dry run. ``next``: the report's next command, with full paths so that it runs."""
+    """The result of ``convert``. report: its keys are in docs/report.md. nbytes: size of the weights, after a dry run.
+    next: the report's next command, with full paths so that it runs."""
 
     report: Mapping[str, Any] = field(repr=False)
     out: Path | None
@@ -78,8 +78,8 @@ def convert(
     """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out``; return the report and
     its measurements.
 
-    ``options`` are the fields of ``Options``. dry_run: plan only, write nothing. force: replace an existing ``out``.
-    Raises UserError for unusable input; ``out`` then does not exist."""
+    options: the fields of ``Options``. dry_run: plan only, write nothing. force: replace an existing ``out``. Raises
+    UserError for unusable input; ``out`` is then not written."""
     place = Destination(Path(out), force=force, dry_run=dry_run)
     return convert_by(Options(**options), source, place, progress=progress)
 
@@ -213,9 +213,8 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
 
 
 def convert_to_file(options: Options, source: str | Path, place: Destination, progress: Progress) -> Conversion:
-    """Convert to a temporary folder, then pack it into one file in the layout of ``options``. The folder is beside the
-    file, so the disk must hold the weights twice. The folder's config has the eps of the tool that will read the file,
-    so that stock code computes what that tool does."""
+    """Convert to a temporary folder, then pack it into one file. The folder is beside the file, so the disk must hold
+    the weights twice."""
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]
     with scratch(place.out) as work:

@@ -57,8 +57,8 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents that bring one signal under its limit. ``proven``: for any input; if no exponents can do that, the
-    same as ``observed``. ``observed``: for the observed values; None if these are under the limit already."""
+    """The exponents that bring one signal under its limit. proven: for any input; ``observed`` if that is impossible.
+    observed: for observed values; None if these are under the limit already."""
 
     proven: OfChannels
     observed: OfChannels | None
@@ -74,8 +74,8 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, NeededExponents]:
-    """Return, by signal, the exponents of edits that bring bounds under their limits. If a bound is too large for any
-    exponent, only observed values are brought under the limit. margin_bits: headroom kept above observed values."""
+    """Return, by signal, the exponents of edits that bring bounds under their limits. Where no exponent can, only
+    observed values are brought under. margin_bits: headroom kept above observed values."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     needed = {}
@@ -105,8 +105,8 @@ def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """The source's fp32 outputs on some inputs. ``bf16``: the divergence of its bf16 outputs from them. ``price``, the
-    unit of edits' divergence: ``bf16``, limited to ``NOISE`` below and ``RUINED`` above, times ``price_factor``."""
+    """The source's fp32 outputs on some inputs. bf16: the divergence of its bf16 outputs from them. price: the unit of
+    edits' divergence."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
@@ -134,14 +134,13 @@ class Cost:
 
 @dataclass(frozen=True)
 class Trial:
-    """Runs a source in fp32 under candidate edits and compares the outputs with those of the unedited source, which are
-    ``references``: on the conversion's inputs, then on text. ``centring``: a plan that centres keys in every run."""
+    """Runs a source in fp32 under candidate edits and compares the outputs with those of the unedited source."""
 
     checkpoint: Checkpoint
     layout: Layout
-    references: Sequence[ReferenceOutputs]
+    references: Sequence[ReferenceOutputs]  # of the unedited source on the conversion's inputs, then on text
     progress: Progress
-    centring: Plan
+    centring: Plan  # centres keys in every run
 
     def alone(self, chosen: Mapping[str, OfChannels], most: float) -> dict[str, Cost] | None:
         names, costs = list(chosen)[::-1], dict[str, Cost]()
@@ -160,8 +159,8 @@ class Trial:
         return in_step(self.layout, cuts)
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
-        """Return the cost of each trial, all in one pass over the files. what: the name of the trials in progress
-        lines. number: how many edits are compared in all; if many, each runs on fewer inputs."""
+        """Return the cost of each trial, all in one pass over the files. what: the trials' name in progress lines.
+        number: how many edits are compared in all."""
         plans = [dict(trial) for trial in trials]
         # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
@@ -198,9 +197,8 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
     """Return the edits (inexact rescalings) that bring all signals under their limits; None if they cost too much.
 
-    Runs of the source measure the cost. It has no limit if the observed values need the same edits as the bounds. It
-    may be 1/128 of bf16's divergence from fp32 if only bounds need edits. Otherwise it may be 7/4 of that divergence,
-    or ``max_kl`` if larger."""
+    The cost has no limit if the observed values need the same edits as the bounds. It may be 1/128 of bf16's divergence
+    from fp32 if only bounds need edits. Otherwise it may be 7/4 of that divergence, or ``max_kl`` if larger."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
@@ -220,8 +218,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits and their costs, by signal. An edit scales columns of its weights instead of rows if that costs
-    less. Columns that were tried together share one cost. The costs are None if edits of rows cost over ``allowed``."""
+    """Return the edits and their costs, by signal. An edit scales columns instead of rows if that costs less. Columns
+    tried together share one cost. The costs are None if rows cost over ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -255,8 +253,8 @@ def rows_or_columns(
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
     """Return ``needed`` with one exponent for all logits or one for each, and whether that separates a tied head.
 
-    One for all keeps the order of logits, and a tied head tied. It is chosen if one for each costs as much or is
-    impossible. For a tied head it is also chosen if it costs at most ``PRICE_OF_A_PROOF``."""
+    One for all is chosen if one for each costs as much or is impossible. For a tied head it is also chosen if it costs
+    at most ``PRICE_OF_A_PROOF``."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False

@@ -1,5 +1,4 @@
-"""A model rescaled by ``make_fp16_safe``: training it, undoing the rescaling, saving it, and its adapters. The model's
-config changes with the weights, so that ``save_pretrained`` writes a matching pair of both."""
+"""A model rescaled by ``make_fp16_safe``: training it, undoing the rescaling, saving it, and its adapters."""
 
 from __future__ import annotations
 
@@ -39,13 +38,11 @@ OTHER_SCALE = "it was undone already, or another call of make_fp16_safe rescaled
 class MadeSafe:
     """The result of ``make_fp16_safe``; ``str`` gives a summary.
 
-    plan: the powers of two; all exponents are 0 if nothing had to be rescaled. For a model loaded from a converted
-    folder it includes the folder's plan. certified: whether no input can overflow the fp16 model before training.
-    headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps: the source's eps of norms.
-    originals: by name, the source's key biases and position-bias tables that were centred; tables: the centred tables.
-    outputs: by name of an output, log2 of its factor, one for all channels or one for each; logits keep their values.
-    inputs: by name, log2 of the factor that ``inputs_embeds`` needs. passed: an observed signal that stays over 65504,
-    or "". layout, head_gain, original: used by ``adapter``."""
+    plan: the powers of two, including a converted folder's. certified: whether no input can overflow the fp16 model
+    before training. headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps: the source's eps
+    of norms. originals: the source's key biases and position-bias tables that were centred. tables: the centred tables.
+    outputs: by output, log2 of its factor, for all channels or for each; logits keep their values. inputs: log2 of the
+    factor that ``inputs_embeds`` needs. passed: an observed signal that stays over 65504, or ""."""
 
     plan: Plan = field(repr=False)
     target: str
@@ -102,12 +99,11 @@ class MadeSafe:
                 module.register_forward_pre_hook(warn, with_kwargs=True)
 
     def undo(self, model: Any) -> Any:
-        """Bring ``model`` back to the source's scale in place, exactly, whether it was trained or not, and return it.
-        The config gets the source's eps back.
+        """Bring ``model`` back to the source's scale in place, exactly, whether trained or not, and return it. The
+        config gets the source's eps back.
 
-        model: the model made safe, a copy of it, or one loaded by ``from_pretrained`` from a folder that was saved
-        before ``undo`` (recognised by the eps in its config). Raises UserError for any other model, and for one with an
-        adapter."""
+        model: the model made safe, a copy, or one loaded from a folder that was saved before ``undo``. Raises UserError
+        for any other model, and for one in fp16 or with an adapter."""
         check_plain(model, "write it with adapter(model, OUT), and undo what unload() or merge_and_unload() returns")
         check_whole(model)
         if self.changed:
@@ -143,8 +139,8 @@ class MadeSafe:
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
         """Rescale an adapter for the original model, write it to ``out`` and return ``out``. model: the PEFT model
-        around the model made safe. PEFT's own ``save_pretrained`` would not rescale. Raises UserError as
-        ``convert_adapter`` does, for several adapters or none, and for a model that is not at this plan's scale."""
+        around the model made safe. Raises UserError as ``convert_adapter`` does, for several adapters or none, and for
+        a model at another scale."""
         if self.layout is None:
             raise UserError(
                 "a pickled or copied result cannot write an adapter; use the one that make_fp16_safe returned"
@@ -181,12 +177,11 @@ class MadeSafe:
     ) -> torch.optim.Optimizer:
         """Make ``optimizer`` take exactly the steps that it would take without the rescaling, and return it.
 
-        Around each step gradients and weights are brought to the source's scale, so that learning rate, epsilon, decay
-        and second moments keep their meaning. max_grad_norm: clip the gradients to this L2 norm at the source's scale,
-        summed in the optimizer's order; do not clip elsewhere. Call this once, before the first step. Parameters that
-        were not rescaled, such as an adapter's, are stepped as they are. Raises UserError where ``model`` is not at the
-        plan's scale and for a norm that is not positive. A step raises UserError for sharded parameters (FSDP, ZeRO-3),
-        for copies of them (ZeRO-1 and 2), and after a step that failed."""
+        Call this once, before the first step. max_grad_norm: clip the gradients to this L2 norm at the source's scale,
+        summed in the optimizer's order. Do not clip elsewhere. Parameters that were not rescaled are stepped as they
+        are. Raises UserError where ``model`` is not at the plan's scale and for a norm that is not positive. A step
+        raises UserError for sharded parameters (FSDP, ZeRO-3), for copies of them (ZeRO-1 and 2), and after a step that
+        failed."""
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
         exponents = {}
         if self.changed:

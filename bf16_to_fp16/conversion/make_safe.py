@@ -52,11 +52,10 @@ def make_fp16_safe(
 ) -> MadeSafe:
     """Rescale a stock fp32 model in memory so that it can be trained under fp16 AMP; return the result, with ``undo``.
 
-    Nothing is copied or printed. The fp32 outputs keep every bit. ``undo`` restores every weight bit for bit; after
-    training it keeps the trained function exactly. Gains that are stored minus an offset (Gemma's) are rounded to fp32.
-    The config's eps changes with the weights, so ``save_pretrained`` writes a matching pair at any time. Call ``undo``
-    before you save a Pegasus, whose config has no eps. For ``train``, norms behind linears get an eps in memory that no
-    config holds; call ``undo`` also before you save such a model, if bits must be equal.
+    The fp32 outputs keep every bit, except that gains stored minus an offset (Gemma's) are rounded to fp32. ``undo``
+    restores every weight bit for bit; after training it keeps the trained function exactly. The config's eps changes
+    with the weights. Call ``undo`` before you save a Pegasus, whose config has no eps. For ``train``, norms behind
+    linears get an eps that no config holds: call ``undo`` before you save such a model, if bits must be equal.
 
     target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights. margin_bits: headroom
     kept to each limit on the built-in probe. max_length: positions for which the certificate holds. A model that was
@@ -191,14 +190,14 @@ def check_known(model: Any) -> None:
 
 
 def model_around(model: Any) -> Any:
-    """Return the model of which this one is the body, as of a LlamaForCausalLM, or None. Its config is this model's or
-    contains one of that type. Any other model around this one does not count: it reads only the last states."""
+    """Return the larger model around this one; None if there is none, or if it reads only this model's last states."""
     from transformers import PreTrainedModel
 
     config = model.config
     gc.collect()  # a larger model from which it was taken may be left in a cycle
     for each in gc.get_objects():
         if isinstance(each, PreTrainedModel) and each is not model and any(part is model for part in each.modules()):
+            # One with another config reads only the last states.
             inner = vars(each.config).values()
             if each.config is config or any(type(value) is type(config) for value in inner):
                 return each
@@ -213,8 +212,8 @@ def rescale(
 
     inputs: from ``measuring.probe.batches``; by default the built-in probe. The fp32 outputs keep every bit, except
     that gains stored minus an offset (Gemma's) are rounded to fp32. The norms' eps attributes are scaled; before
-    saving, set ``plan.eps`` in ``model.config`` too, as ``make_fp16_safe`` does. Raises UserError for a model of no
-    known family, or whose modules do not match its config."""
+    saving, set ``plan.eps`` in ``model.config`` too. Raises UserError for a model of no known family, or whose modules
+    do not match its config."""
     check_asked(target, margin_bits)
     source, layout = opened(model)
     ranges = observed(model, source, layout, inputs)

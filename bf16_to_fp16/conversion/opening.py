@@ -22,8 +22,8 @@ from ..wording import counted
 def opened_with_notes(
     source: str | Path, subfolder: str | None, progress: Progress, *, as_class: str | None = None, proof: bool = True
 ) -> Checkpoint:
-    """Open a source. The config is checked first, before large weights are fetched from the Hub. as_class: the class to
-    take instead of the config's. proof: accept only classes that have bounds."""
+    """Open a source; its config is checked before large weights are fetched. as_class: the class to take instead of the
+    config's. proof: accept only classes that have bounds."""
     folder = local_source(source) or fetched(str(source), SMALL_FILES)[0]
     if folder.is_dir():
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)
@@ -48,8 +48,8 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
 
 
 def layout_with_notes(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
-    """Return the checkpoint's layout. Print notes on tensors that the config's class does not read and, given
-    ``max_length``, on the limits of the proof. Raises UserError where nothing can be proven."""
+    """Return the checkpoint's layout; print notes on tensors that its class does not read. max_length: also print notes
+    on the proof, and raise UserError where nothing can be proven."""
     layout = agreed_layout(checkpoint)
     if max_length is not None:
         check_bounded(layout, checkpoint.source)

@@ -72,8 +72,8 @@ def check_data(data: str | None, *, run_model: bool = True) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a conversion. The help text of each flag says what its field does. ``run_model``: False is
-    ``--no-audit``. ``prove`` has no flag: bring bounds under their limits even at a high cost of precision."""
+    """The options of a conversion; each flag's help says what its field does. run_model: False is ``--no-audit``.
+    prove, without a flag: bring bounds under their limits even at a high cost of precision."""
 
     target: str = option(
         AUTO,
@@ -232,8 +232,8 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a trained checkpoint came about. ``original``: the checkpoint before training, with which the result is
-    compared. ``judge``: completes the report. ``search``: attacks the named sites, which are not certified."""
+    """How a trained checkpoint came about. original: the checkpoint before training. judge: completes the report.
+    search: attacks the named sites."""
 
     command: str
     lineage: Lineage

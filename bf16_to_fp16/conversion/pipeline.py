@@ -68,8 +68,8 @@ def convert_pipeline(
     """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and link the other files into
     ``out``.
 
-    ``options`` are the fields of ``Options``. force: replace an existing ``out``. Raises UserError where an encoder
-    cannot be converted; ``out`` then does not exist."""
+    options: the fields of ``Options``. force: replace an existing ``out``. Raises UserError where an encoder cannot be
+    converted; ``out`` is then not written."""
     progress, settings = progress_of(progress), Options(**options)
     settings.check()
     pipeline = open_pipeline(source, is_known)
@@ -163,8 +163,8 @@ def alone(pipeline: Pipeline, name: str) -> str:
 
 
 def encoder_options(options: Options, pipeline: Pipeline, name: str) -> Options:
-    """Return one encoder's options. They name the class that the pipeline loads, and keep the stream's scale if the
-    pipeline may read inner states. Raises UserError if that class has a decoder or does not fit the config."""
+    """Return one encoder's options. The stream keeps its scale if the pipeline may read inner states. Raises UserError
+    if the class that the pipeline loads has a decoder or does not fit the config."""
     config = config_of(pipeline.folder, name) or {}
     (library, loaded), known = pipeline.loaded[name], names_of(family_of(config))
     # T5 and MT5 are the same code, so that the classes of each load the other's config.

@@ -176,17 +176,15 @@ def bounds_of(decided: Decided) -> SourceBounds:
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, which may be edited. ``observed``: the results of running it; None if nothing runs.
-    ``tables``: loss tables that later plans reuse. Only for an edited source: ``unedited``, the results of running the
-    unedited one, and ``start``, the stream exponents that its bounds assume."""
+    """Chooses plans for one source, which may be edited."""
 
     opened: Opened
     options: Options
     progress: Progress
-    observed: Observed | None = None
-    unedited: Observed | None = None
-    start: Mapping[str, int] = field(default_factory=dict)
-    tables: Tables = field(default_factory=Tables)
+    observed: Observed | None = None  # the results of running it; None if nothing runs
+    unedited: Observed | None = None  # for an edited source, the results of running the unedited one
+    start: Mapping[str, int] = field(default_factory=dict)  # for an edited source, stream exponents its bounds assume
+    tables: Tables = field(default_factory=Tables)  # loss tables that later plans reuse
 
     def decided(self, target: str) -> Decided:
         opened, search = self.opened, replace(self, options=replace(self.options, target=target))
@@ -224,10 +222,9 @@ class Search:
         return layout, planned, bounds
 
     def plan_for(self, layout: Layout) -> tuple[Planned, SourceBounds]:
-        """Return a layout's plan and its bounds.
-
-        LayerNorm's eps does not scale with the stream, so bounds hold only up to the stream exponents that they assume.
-        Bounding and planning repeat with larger exponents, until no stream's new exponent exceeds the assumed one."""
+        """Return a layout's plan and its bounds."""
+        # LayerNorm's eps does not scale with the stream, so bounds hold only up to the exponents that they assume.
+        # Repeat with larger ones, until no stream's new exponent exceeds the assumed one.
         start = self.start if layout.family.centred_norm else {}
         exponents = {**dict.fromkeys(layout.streams, -RESIDUAL_RANGE), **start}
         planned, bounds = self.bounded_and_planned(layout, exponents)
@@ -243,18 +240,18 @@ class Search:
         return planned, bounds
 
     def bounded_and_planned(self, layout: Layout, exponents: Mapping[str, int]) -> tuple[Planned, SourceBounds]:
-        """Bound a layout with its streams rescaled by ``exponents``, and plan by these bounds. Where eps is fixed, a
-        stream gets the exponent that proves it only if a run then shows little drift. If rounded gains drift further
-        than bf16, a proven stream needs no margin."""
+        """Bound a layout with its streams rescaled by ``exponents``, and plan by these bounds."""
         options, bounds = self.options, self.bounds(layout, exponents)
         with self.progress.step(f"Planning the exponents for use {WHERE[options.target]}") as advance:
             planned = self.planned(layout, bounds.ranges, advance=advance)
         fallbacks = {f.signal: f.exponent for f in planned.fallbacks if f.signal in layout.streams}
         held = {stream: exponent for stream, exponent in fallbacks.items() if exponent is not None}
+        # A fixed eps drifts, so a stream gets the exponent that proves it only if a run shows little drift.
         if self.observed is not None and layout.fixed_eps is not None and held and options.stream is None:
             trial = self.planned(layout, bounds.ranges, held)
             choices = (uncorrected(trial), trial)
             planned = next((each for each in choices if is_acceptable(self.drift(layout, each.plan))), planned)
+        # Where rounded gains drift further than bf16, a proven stream needs no margin.
         tried = self.observed is not None and options.target != "train"
         rounds_gains = layout.fixed_eps is None and planned.plan.drift is not None
         if tried and rounds_gains and not is_acceptable(self.drift(layout, planned.plan), 1.0):

@@ -55,9 +55,9 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 
 
 def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
-    """Check a converted folder as ``verify`` does and return it ready for upload. A card that the user edited is kept,
-    and its hash put into the report. Raises UserError for a folder that is not what its report says, and for an unsafe
-    checkpoint. allow_unsafe: accept an unsafe checkpoint, and say so in report, page and card."""
+    """Check a converted folder as ``verify`` does and return it ready for upload. A card that the user edited is kept.
+    allow_unsafe: accept an unsafe checkpoint, and say so in report, page and card. Raises UserError for a folder that
+    is not what its report says, and for an unsafe checkpoint."""
     progress, folder = progress_of(progress), written_folder(folder)
     report = read_written(folder)
     verified = Verified(folder, report, Device("auto"), progress, run_model=bool(report.regimes))
@@ -116,11 +116,12 @@ def publish(
     confirm: Any = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Upload a converted folder to a Hub repository; its many parameters are the command's options.
+    """Upload a converted folder to a Hub repository.
 
     public: allow a public repository. Without it a new repository is private, and an existing public one is refused.
     force: replace files with other content. dry_run: only check. confirm: asked before anything is sent; False stops.
     Raises UserError; no message contains the token."""
+    # As many parameters as the command has options.
     from huggingface_hub import HfApi, constants, get_token
 
     progress = progress_of(progress)
