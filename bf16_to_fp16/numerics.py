@@ -1,6 +1,5 @@
-"""The limits of the 16-bit formats. fp16 has 11 significant bits, the largest number 65504 and the smallest subnormal
-2⁻²⁴; bf16 has 8 bits and fp32's range. A product with a power of two is exact unless it overflows or loses bits below
-the smallest subnormal."""
+"""The limits of the 16-bit formats. A product with a power of two is exact unless it overflows or loses bits below the
+smallest subnormal."""
 
 from __future__ import annotations
 
@@ -46,10 +45,9 @@ def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:
 
 
 def lowest_bit_exponent(x: torch.Tensor) -> torch.Tensor:
-    """Return int32 exponents e of the lowest set significand bit, so that x = odd·2ᵉ. x: fp32, bf16 or fp16.
-
-    Zeros give 127, non-finite elements −1000. A value times 2ˢ is an fp16 number iff e + s ≥ −24, its significand has
-    at most 11 bits and |x|·2ˢ ≤ 65504."""
+    """Return int32 exponents e of the lowest set significand bit, so that x = odd·2ᵉ. x: fp32, bf16 or fp16. Zeros give
+    127, non-finite elements −1000. x·2ˢ is an fp16 number iff e + s ≥ −24, its significand has at most 11 bits and
+    |x|·2ˢ ≤ 65504."""
     import torch  # most importers need only the limits, without torch
 
     bits = x.detach().to(torch.float32).contiguous().view(torch.int32)

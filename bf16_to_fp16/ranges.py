@@ -20,16 +20,15 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The range of a norm's input. ``norm_max``: the largest ‖x‖₂ of a token. ``variances``: fp64 [k, 2], each row a
-    variance, rounded to an eighth of a binade, and the fraction of tokens that have it. The variance is the mean
-    square, except in ``nn.LayerNorm``."""
+    """The range of a norm's input. Each row of ``variances``, fp64 [k, 2], is a variance, rounded to an eighth of a
+    binade, and the fraction of tokens with it. The variance is the mean square, except in ``nn.LayerNorm``."""
 
-    norm_max: float
+    norm_max: float  # the largest ‖x‖₂ of a token
     variances: Tensor
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return the factors on a norm's output, [k] by row of ``variances``, if its input is scaled by 2^exponent but
-        eps is not. Return also the rows' fractions of tokens. fixed: eps after scaling, by default ``eps``."""
+        """Return the factors on a norm's output, [k], if its input is scaled by 2^exponent but eps is not. Return also
+        the fractions of tokens, [k]. fixed: eps after scaling, by default ``eps``."""
         variance, shares = self.variances.unbind(1)
         scaled = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + scaled)).sqrt(), shares
@@ -43,13 +42,11 @@ class NormRange:
 
 @dataclass(frozen=True)
 class ScoreRange:
-    """An attention's largest |score|. ``product``: of QKᵀ alone. ``biased``: of every later value before the mask
-    (scaled, with position bias). ``excess_bits``: for each head, by how many bits queries must shrink so that bounds
-    fit, fp64 [heads]; None for observed scores."""
+    """An attention's largest |score|."""
 
-    product: float
-    biased: float
-    excess_bits: Tensor | None = None
+    product: float  # of QKᵀ alone
+    biased: float  # of every later value before the mask
+    excess_bits: Tensor | None = None  # fp64 [heads]: bits by which queries must shrink to fit; None if observed
 
     @property
     def largest(self) -> float:
@@ -58,13 +55,12 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """The ranges of a module's input and output. ``norm``: None unless the module is a norm. ``scores``: None unless it
-    is an eager attention. The input of an embedding is not measured: its tensors have the shape [0]."""
+    """The ranges of a module's input and output. The tensors of an embedding's input have the shape [0]."""
 
     input: ChannelRange
     output: ChannelRange
-    norm: NormRange | None = None
-    scores: ScoreRange | None = None
+    norm: NormRange | None = None  # of a norm
+    scores: ScoreRange | None = None  # of an eager attention
 
 
 Ranges = dict[str, ModuleRange]  # ranges by module path

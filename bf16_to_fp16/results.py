@@ -37,13 +37,16 @@ def dump(part: BaseModel) -> dict[str, Any]:
 
 
 class Fidelity(ReportObject):
-    """The distances of the bf16 source and the fp16 output from the fp32 source, on the same tokens.
+    """The distances of the bf16 source and the fp16 output from the fp32 source, on the same tokens. The bf16 fields
+    are None if no bf16 model ran. A model that gives inf or NaN is infinitely far, which is null in JSON."""
 
-    ``measure`` "kl": KL(fp32 ‖ x) per token, in nats; "relative squared error": Σ(x − fp32)² / Σ fp32² of an encoder's
-    last states, with ``top1_*`` None. ``kl_fp32`` and ``squared_error_fp32``: of the output's weights in fp32. The bf16
-    fields are None if no bf16 model ran. A model that gives inf or NaN is infinitely far, which is null in JSON."""
-
-    measure: str = "kl"
+    measure: str = Field(
+        "kl",
+        description=(
+            "kl: KL(fp32 ‖ x) per token, in nats; relative squared error: Σ(x − fp32)² / Σ fp32² of last states,"
+            " without top1"
+        ),
+    )
     kl_bf16: Infinite | None = None
     kl_fp16: Infinite = math.inf
     max_logit_error_bf16: Infinite | None = None
@@ -51,8 +54,8 @@ class Fidelity(ReportObject):
     top1_bf16: Real | None = None
     top1_fp16: Real | None = None
     positions: Count | None = None
-    kl_fp32: Infinite | None = None
-    squared_error_fp32: Infinite | None = None
+    kl_fp32: Infinite | None = Field(None, description="of the output's weights in fp32")
+    squared_error_fp32: Infinite | None = Field(None, description="of the output's weights in fp32")
     reference: str = "fp32 source"
 
     @property
@@ -70,17 +73,13 @@ class Fidelity(ReportObject):
 
 
 class ExceptionEntry(ReportObject):
-    """Token ids that edits harm: the divergence from the source is over 0.01, and over 10 times that of bf16.
+    """Token ids that edits harm: the divergence from the source is over 0.01, and over 10 times that of bf16."""
 
-    ``ids``: one id, tried in ordinary text, or several, drawn to fill a row. ``tokens``: their names by the tokenizer.
-    ``kl``: the divergence in fp32: the mean of 8 rows, or a quartile where the mean hides the harm. ``kl_bf16``: the
-    same of the source with activations rounded stochastically to bf16, mean of 8 draws. ``kl_run``: of a bf16 run."""
-
-    ids: list[int]
-    tokens: list[str] = []
-    kl: Real
-    kl_bf16: Real
-    kl_run: Real
+    ids: list[int] = Field(description="one id, tried in ordinary text, or several, drawn to fill a row")
+    tokens: list[str] = Field([], description="the ids' names by the tokenizer")
+    kl: Real = Field(description="in fp32: the mean of 8 rows, or a quartile where the mean hides the harm")
+    kl_bf16: Real = Field(description="of the source, activations rounded stochastically to bf16, mean of 8 draws")
+    kl_run: Real = Field(description="of a bf16 run of the source")
 
 
 class CountedEntry(ReportObject):
@@ -105,18 +104,15 @@ class PlacedEntry(ReportObject):
 
 
 class SiteEntry(PlacedEntry, CountedEntry):
-    """One site of a regime. ``amax``: the largest |x|, 65536 for an overflow. ``limit``, ``headroom_bits``: None if the
-    site is not in fp16. ``nonfinite``, ``saturated``: counts of elements, except those that stock code makes by design.
-    ``benign``: why such values are harmless. ``fp32``: the largest |x| in fp32, if the site broke in fp16 and fp32 was
-    run."""
+    """One site of a regime. ``amax`` is the largest |x|, 65536 for an overflow."""
 
     name: str
     amax: NumberOrNaN
-    limit: Real | None
-    headroom_bits: Real | None
-    benign: str | None
+    limit: Real | None = Field(description="null if the site is not in fp16")
+    headroom_bits: Real | None = Field(description="null if the site is not in fp16")
+    benign: str | None = Field(description="why values left out of the counts are harmless")
     dtype: str | None = None
-    fp32: NumberOrNaN | None = None
+    fp32: NumberOrNaN | None = Field(None, description="the largest |x| in fp32, if the site broke in fp16")
 
     @property
     def reached(self) -> float:
@@ -140,28 +136,25 @@ class GradientSiteEntry(ReportObject):
 
 
 class GradientsEntry(ReportObject):
-    """The backward pass under fp16 AMP. ``loss_scale``: the largest without overflow (None: every one overflows).
-    ``flushed``: the fraction of gradient elements that become 0. ``largest``: the site of the largest gradient, or of
-    the first overflow if every scale overflows (None: the loss is not finite). ``sites``: those with the largest
-    ``flushed``."""
+    """The backward pass under fp16 AMP."""
 
-    loss_scale: Real | None
-    flushed: Real
-    largest: GradientSiteEntry | None
-    sites: list[GradientSiteEntry]
+    loss_scale: Real | None = Field(description="the largest without overflow; null: every one overflows")
+    flushed: Real = Field(description="the fraction of gradient elements that become 0")
+    largest: GradientSiteEntry | None = Field(
+        description="of the largest gradient, or of the first overflow if every scale overflows; null: no finite loss"
+    )
+    sites: list[GradientSiteEntry] = Field(description="those with the largest flushed")
 
 
 class RegimeEntry(CountedEntry):
-    """The result of one regime, with its sites, tightest first. ``amax``, ``headroom_bits``: of the tightest site.
-    ``nonfinite_logits``: the number of non-finite outputs that a user would see. ``runs``: by attention.
-    ``gradients``: of ``amp`` in training."""
+    """The result of one regime. ``amax`` and ``headroom_bits`` are those of the tightest site."""
 
     amax: Real
     headroom_bits: Real
-    nonfinite_logits: Count = 0
-    runs: list[RunEntry] = []
-    sites: list[SiteEntry]
-    gradients: GradientsEntry | None = None
+    nonfinite_logits: Count = Field(0, description="non-finite outputs that a user would see")
+    runs: list[RunEntry] = Field([], description="by attention")
+    sites: list[SiteEntry] = Field(description="tightest first")
+    gradients: GradientsEntry | None = Field(None, description="of amp in training")
 
     @property
     def reached(self) -> float:
@@ -185,8 +178,8 @@ class RegimeEntry(CountedEntry):
 
 
 class BoundEntry(PlacedEntry):
-    """The bound of one site: no input makes its value larger than ``bound``, or a partial sum larger than ``partial``.
-    ``kind``: the kind of value. ``observed``: the largest value found; None if nothing was run."""
+    """The bound of one site: no input makes its value larger than ``bound``, or a partial sum larger than
+    ``partial``."""
 
     name: str
     kind: str
@@ -194,7 +187,7 @@ class BoundEntry(PlacedEntry):
     partial: NumberOrNaN
     limit: Real
     headroom_bits: Real
-    observed: Real | None
+    observed: Real | None = Field(description="the largest value found; null if nothing was run")
     holds: Flag
 
     @property
@@ -203,15 +196,14 @@ class BoundEntry(PlacedEntry):
 
 
 class CertificateEntry(ReportObject):
-    """The bounds of every site, and their assumptions. ``max_length``: most positions of a sequence. ``splits``: most
-    fp16 partial sums of one matrix product. ``train_mode``: with dropout. ``verify`` leaves ``sites`` out."""
+    """The bounds of every site, and their assumptions."""
 
     holds: Flag
     headroom_bits: Real
-    max_length: Count
-    splits: Count
-    train_mode: Flag = False
-    sites: list[BoundEntry] = []
+    max_length: Count = Field(description="most positions of a sequence")
+    splits: Count = Field(description="most fp16 partial sums of one matrix product")
+    train_mode: Flag = Field(False, description="with dropout")
+    sites: list[BoundEntry] = Field([], description="left out by verify")
 
     @property
     def over(self) -> list[BoundEntry]:
@@ -219,8 +211,8 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """The largest |x| found at a site. ``random``, ``tokens``, ``embeddings`` (mixtures of tokens): by kind of input in
-    fp32. ``half``: in fp16. ``worst``: the largest of all. ``ids``: the worst token ids, of encoder and decoder."""
+    """The largest |x| found at a site. ``random``, ``tokens``, ``embeddings`` (mixtures of tokens): in fp32. ``half``:
+    in fp16. ``worst``: the largest of all."""
 
     name: str
     worst: NumberOrNaN
@@ -230,7 +222,7 @@ class AttackedSite(ReportObject):
     half: NumberOrNaN
     limit: Real
     headroom_bits: Real
-    ids: tuple[list[Count], list[Count]] | None
+    ids: tuple[list[Count], list[Count]] | None = Field(description="the worst, of encoder and decoder")
 
     @property
     def fp32(self) -> float:
@@ -248,27 +240,27 @@ class AttackEntry(ReportObject):
 
 
 class InexactEntry(ReportObject):
-    """An edit, which changes the function. ``site``: the site whose limit needs it. ``exponent``: log2 of the edit's
-    factor, the least over its channels. ``columns``: the number of input channels that the edit scales; 0 if it scales
-    output channels. ``predicted``: the divergence in fp32 that this edit alone causes in the source. ``measured``: the
-    same in the written files. Both are None if not run; edits of columns may count together."""
+    """An edit, which changes the function. Divergences are None if not run; edits of columns may count together."""
 
-    site: str
-    exponent: int | float
-    columns: Count = 0
-    predicted: Real | None = None
-    measured: Real | None = None
+    site: str = Field(description="the site whose limit needs the edit")
+    exponent: int | float = Field(description="log2 of the edit's factor, the least over its channels")
+    columns: Count = Field(0, description="number of input channels that it scales; 0 if it scales output channels")
+    predicted: Real | None = Field(None, description="divergence in fp32 that this edit alone causes in the source")
+    measured: Real | None = Field(None, description="the same in the written files")
 
 
 class SearchEntry(ReportObject):
-    """The search for inputs that edits harm. ``ids``: the number of token ids tried. ``covered``: the
-    fraction of these ids, or at a head of their pairs, that an edit changes no more than bf16's rounding may. It is
-    that of the worst gate or head; None if none is edited. ``further``: the fraction of random pairs of ids on which
-    the edited checkpoint is further from the source than bf16."""
+    """The search for inputs that edits harm."""
 
-    ids: Count
-    covered: float | None = None
-    further: float
+    ids: Count = Field(description="number of token ids tried")
+    covered: float | None = Field(
+        None,
+        description=(
+            "fraction of ids, or of pairs at a head, that an edit changes no more than bf16's rounding may;"
+            " of the worst gate or head; null if none is edited"
+        ),
+    )
+    further: float = Field(description="fraction of random pairs of ids whose divergence exceeds bf16's")
 
 
 MAX_ERROR_RATIO = 4.0  # to bf16's relative squared error; an edit may cost 1.75 of it
@@ -277,14 +269,14 @@ BF16_NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to 
 
 
 class OutputEntry(ReportObject):
-    """One output of the stock class, compared with the source's. ``factor_log2``: log2 of the factor that rescaling put
-    on it, for all channels or for each. ``error``: relative squared error in fp32, after division by the factor.
-    ``error_bf16``: the same error of the source in bf16. Of an output with several layers, the worst layer counts.
-    Errors are None if no model ran or none returned the output."""
+    """One output of the stock class, compared with the source's. Of several layers, the worst counts. Errors are None
+    if no model ran or none returned the output."""
 
-    factor_log2: int | float | Sequence[int | float]
-    error: Real | None = None
-    error_bf16: Real | None = None
+    factor_log2: int | float | Sequence[int | float] = Field(
+        description="log2 of the factor that rescaling put on it, for all channels or for each"
+    )
+    error: Real | None = Field(None, description="relative squared error in fp32, after division by the factor")
+    error_bf16: Real | None = Field(None, description="the same of the source in bf16")
 
     @property
     def ratio(self) -> float:

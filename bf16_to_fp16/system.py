@@ -28,8 +28,8 @@ def available_memory() -> float:
 
 @contextmanager
 def one_arena() -> Iterator[None]:
-    """Let new threads share one malloc arena, since each arena keeps the memory freed in it. At the end free memory
-    goes back to the system. Nothing happens without glibc."""
+    """Let new threads share one malloc arena, and give free memory back to the system at the end. Without glibc nothing
+    happens."""
     library: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(library, "mallopt"):
         yield

@@ -1,8 +1,8 @@
-"""Plugin that lets vLLM run converted folders in fp16 although it refuses fp16 for their model type
-(``_FLOAT16_NOT_SUPPORTED_MODELS`` in its ``config/model.py``: gemma2, gemma3, gemma3_text, glm4 in 0.33).
+"""Plugin that lets vLLM run converted folders in fp16 although it refuses fp16 for their model type (gemma2, gemma3,
+gemma3_text, glm4 in vLLM 0.33).
 
-vLLM calls ``register``, the entry point of ``vllm.general_plugins``, in each process. The refusal is lifted for a local
-folder whose report says safe and whose hashes match."""
+vLLM calls ``register`` in each process. The refusal is lifted for a local folder whose report says safe and whose
+hashes match."""
 
 from __future__ import annotations
 

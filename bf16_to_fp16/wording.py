@@ -65,8 +65,8 @@ def reached(value: float | None) -> str:
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return the text of headroom, or "5.5 × over" if a site's fp32 value ``largest`` is over the limit. If only an
-    earlier overflow broke the site, return "passed on"."""
+    """Return the text of headroom, or "5.5 × over" if the fp32 value ``largest`` is over the limit. A site that only an
+    earlier overflow broke is "passed on"."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:

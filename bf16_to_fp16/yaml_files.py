@@ -23,9 +23,7 @@ def read_yaml(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2's scalars and without duplicate keys. ruamel.yaml would need as much code: it
-    reads ``2020-01-01`` as a date and ``.5e3`` as text, fails at ``=``, merges at ``<<``, and accepts lists that hold
-    themselves."""
+    """PyYAML's safe loader with YAML 1.2's scalars and without duplicate keys. ruamel.yaml would need as much code."""
 
 
 _SCALARS = {

@@ -22,9 +22,8 @@ _STEPS_IN_A_BINADE = 8
 
 
 class RangeObserver:
-    """Measures, by channel, the inputs and outputs of an fp32 model's linears, embeddings, norms and attentions.
-    Several runs, also of the model's copies, add up, but must not overlap. Padding counts, since it can overflow too.
-    Scores need ``attn_implementation="eager"``."""
+    """Measures the ranges of an fp32 model's linears, embeddings, norms and attentions. Several runs add up, but must
+    not overlap. Padding counts. Scores need ``attn_implementation="eager"``."""
 
     def __init__(self) -> None:
         self.meters: dict[str, _Meter] = {}

@@ -1,5 +1,5 @@
-"""Measure every operation's output by a dispatch mode, below autograd and autocast. It sees what module hooks miss,
-such as a residual add that the next line clamps. Elements are counted only where some reach fp16's limit."""
+"""Measure every operation's output by a dispatch mode, below autograd and autocast. It also sees operations between
+modules, such as a residual add."""
 
 from __future__ import annotations
 
@@ -56,12 +56,13 @@ class _Frame(Call):
 
 
 class SiteObserver(TorchDispatchMode):
-    """Context manager that measures every floating-point output of ``model``'s forward and backward.
+    """Context manager that measures every floating-point output of ``model``'s forward and backward. Entering again
+    adds to the same sites.
 
     A linear's site has its path as name. Other names add the operation: ``<path>:add``, ``<path>:add#2`` for the second
     in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its mask must lower masked scores).
-    The backward has ``<site>:grad``. Entering again adds to the same sites. A −inf mask makes NaN of a row that it
-    masks whole; this NaN is benign if the module's output has no NaN. only: the paths of modules to measure."""
+    The backward has ``<site>:grad``. NaN of a row that a −inf mask masks whole is benign if the module's output has no
+    NaN. only: the paths of modules to measure."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()

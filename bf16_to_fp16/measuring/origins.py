@@ -44,12 +44,11 @@ _ORIGIN = "_bf16_to_fp16_origin"
 
 @dataclass(slots=True)
 class Origin:
-    """What went into a tensor, stored as its attribute. ``constant``: no activation or parameter did. ``masked``:
-    positions that a mask hides. ``least``: the least plain number that went into a constant, at most 0."""
+    """What went into a tensor, stored as its attribute."""
 
-    constant: bool = False
-    masked: Tensor | None = None
-    least: float = 0.0
+    constant: bool = False  # no activation or parameter went into it
+    masked: Tensor | None = None  # positions that a mask hides
+    least: float = 0.0  # the least plain number that went into a constant, at most 0
 
 
 def origin_of(tensor: Any) -> Origin | None:
@@ -133,12 +132,12 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the scores that a mask is added to, if the mask's least number is its dtype's least finite one, as in
-    transformers. Return None for other masks: they are −inf in fp16, which hides a score however large it is."""
+    """Return the scores that a constant mask is added to; None without such a mask, or if it is −inf in fp16."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
         return None
+    # The masks of transformers hold their dtype's least finite number.
     held = origin.least > MASK_FROM or origin.least == torch.finfo(mask.dtype).min
     return other if held else None
 
@@ -154,8 +153,8 @@ def sees_nothing(scores: Tensor) -> bool:
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
-    """Return how far a mask must lower masked scores so that they get no weight, fp32 [..., queries]; 0 if nothing or
-    everything is masked, or a score is NaN. scores: [..., queries, keys], before the mask. masked: bool."""
+    """Return how far a mask must lower scores to hide them, fp32 [..., queries]. It is 0 if none or all are masked, or
+    one is NaN. scores: [..., queries, keys], before the mask."""
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
     return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)

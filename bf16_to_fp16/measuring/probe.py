@@ -1,7 +1,5 @@
-"""The seeded token batches for measuring a model.
-
-The built-in probe needs no tokenizer: it has random, long, repeated, padded and short rows, ids chosen by the weights,
-a generation and an image. A causal model's rows begin with its start token and are padded on the left as well."""
+"""Seeded batches of token ids for measuring a model. The built-in probe needs no tokenizer; ``_probe`` lists its
+rows."""
 
 from __future__ import annotations
 
@@ -58,9 +56,9 @@ def batches(
     length: int = 512,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return batches of the text in ``data``, tokenised by the tokenizer in ``source``; without data, the built-in
-    probe. data: see ``texts``. examples, length: the most rows, and the most tokens of a row. chosen: the probe's token
-    ids by reason, random ones by default. Raises UserError for unusable data or tokenizer."""
+    """Return batches of the text in ``data``; without data, the built-in probe. source: the tokenizer's folder.
+    examples: the most rows of text. length: the most tokens of a row. chosen: the probe's token ids by reason, random
+    by default. Raises UserError for unusable data or tokenizer."""
     length = min(length, stock.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, chosen)
@@ -83,8 +81,8 @@ def audit_batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
-    """Return the built-in probe and the batches of ``data``. The probe's ids are by default chosen by the weights in
-    ``folder``. opened: the checkpoint in ``folder`` and its layout. Other arguments are those of ``batches``."""
+    """Return the built-in probe, then the batches of ``data``. chosen: the probe's ids by reason; by default the
+    weights choose them. opened: the checkpoint in ``folder`` and its layout."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -223,8 +221,8 @@ def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
-    """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half of them have a start or
-    end token as a text has, and one in four has a special token. left: pad the encoder's rows on the left."""
+    """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half have a start or end
+    token, about one in four a special token. left: pad the encoder's rows on the left."""
     generator, vocabulary = seeded(seed), stock.vocabulary_of(config)
     most, special = stock.longest_sequence(config), stock.special_ids(config)
 
@@ -285,8 +283,8 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Return the same rows padded on the right and on the left. They are 1 to ``longest`` random tokens, or one special
-    token; each without and with a start or end token. Decoder rows are shorter and padded on the right."""
+    """Return rows of 1 to ``longest`` random tokens or one special token, each without and with a start or end token.
+    They come twice: padded on the right, and on the left."""
     vocabulary = stock.vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []

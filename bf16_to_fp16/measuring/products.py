@@ -1,5 +1,5 @@
-"""16- and 32-bit matrix products on a CPU, computed in fp32 and rounded once. The CPU's native 16-bit products
-accumulate in fp32 too, but take up to 100 times as long. fp32 linears go to oneDNN: MKL is half as fast on AMD."""
+"""16- and 32-bit matrix products on a CPU, computed in fp32 and rounded once. Native 16-bit products take up to 100
+times as long."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 
 class FastProducts(TorchDispatchMode):
-    """Context manager under which 16- and 32-bit matrix products on the CPU are fp32 products rounded once. A backward
-    must run inside it as well. Exact sums come out identical; of others, under 1% of 16-bit elements differ, by one
-    rounding. Other devices and dtypes, convolutions and fused SDPA stay as they are."""
+    """Context manager that computes the CPU's 16- and 32-bit matrix products in fp32 and rounds once. A backward must
+    run inside it too. Exact sums come out identical; under 1% of other 16-bit elements differ, by one rounding.
+    Convolutions and fused SDPA stay as they are."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -53,7 +53,7 @@ def product_in_fp32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | N
     return exact.to(args[0].dtype)
 
 
-_OF_LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_OF_LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)  # for oneDNN: on AMD, MKL is half as fast
 
 
 def _is_weight(operand: Tensor) -> bool:

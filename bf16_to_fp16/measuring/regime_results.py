@@ -21,13 +21,12 @@ _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 
 
 class RegimeResult(RegimeEntry):
-    """A regime's report entry, with more results of its runs. ``norms``: ranges of norms' inputs; only ``half`` under
-    its first attention measures them. ``vectors``: whether the checkpoint also makes sentence vectors."""
+    """A regime's report entry, with results that the report leaves out."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    norms: Mapping[str, NormRange] = Field(default_factory=dict, exclude=True)
-    vectors: bool = Field(default=False, exclude=True)
+    norms: Mapping[str, NormRange] = Field(default_factory=dict, exclude=True)  # of ``half``'s first attention
+    vectors: bool = Field(default=False, exclude=True)  # whether the checkpoint makes sentence vectors
 
 
 def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:

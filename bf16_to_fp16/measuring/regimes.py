@@ -1,10 +1,8 @@
 """Run a checkpoint in each regime in which people run it in fp16, and measure every operation.
 
-``stock`` is the model of ``from_pretrained(dtype=float16)``, in which T5's ``wo`` and the residual stay in fp32. In
-``half`` every weight is in fp16, also those that no file holds and stock code makes. ``amp`` has fp32 weights, and
-autocast runs the matrix products in fp16. Each regime runs with eager attention, whose scores can be measured, and with
-SDPA, whose kernels hide the scores. A regime is safe iff no operation's output is non-finite or saturated, other than
-by design. Finite logits prove nothing, since stock code clamps residuals."""
+``stock``: loaded with ``dtype=float16``; T5's ``wo`` and the residual stay in fp32. ``half``: every weight in fp16.
+``amp``: fp32 weights under fp16 autocast. SDPA hides the scores, so each regime also runs with eager attention. A
+regime is safe iff no operation's output is non-finite or saturated, other than by design."""
 
 from __future__ import annotations
 
@@ -60,9 +58,9 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Audit the checkpoint in ``folder`` in each regime.
 
-    ``half`` runs all inputs under the first attention. Other runs get fewer inputs, and some of the rest only if
-    ``half`` breaks. One block's weights are loaded at a time; but ``train_mode`` loads the whole model and runs
-    everything. Attentions that the class lacks are left out. Raises UserError for an unusable folder."""
+    ``half`` runs all inputs under the first attention. Other runs get fewer inputs, and more if ``half`` breaks.
+    ``train_mode`` runs everything, with the whole model loaded instead of one block at a time. Attentions that the
+    class lacks are left out. Raises UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
@@ -185,24 +183,22 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
                 raise UserError(f"{name}: no such {what}; choose from {', '.join(known)}")
 
 
-def _inputs_of(inputs: Sequence[Batch], all_regimes: bool, first: bool) -> Sequence[Batch]:
-    """Return the batches that a regime runs with one attention implementation.
-
-    all_regimes: whether this regime covers the others; ``half`` has the fp16 operations of ``stock`` and ``amp`` too.
-    first: whether the implementation is the first. Later ones differ in one function only, so they run fewer batches,
-    as covered regimes do."""
+def _inputs_of(inputs: Sequence[Batch], uncovered: bool, first: bool) -> Sequence[Batch]:
+    """Return the batches that a regime runs with one attention implementation. uncovered: whether no other regime has
+    this one's fp16 operations. first: whether the implementation is the first; later ones differ in one function
+    only."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
 
     if first:
-        return inputs if all_regimes else [*inputs[:1], *filter(own, inputs[1:])]
-    return list(filter(own, inputs))[: None if all_regimes else 1] or inputs[:1]
+        return inputs if uncovered else [*inputs[:1], *filter(own, inputs[1:])]
+    return list(filter(own, inputs))[: None if uncovered else 1] or inputs[:1]
 
 
 class _Runs:
-    """A regime's runs under one attention. meters, keeps: whether to record norms' inputs, and to keep the model's
-    outputs. encoder: a sentence encoder's folder; ``half`` also runs the modules after its transformer."""
+    """A regime's runs under one attention. meters: whether to measure norms' inputs. keeps: whether to keep outputs.
+    encoder: a sentence encoder's folder; ``half`` also runs its later modules."""
 
     def __init__(
         self, regime: str, attention: str, *, meters: bool = False, keeps: bool = False, encoder: Path | None = None
@@ -275,11 +271,11 @@ def audit_model(
     seed: int = 0,
     known: Iterable[Site] = (),
 ) -> RegimeResult:
-    """Run ``model`` on ``batches`` under each attention, and return the regime's result.
+    """Return the regime's result of ``model`` on ``batches`` under each attention.
 
-    model: in the dtypes of ``regime``; in fp32 for ``amp``, which runs it under autocast. loss_scale: if given, run in
-    training mode, with seeded dropout, and a backward of the loss times this scale. known: sites measured elsewhere, to
-    merge into the result. The model's mode, attention and gradients are restored."""
+    model: in the regime's dtypes; in fp32 for ``amp``. loss_scale: adds training mode, with seeded dropout, and a
+    backward of the loss times this scale. known: sites measured elsewhere, to merge. The model's mode and attention are
+    restored."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

@@ -17,24 +17,20 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 
 @dataclass(slots=True)
 class Site:
-    """The measurements of a site. ``amax``: the largest |x| without masked positions, inf for an overflow or NaN.
-    ``nonfinite``, ``saturated`` (finite, from 64504, fp16 only) and ``benign`` (intended, as in a mask): numbers of
-    elements. ``order``: the place, among all outputs computed, of the site's first non-finite one; of its first if all
-    are finite. ``limit``: None where fp16's range does not bind, as in other dtypes, constants and ``gelu_new``'s cube.
-    ``elements``, ``zeros``: counted only for gradients."""
+    """The measurements of a site."""
 
     name: str
     dtype: torch.dtype
-    limit: float | None
-    amax: float = 0.0
+    limit: float | None  # None where fp16's range does not bind: other dtypes, constants, ``gelu_new``'s cube
+    amax: float = 0.0  # largest |x| without masked positions; inf for an overflow or NaN
     calls: int = 0
-    nonfinite: int = 0
-    saturated: int = 0
-    benign: int = 0
+    nonfinite: int = 0  # number of elements
+    saturated: int = 0  # number of finite fp16 elements from 64504
+    benign: int = 0  # number of intended elements, as in a mask
     reason: str | None = None
-    order: int = 0
-    elements: int = 0
-    zeros: int = 0
+    order: int = 0  # number, among all outputs, of the site's first non-finite output, else of its first
+    elements: int = 0  # of gradients only
+    zeros: int = 0  # the same
 
     def take(self, later: Site, offset: int) -> None:
         """Add a later run's measurements. offset: is added to its ``order``, which begins anew in each run."""

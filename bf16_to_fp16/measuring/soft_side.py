@@ -1,10 +1,8 @@
-"""Search the soft side of edits, the inputs that they harm: tokens for which an edited signal is small, so that an edit
-changes the function most.
+"""Search the soft side of edits: inputs for which an edited signal is small, so that an edit changes the function most.
 
-``id_choice`` runs many ids, each as a row of its own. Candidates are ids for which edits change the output of the model
-or a sublayer most, and sets of ids between which they change attention weights most. Stock code runs one row for each
-candidate, and for random pairs of ids. Ids of the worst rows are paired with other ids. What comes out worse than bf16
-is run in several rows: one bad row can be chance."""
+Candidates are ids, or sets of ids, for which edits change outputs or attention weights most. Stock code runs a row of
+each, and of random pairs. Ids of the worst rows are paired with others. Harm is confirmed in several rows: one bad row
+can be chance."""
 
 from __future__ import annotations
 
@@ -65,8 +63,8 @@ class SoftSide:
 def soft_side(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
 ) -> SoftSide:
-    """Search for inputs that a plan's edits harm. written: the checkpoint with the edits. text: token ids of ordinary
-    text, int64 [rows, length], some of which a candidate id replaces; random ids if None."""
+    """Search for inputs that a plan's edits harm. written: the edited checkpoint. text: token ids of ordinary text,
+    int64 [rows, length], into which candidate ids are put; random ids if None."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)
@@ -100,14 +98,13 @@ def soft_side(
 
 @dataclass(frozen=True)
 class Rows:
-    """Makes rows that contain candidate ids, and runs the source and the edited checkpoint on them. ``lines``: rows of
-    other ids, int64 [n, ``LENGTH``]; a single candidate id replaces every fourth."""
+    """Makes rows that contain candidate ids, and runs the source and the edited checkpoint on them."""
 
     source: Checkpoint
     written: Checkpoint
     layout: Layout
     config: Any
-    lines: Tensor
+    lines: Tensor  # int64 [n, ``LENGTH``]; a single candidate id replaces every fourth
     generator: torch.Generator
 
     def of(self, inputs: Sequence[tuple[int, ...]]) -> Tensor:
@@ -118,8 +115,7 @@ class Rows:
         return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
 
     def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
-        """Return report entries of the inputs that edits harm. Return also two divergences from the fp32 source on one
-        row of each input: the edited checkpoint's, and the source's own in bf16."""
+        """Return report entries of the inputs that edits harm, and ``divergences`` on one row of each input."""
         rows = self.of(inputs)
         kl, run = self.divergences(rows)
         order = in_order(kl, run)
@@ -172,9 +168,8 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 def suspected(
     source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
 ) -> tuple[list[tuple[int, ...]], float | None]:
-    """Return the ids, and sets of ids, that edits change most: first in the final output, then at each edited site in
-    turn. Return also the fraction of ids, or pairs of ids, that an edit changes no more than bf16's rounding may. It is
-    the least over the edited gates and heads; None if there are none. Each id runs as a row of its own."""
+    """Return the ids, and sets of ids, that edits change most: by the final output, then at each edited site in turn.
+    Return also the fraction ``covered`` of ``SearchEntry``; None if no gate or head is edited."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -239,7 +234,7 @@ def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
 ) -> Iterator[tuple[list[tuple[int, ...]], float]]:
     """Yield, for every edited head, sets of ids between which its attention weights change most. Yield with them the
-    fraction of pairs of ids whose weights change no more than bf16's rounding may change them."""
+    fraction of pairs that change no more than bf16's rounding may."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])

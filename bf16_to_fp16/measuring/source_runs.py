@@ -100,9 +100,8 @@ def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
     """Return the fp32 source's outputs with a plan's edits and drift. If the plan scales a norm's input by 2^r, the
-    norm gets the converted config's eps times 4^-r instead, which has the same effect. A gain with a correction is
-    multiplied by it and rounded to fp16. In a family that stores gains minus an offset, all weights are rounded, since
-    that changes outputs about as much as eps does."""
+    norm gets the converted config's eps times 4^-r instead. Corrected gains are rounded to fp16; where gains are stored
+    minus an offset, all weights are."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

@@ -1,5 +1,5 @@
-"""Stock models: the class that a config names, loaded from a folder with no remote code and no network; its inputs and
-outputs. A family's declaration overrides the class's signature, and the signature overrides the config's flags."""
+"""Stock models: the class that a config names, loaded from a folder with no remote code and no network. A family's
+declaration overrides the class's signature, which overrides the config's flags."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ torch's default dtype."""
 
 @cache
 def by_signature(name: str) -> StockClass | None:
-    """Return what the signature of a transformers class tells about it; None for an unknown name. A class that can
-    generate counts as a language model. ``gives`` keeps its default."""
+    """Return what the signature of a transformers class tells; None for an unknown name. A class that can generate
+    counts as a language model."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -82,9 +82,8 @@ def vocabulary_of(config: Any) -> int:
 
 
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
-    """Return a folder's stock model as ``from_pretrained(dtype=dtype)`` does, in eval mode on the CPU. half: cast every
-    weight to fp16. Nothing is fetched, no remote code runs. Raises UserError for unreadable files or a missing tensor,
-    which stock code would fill at random."""
+    """Return a folder's stock model, in eval mode on the CPU. half: cast every weight to fp16. Raises UserError for
+    unreadable files or a missing tensor."""
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
     check_complete(folder, config, missing)
@@ -143,8 +142,7 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
     """Return a checkpoint's stock model with eager attention on the meta device. Only buffers, and tensors that no file
-    holds, have values. Two equal tensors, which stock code would tie, stay separate if the checkpoint has both. Raises
-    UserError as ``load`` does."""
+    holds, have values. Stored tensors stay separate even if equal. Raises UserError as ``load`` does."""
     folder = checkpoint.folder
     config = load_config(folder)
     try:
@@ -173,9 +171,9 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Set the attention of a stock model and its stacks; raises stock code's error if a class lacks that attention.
-    Some versions of transformers 5 (such as 5.17) do not change a stack's own config."""
+    """Set the attention of a stock model and its stacks; raises stock code's error if a class lacks it."""
     model.set_attn_implementation(implementation)
+    # Some versions of transformers 5, such as 5.17, do not change a stack's own config.
     for module in model.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(module, "set_attn_implementation") and config._attn_implementation != implementation:

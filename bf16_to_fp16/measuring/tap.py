@@ -86,20 +86,19 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
-    forwards, differentiable. Names are ``SiteObserver``'s with eager attention. The site ``<path>:masked`` has one
-    value for each query of an attention.
+    forwards, differentiable. Names are ``SiteObserver``'s with eager attention; ``<path>:masked`` has one value for
+    each query.
 
-    Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site`` computes is
-    not tapped; what it saves survives gradient checkpointing. A module rerun inside a backward is not tapped again, and
-    a forward without gradients not at all. Wrappers (DDP, FSDP, checkpointing) add nothing to names.
+    Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site`` saves
+    survives gradient checkpointing. Forwards without gradients and reruns inside a backward are not tapped.
 
     only: returns whether a site is wanted, asked once per name. glance: called first, with the detached tensor; if it
-    returns False, ``on_site`` is not called, and adds no graph nodes.
+    returns False, ``on_site`` is not called.
 
-    Left out are copies (``to``, ``clone``, ``cat``), constants, operations without gradients, the statistics of
-    ``layer_norm``, dropout's noise, and the inside of fused functions except SDPA's context. A linear with its bias is
-    one site. The input of a cube is a site (``:cubed``) in every dtype. Raises UserError for a compiled model, and in
-    the forward for reentrant gradient checkpointing."""
+    Left out are copies, constants, operations without gradients, the statistics of ``layer_norm``, dropout's noise, and
+    the inside of fused functions except SDPA's context. A linear with its bias is one site. The input of a cube is a
+    site (``:cubed``). Raises UserError for a compiled model, and in the forward for reentrant gradient
+    checkpointing."""
 
     def __init__(
         self,

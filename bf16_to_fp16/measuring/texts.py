@@ -1,6 +1,5 @@
-"""Rows of text from JSONL, CSV, Parquet, text files and Hub datasets. ``texts`` yields each row once; ``open_texts``
-makes a ``datasets`` table for training. Files are read here and not by ``datasets``, whose readers change texts
-(2020-01-01 becomes a time, NA nothing) and do not name the line of an error."""
+"""Rows of text from JSONL, CSV, Parquet, text files and Hub datasets. Files are read here because ``datasets`` changes
+texts (2020-01-01 becomes a time) and does not name the line of an error."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ def choose_columns(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[str, str | None]:
-    """Return the names of the text column and the target column. Default text: ``input``, else ``text``, else the first
-    other column of strings. Default target: ``target``. Raises UserError if a named column or any text is missing."""
+    """Return the names of the text column and the target column. Raises UserError if a named column or any text is
+    missing."""
     listed = ", ".join(map(str, names)) or "none"
     for wanted in (target_column, input_column):
         if wanted is not None and wanted not in names:
@@ -50,8 +49,8 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target of each row. Columns that are not named are chosen by the first row. data: names the rows
-    in error messages. Raises UserError if a column is missing or a text is no string."""
+    """Yield text and target of each row. The first row decides on columns that are not named. data: the rows' name in
+    errors. Raises UserError if a column is missing or a text is no string."""
     columns: tuple[str, str | None] | None = None
     for row in rows:
         if columns is None:
@@ -66,7 +65,7 @@ def text_pairs(
 
 def file_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be .gz. Raises UserError for
-    an unreadable file, with the line's number if known."""
+    an unreadable file."""
     if (ending := _ending(path)) == ".parquet":
         yield from parquet_rows(path)
         return

@@ -19,8 +19,8 @@ from .texts import texts
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
     """Return rows of ``data`` (a file or Hub dataset) in batches of token ids, shortest first. source: the tokenizer's
-    folder. seed: chooses the rows, and random decoder ids for rows without a target. examples: the most rows. length:
-    the most tokens of a row. Raises UserError for unusable data or tokenizer, or an id past the vocabulary."""
+    folder. examples: the most rows. length: the most tokens of a row. Raises UserError for unusable data or
+    tokenizer."""
     chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")

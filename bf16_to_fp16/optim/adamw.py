@@ -1,16 +1,13 @@
 """AdamW for parameters kept in bf16 or fp16 with no fp32 copy.
 
-A step is computed in fp32 from the stored values. Only the stored result is rounded: stochastically, so that updates
-far below a weight's gap still add up, or to nearest. See ``rounding`` for the arithmetic. The moments follow the same
-rule: a bf16 second moment that is rounded to nearest never decays, since 0.1% of it is less than half its gap.
+A step is computed in fp32, and only its result is rounded: stochastically, so that updates far below a weight's gap
+still add up, or to nearest. See ``rounding``.
 
-Random bits depend on (seed, step, parameter's position, element's index in the whole parameter). A DTensor's shard
-knows its place in the whole, so FSDP2 gives the bits of a single process; under DDP every replica draws the same bits.
+Random bits depend on (seed, step, parameter's position, element's index in the whole parameter). So FSDP2 gives the
+bits of a single process, and under DDP every replica draws the same bits.
 
-One function updates a piece of consecutive elements: eagerly, on pieces that stay in a processor's caches; or compiled
-by torch.compile into one kernel that reads and writes everything once. On a CPU both ways give the same bits, because
-every operation used is rounded correctly there: ``rsqrt`` is, while the eager ``sqrt`` of torch's Intel builds is not.
-On an accelerator compiled divisions are not, so results of both ways differ by rounding."""
+A step runs eagerly, on pieces that stay in a processor's caches, or in one kernel made by torch.compile. On a CPU both
+give the same bits. On an accelerator they differ by rounding, because compiled divisions are not rounded correctly."""
 
 from __future__ import annotations
 
@@ -55,14 +52,15 @@ _Tensors = tuple[Tensor, ...]
 
 
 def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> None:
-    """Do AdamW's step on some elements in place, eagerly or inside torch.compile. key: as for ``rounding``. Numbers
-    that change are tensors, since torch.compile would compile again for a new Python number."""
+    """Do AdamW's step on some elements in place, eagerly or inside torch.compile. key: as for ``rounding``."""
     parameter, grad, exp_avg, exp_avg_sq = tensors
+    # Tensors, because torch.compile would compile again for a new Python number.
     unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = coefficients.unbind()
     value = parameter.to(torch.float32)
     g = grad.to(torch.float32) * unscale
     m = exp_avg.to(torch.float32).mul_(beta1).add_(g * one_minus_beta1)
     v = exp_avg_sq.to(torch.float32).mul_(beta2).add_((g * g).mul_(one_minus_beta2))
+    # rsqrt is rounded correctly on a CPU; the eager sqrt of torch's Intel builds is not.
     # rsqrt of 0 or inf would make the product NaN. An infinite v has an infinite root, and so a step of 0.
     square = v.clamp(min=torch.finfo(torch.float32).tiny)
     root = square.clamp(max=torch.finfo(torch.float32).max).rsqrt_().mul_(square)
@@ -72,6 +70,7 @@ def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> N
     if stochastic or exp_avg.dtype != torch.float32:
         bits = rounding.random_bits(rounding.counters(len(parameter), parameter.device), key)
     if exp_avg.dtype != torch.float32:
+        # To nearest, a bf16 second moment would never decay: 0.1% of it is less than half its gap.
         for_m, for_v = rounding.more_bits(bits, key)
         m, v = rounding.stochastic(m, exp_avg.dtype, for_m), rounding.stochastic(v, exp_avg.dtype, for_v)
     if stochastic:
@@ -85,11 +84,10 @@ def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> N
 
 @functools.cache
 def _compiled(kind: tuple[torch.dtype, ...], device: str, how: str) -> Callable[..., None] | str:
-    """Return ``_update`` compiled for one combination of dtypes, device and rounding, or the first line of the error.
-
-    torch.compile counts recompilations by code object and gives up after eight. So each combination has its own copy,
-    which is compiled once for all lengths."""
+    """Return ``_update`` compiled for one combination of dtypes, device and rounding, or the first line of the
+    error."""
     name = "_".join(map(str, (*kind, device, how))).replace(".", "_")
+    # torch.compile gives up after eight recompilations of one code object, so each combination has its own.
     code = _update.__code__.replace(co_name=f"_update_{name}")
     function = types.FunctionType(code, _update.__globals__, code.co_name)
     update: Callable[..., None] = torch.compile(function, dynamic=True, fullgraph=True)
@@ -124,15 +122,14 @@ class AdamW(Optimizer):
 
     rounding: how a step is stored, ``"stochastic"`` or ``"nearest"``. moments: ``"float32"`` (8 bytes per element) or
     ``"bfloat16"`` (4, rounded stochastically). seed: of all random bits, from 0 to 2⁶³ − 1. compile: whether
-    torch.compile makes one kernel, instead of eager chunks; by default for groups of 2²⁴ elements or more, where a
-    compiler works. This changes speed only, and is not taken from a loaded state.
+    torch.compile makes one kernel; by default for groups of 2²⁴ elements or more, where a compiler works. It is not
+    taken from a loaded state.
 
-    ``torch.amp.GradScaler`` works with fp16 gradients: the scale is divided out in fp32, and a step with inf or NaN
-    changes nothing. ``GradScaler.unscale_`` refuses fp16 gradients, so clip before the step at max_norm · scale.
+    ``torch.amp.GradScaler`` works with fp16 gradients: a step with inf or NaN changes nothing. ``GradScaler.unscale_``
+    refuses fp16 gradients, so clip before the step at max_norm · scale.
 
-    state_dict() and load_state_dict() keep every bit, the step and the seed, so a resumed run equals an uninterrupted
-    one; the state of torch.optim.AdamW loads too. Raises UserError for bad options and parameters, and for a step at a
-    loss scale that is 0 or not finite."""
+    A loaded state keeps every bit, so a resumed run equals an uninterrupted one; the state of torch.optim.AdamW loads
+    too. Raises UserError for bad options and parameters, and for a step at a loss scale that is 0 or not finite."""
 
     # GradScaler then sets grad_scale and found_inf as attributes before step(), as for torch's fused optimizers.
     _step_supports_amp_scaling = True
@@ -168,9 +165,9 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the closure's result. If GradScaler has set
-        ``grad_scale``, gradients are divided by it; if it has set ``found_inf`` to another number than 0, nothing
-        changes. Reading both waits for the device, as GradScaler itself does for other optimizers."""
+        """Update every parameter that has a gradient, and return the closure's result. Gradients are divided by
+        ``grad_scale`` if GradScaler has set it. If it has set ``found_inf`` to another number than 0, nothing
+        changes."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,20 +1,17 @@
 """Exact rounding of fp32 to bf16 and fp16: stochastic and to nearest.
 
-A weight kept in 16 bits loses every update below half its gap when it is rounded to nearest. Rounded up with
-probability (x − down)/(up − down) it moves as far as it should on average, with no fp32 copy (Gupta et al.,
-arXiv:1502.02551; Zamirai et al., arXiv:2010.06192). Three things make that exact here.
+To nearest, a weight kept in 16 bits loses every update below half its gap. Rounded up with probability (x − down)/(up −
+down) it moves as far as it should on average (Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192).
 
-In fp32's bit pattern the 16-bit grids are equally spaced: every 2¹⁶-th pattern is a bf16 value and every 2¹³-th a
-normal fp16 value, binade crossings and bf16's subnormals included. So adding as many random bits as will be cut off,
-and then cutting, rounds up with exactly the wanted probability. fp16's subnormals all have the gap 2⁻²⁴, so x·2²⁴ is
-split into floor and fraction, both exact, and the fraction is compared with 31 random bits.
+Every 2¹⁶-th bit pattern of fp32 is a bf16 value and every 2¹³-th a normal fp16 value. So adding as many random bits as
+will be cut off, and then cutting, rounds up with exactly the wanted probability. fp16's subnormals all have the gap
+2⁻²⁴. So x·2²⁴ is split into floor and fraction, both exact, and the fraction is compared with 31 random bits.
 
-A finite value beyond the format's last finite value becomes that value, never inf; inf, NaN and the sign of zero stay.
+A finite value beyond the format's last finite value becomes that value; inf, NaN and the sign of zero stay.
 
-Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011); the
-key depends on (seed, step, parameter). No state is carried along, so chunks, ranks and interruptions do not change the
-result. Only int32 and fp32 operations are used, each rounded correctly on a CPU, so torch.compile can fuse them and
-gives the same bits."""
+Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011). The
+key depends on (seed, step, parameter), so chunks, ranks and interruptions do not change the result. torch.compile can
+fuse the int32 and fp32 operations, and gives the same bits on a CPU."""
 
 from __future__ import annotations
 
@@ -45,10 +42,9 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 0) -> tuple[int, int, int]:
-    """Return a key: three int32 words that determine the random bits of one parameter in one step.
-
-    Other seeds, steps, parameters or blocks (integers of 64 bits) give unrelated words (BLAKE2b). ``block`` is index >>
-    BLOCK_BITS. ``first`` is the index within the block of the element whose counter is 0."""
+    """Return a key: three int32 words that determine the random bits of one parameter in one step. Other seeds, steps,
+    parameters or blocks (integers of 64 bits) give unrelated words. first: the index within the block of the element
+    whose counter is 0."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
     start, second, third = struct.unpack("<3i", digest)
     start = (start + first * _STRIDE) & 0xFFFFFFFF
@@ -61,12 +57,10 @@ def counters(length: int, device: torch.device | None = None) -> Tensor:
 
 
 def random_bits(counter: Tensor, key: Key) -> Tensor:
-    """Return 31 random bits for each counter in an int32 tensor; the top bit is 0.
-
-    Two rounds of xor-shift and multiplication with the key between them (shifts and multipliers from Wellons' hash
-    prospector). The masks make the first two shifts logical, which torch lacks: with arithmetic ones, two elements with
-    complementary states would share all later bits."""
+    """Return 31 random bits for each counter in an int32 tensor; the top bit is 0. They come from two rounds of
+    xor-shift and multiplication (shifts and multipliers from Wellons' hash prospector)."""
     x = counter + key[0]
+    # The masks make shifts logical: after arithmetic ones, complementary states would share all later bits.
     x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLIERS[0]).add_(key[1])
     x = x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_MULTIPLIERS[1])
     return x.bitwise_xor_(x >> 16)
@@ -74,7 +68,7 @@ def random_bits(counter: Tensor, key: Key) -> Tensor:
 
 def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
     """Return two more sets of 16 random bits from the result of ``random_bits``, in the low halves of two int32
-    tensors. The high halves are not random. One more hash round makes each set uniform and unrelated to ``bits``."""
+    tensors. The high halves are not random."""
     x = (bits + key[2]).mul_(_MULTIPLIERS[2])
     high = x >> 16
     return high, x.bitwise_xor_(high)
@@ -84,27 +78,29 @@ def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
 
 
 def stochastic(x: Tensor, dtype: torch.dtype, bits: Tensor) -> Tensor:
-    """Round x up with probability (x − down)/(up − down), else down; the result is fp32 with values of ``dtype``. x:
-    fp32 with quiet NaNs only, as arithmetic makes them. dtype: bf16, fp16, or fp32 (x is returned). bits: int32 of x's
-    shape, whose low 16 bits (bf16) or low 31 bits (fp16) are random. The probability is exact for every bf16 rounding
-    and for |x| ≥ 2⁻³¹ in fp16; below, it is cut to a multiple of 2⁻³¹."""
+    """Round x up with probability (x − down)/(up − down), else down; the result is fp32 with values of ``dtype``.
+
+    x: fp32 with quiet NaNs only. dtype: bf16, fp16, or fp32 (x is returned). bits: int32 of x's shape, whose low 16
+    bits (bf16) or low 31 bits (fp16) are random. The probability is exact, except for |x| < 2⁻³¹ in fp16: there it is
+    cut to a multiple of 2⁻³¹."""
     return x if dtype == torch.float32 else _round(x, dtype, bits)
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round x to the nearest value of ``dtype``, ties to even, finite values never to inf; the result is fp32. x: fp32
-    with quiet NaNs only. It uses integers because a compiler may drop a cast to 16 bits and back."""
+    with quiet NaNs only."""
+    # Not by a cast to 16 bits and back, which a compiler may drop.
     return x if dtype == torch.float32 else _round(x, dtype, None)
 
 
 def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """Round x: add ``bits``, or half a gap if None, to fp32's bit pattern and cut the sum to the grid of ``dtype``.
-    Sign bits of int32 differences serve as comparisons: on a CPU they are five times as fast as boolean masks."""
+    """Add ``bits``, or half a gap if None, to fp32's bit pattern and cut the sum to the grid of ``dtype``."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
     cut = _CUT[dtype]
     below = (1 << cut) - 1
     noise = bits & below if bits is not None else (magnitude >> cut).bitwise_and_(1).add_(below >> 1)
+    # Sign bits of differences serve as comparisons: on a CPU they are five times as fast as boolean masks.
     # Nothing is added from the largest finite value on, so that it cannot become inf, nor a NaN carry into the sign.
     noise.bitwise_and_((magnitude - _LARGEST[dtype]).bitwise_right_shift_(31))
     if dtype == torch.bfloat16:
@@ -133,8 +129,8 @@ def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def index_blocks(start: int, stop: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut the indices from ``start`` to ``stop`` at block borders and after every ``chunk`` elements. Yields, for each
-    piece, (start, stop, block, index of its first element in the block)."""
+    """Yield pieces (start, stop, block, index of its first element in the block) of at most ``chunk`` indices, cut at
+    block borders."""
     while start < stop:
         block = start >> BLOCK_BITS
         end = min(stop, start + chunk, (block + 1) << BLOCK_BITS)

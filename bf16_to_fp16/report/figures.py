@@ -41,14 +41,12 @@ _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s
 
 @dataclass(frozen=True)
 class Point:
-    """The largest |x| of one kind of activation. ``x``: the block in its stack. ``upper``: the value before the plan,
-    or the bound. ``lower``: the value after the plan, or the largest value found: infinite for an overflow, None if
-    nothing ran."""
+    """The largest |x| of one kind of activation in one block."""
 
     series: Series
-    x: int
-    upper: float
-    lower: float | None
+    x: int  # the block in its stack
+    upper: float  # before the plan, or the bound
+    lower: float | None  # after the plan, or the largest found: infinite for an overflow, None if nothing ran
 
 
 @dataclass(frozen=True)

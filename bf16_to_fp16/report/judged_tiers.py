@@ -14,11 +14,11 @@ from . import remedies, schema
 def judged_tiers(
     certified: Mapping[str, bool], *, clean: bool = False, squares: Squares | None = None, pooled: bool = False
 ) -> dict[str, schema.TierEntry]:
-    """Return, by tier, whether the checkpoint is safe there, and whether bounds or a run show it.
+    """Return, by tier, whether the checkpoint is safe there, by bounds or in a run.
 
     certified: whether each tier's bounds hold. clean: regime ``half`` ran and nothing broke. squares: of the residual
-    stream in a run; if None, no tier with norms in fp16 is safe. pooled: the model returns sentence vectors. No run
-    measures their squares, so a run does not show that norms in fp16 are safe."""
+    stream in a run; if None, no tier with norms in fp16 is safe. pooled: the model returns sentence vectors, whose
+    squares no run measures."""
     unfit = remedies.SQUARES_UNSEEN if squares is None else ""
     if squares is not None and squares.least < NORM_FLOOR:
         unfit = remedies.sinks(squares.least)

@@ -26,7 +26,7 @@ FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted 
 
 def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
     """Return the reasons why a conversion is unsafe, except sites that broke in a run. report: without its verdict.
-    planned: the planner's result, with the limits that its plan cannot keep; None for a plan that the user gave."""
+    planned: None for a plan that the user gave."""
     plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
     over = list[schema.UnsafeEntry]()
     if plan is not None:
@@ -60,8 +60,8 @@ def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.Uns
 
 
 def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return an entry for each output that, without its rescaling factor, is not the source's. drifts: the plan changes
-    the function; then outputs that the class gives only on request, such as attentions, do not count."""
+    """Return an entry for each output that, without its factor, is not the source's. drifts: the plan changes the
+    function; then outputs that the class gives only on request do not count."""
     remedy = remedies.A_BUG if not drifts else remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
     return [
         schema.UnsafeEntry(signal=name, kind="inexact", reason=remedies.OTHER_OUTPUT, remedy=remedy)
@@ -135,9 +135,9 @@ def too_inexact(
     edits: float = 0.0,
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``, or if an ``exact`` plan's
-    output differs in fp32. edits: the divergence that edits cause. If it is over half of fp16's, a ``proven``
-    checkpoint may be ``MOST_FOR_A_PROOF`` times as far from the source as bf16."""
+    """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``. Return one too if an ``exact``
+    plan's output differs in fp32. edits: the divergence that edits cause. If it is over half of fp16's, a ``proven``
+    checkpoint may be ``MOST_FOR_A_PROOF`` times as far as bf16."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:

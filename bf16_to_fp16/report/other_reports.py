@@ -22,9 +22,7 @@ class Claim(ReportObject):
 
 
 class Verification(Versioned):
-    """The result of ``verify``. ``files``: number of files in the report. ``certificate``: without its sites. If files
-    differ, ``certificate`` is None and ``tiers`` empty. ``notes``: limits of the claim. ``edits``: number of sites that
-    the plan edits."""
+    """The result of ``verify``. If files differ, ``certificate`` is None and ``tiers`` empty."""
 
     verdict: Literal["safe", "unsafe"]
     verified: Flag
@@ -33,13 +31,13 @@ class Verification(Versioned):
     report: Claim
     checks: dict[str, str]
     problems: list[ProblemEntry]
-    notes: list[str] = []
-    files: Count
+    notes: list[str] = []  # limits of the claim
+    files: Count  # in the report
     target: str | None = None
-    certificate: CertificateEntry | None
+    certificate: CertificateEntry | None  # without its sites
     tiers: dict[str, TierEntry]
     regimes: dict[str, RegimeEntry]
-    edits: Count = 0
+    edits: Count = 0  # sites that the plan edits
     environment: Environment
 
 
@@ -50,20 +48,17 @@ class PipelineEntry(ReportObject):
 
 
 class PipelineReport(Versioned):
-    """The conversion of a whole pipeline. ``pipeline``: the class in ``model_index.json``. ``linked``, ``copied``: how
-    many files other than encoders were linked and copied. ``nbytes``: their total size. ``dtype``: of the largest
-    safetensors file among them, in torch's spelling. ``left_out``: files of the source that are not in the output.
-    ``output``: all files but this report; links have no SHA-256."""
+    """The conversion of a whole pipeline."""
 
     verdict: Literal["safe", "unsafe"]
     source: Source
-    pipeline: str | None = None
+    pipeline: str | None = None  # the class in ``model_index.json``
     encoders: list[PipelineEntry]
-    linked: Count
-    copied: Count
-    nbytes: Count
-    dtype: str | None = None
-    left_out: list[str]
+    linked: Count  # files other than encoders
+    copied: Count  # the same
+    nbytes: Count  # of linked and copied files
+    dtype: str | None = None  # of the largest safetensors file among them, in torch's spelling
+    left_out: list[str]  # files of the source
     command: str
     environment: Environment
-    output: Output = Output()
+    output: Output = Output()  # all files but this report; links have no SHA-256

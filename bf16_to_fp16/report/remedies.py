@@ -80,8 +80,8 @@ def prices(rare: ExceptionEntry) -> str:
 
 
 def tower_in_fp32(family: str | None, regimes: Mapping[str, RegimeEntry]) -> list[str]:
-    """Return lines of code that put a vision tower, and the modules that read it, in fp32 if only the tower overflows.
-    Return [] if only autocast was audited, since its fp32 stream has no limit."""
+    """Return lines of code that put a vision tower and its readers in fp32, if only the tower overflows. Return []
+    otherwise, and if only ``amp`` was audited."""
     known = named(family)
     projector = None if known is None else known.projector
     broken = [site for regime in regimes.values() for site in regime.broken_sites]

@@ -1,6 +1,6 @@
-"""The types of the report, through which it is written, read and checked. Types keep the order of keys and the unknown
-keys of other versions, so that a report read and written again has the same bytes. JSON has no NaN: a number that may
-be NaN may be null. ``python -m bf16_to_fp16.report.schema`` makes ``docs/report.schema.json``."""
+"""The types of the report, through which it is written, read and checked. They keep the order of keys and unknown keys,
+so a report written again has the same bytes. ``python -m bf16_to_fp16.report.schema`` makes
+``docs/report.schema.json``."""
 
 from __future__ import annotations
 
@@ -51,30 +51,25 @@ class Original(ReportObject):
 
 
 class Source(ReportObject):
-    """The source of the weights, and what ``undo`` needs.
-
-    ``subfolder``: below ``path`` on the Hub; a local ``path`` ends in it already. ``sha256``: of the weight files;
-    ``other_sha256``: of other files. ``dtype``: of most tensors, in safetensors' spelling; ``dtypes``: of the others.
-    ``made``: tensors that the conversion added. ``dropped``: tensors left out, with the reason. ``config_changes``:
-    keys of config.json, with values before and after; a dot leads into a nested config. ``carried_over``, ``left_out``:
-    files other than weights that the output has, or lacks. After a finetune, path, revision and hashes are the
-    original's. ``card``: licence, languages, tags and task from the source's card. ``replaced``: key biases and tables
-    of position biases that the conversion changed by more than powers of two."""
+    """The source of the weights, and what ``undo`` needs. After a finetune, path, revision and hashes are the
+    original's."""
 
     path: str | None = None
-    subfolder: str | None = None
+    subfolder: str | None = Field(None, description="below path on the Hub; a local path ends in it already")
     revision: str | None = None
-    sha256: dict[str, str] = {}
-    other_sha256: dict[str, str] = {}
-    dtype: str | None = None
-    dtypes: dict[str, str] = {}
-    made: list[str] = []
-    dropped: dict[str, str] = {}
-    config_changes: dict[str, dict[str, Any]] = {}
-    carried_over: list[str] = []
-    left_out: list[str] = []
-    card: dict[str, str | list[str]] = {}
-    replaced: dict[str, Original] = {}
+    sha256: dict[str, str] = Field({}, description="of the weight files")
+    other_sha256: dict[str, str] = Field({}, description="of other files")
+    dtype: str | None = Field(None, description="of most tensors, in safetensors' spelling")
+    dtypes: dict[str, str] = Field({}, description="of the other tensors")
+    made: list[str] = Field([], description="tensors that the conversion added")
+    dropped: dict[str, str] = Field({}, description="tensors left out, with the reason")
+    config_changes: dict[str, dict[str, Any]] = Field(
+        {}, description="keys of config.json, with values before and after; a dot leads into a nested config"
+    )
+    carried_over: list[str] = Field([], description="files other than weights that the output has")
+    left_out: list[str] = Field([], description="files that the output lacks")
+    card: dict[str, str | list[str]] = Field({}, description="licence, languages, tags and task")
+    replaced: dict[str, Original] = Field({}, description="tensors changed by more than powers of two")
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -125,24 +120,22 @@ class InputKind(ReportObject):
 
 
 class Inputs(ReportObject):
-    """The inputs that were run, described so that they can be run again. ``chosen``: the token ids chosen for the
-    probe, by reason; empty if the probe ran every id. ``sha256``: of all ids and masks."""
+    """The inputs that were run, described so that they can be run again."""
 
     seed: Count | None = None
     data: Text | None = None
     batches: list[InputKind] = []
-    chosen: dict[str, list[Count]] = {}
-    sha256: str | None = None
+    chosen: dict[str, list[Count]] = Field({}, description="the probe's ids by reason; empty if it ran every id")
+    sha256: str | None = Field(None, description="of all ids and masks")
 
 
 class Environment(ReportObject):
-    """Versions of software (None: not installed), devices and dtype of the run. ``device``: as requested. ``devices``:
-    by part of the work, those that ran it; the CPU comes last if a device ran out of memory."""
+    """The software, devices and dtype of the run."""
 
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = Field({}, description="of software; null: not installed")
     python: str | None = None
-    device: str | None = None
-    devices: dict[str, list[str]] = {}
+    device: str | None = Field(None, description="as requested")
+    devices: dict[str, list[str]] = Field({}, description="used, by part of the work; the CPU last if memory ran out")
     dtype: str | None = None
 
 
@@ -192,12 +185,17 @@ class SignalEntry(PlacedEntry):
 
 
 class UnsafeEntry(ReportObject):
-    """A site or output that is unsafe or misses a goal, with reason and remedy. ``kind``: "broke" in a run, with
-    ``regimes``, ``nonfinite`` and ``saturated``; "found" over its limit by an attack; "limit": no exponent keeps the
-    margin; "inexact": an output further from fp32 than bf16's; "goal": a recipe's or target's goal was missed."""
+    """A site or output that is unsafe or misses a goal, with reason and remedy. Regimes and counts are those of a run
+    in which it broke."""
 
     signal: str
-    kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = None
+    kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = Field(
+        None,
+        description=(
+            "broke: in a run; found: over its limit by an attack; limit: no exponent keeps the margin;"
+            " inexact: an output further from fp32 than bf16's; goal: of a recipe or target, missed"
+        ),
+    )
     regimes: list[str] | None = None
     nonfinite: Count | None = None
     saturated: Count | None = None
@@ -207,28 +205,22 @@ class UnsafeEntry(ReportObject):
 
 
 class FinetuneEntry(ReportObject):
-    """The record of a finetune.
+    """The record of a finetune."""
 
-    ``kept``: the step whose weights are the result. ``devices``: the main process's. ``skipped``: steps with a
-    non-finite gradient. ``evaluations``: by step, held-out losses, distances from the original and headroom.
-    ``fidelity``: of the output to the original. ``next``: the next command if the finetune missed the recipe's goals.
-    ``recipe``: as written, with defaults. ``settled``: choices for recipe keys left open. ``start``: the plan that
-    rescaled the original before training. ``start_outputs``: log2 of this plan's factor on each output."""
-
-    start: Plan | None = None
-    start_outputs: dict[str, int | list[int]] = {}
-    recipe: dict[str, Any] = {}
-    settled: dict[str, Any] = {}
+    start: Plan | None = Field(None, description="the plan that rescaled the original before training")
+    start_outputs: dict[str, int | list[int]] = Field({}, description="log2 of this plan's factor on each output")
+    recipe: dict[str, Any] = Field({}, description="as written, with defaults")
+    settled: dict[str, Any] = Field({}, description="choices for recipe keys left open")
     data: dict[str, Any] = {}
     processes: Count = 1
-    devices: list[str] = []
+    devices: list[str] = Field([], description="of the main process")
     steps: Count = 0
-    kept: Count | None = None
+    kept: Count | None = Field(None, description="the step whose weights are the result")
     tokens: Count = 0
-    skipped: list[dict[str, Any]] = []
-    evaluations: list[dict[str, Any]] = []
-    fidelity: Fidelity | None = None
-    next: str = ""
+    skipped: list[dict[str, Any]] = Field([], description="steps with a non-finite gradient")
+    evaluations: list[dict[str, Any]] = Field([], description="held-out losses, distances, headroom, by step")
+    fidelity: Fidelity | None = Field(None, description="of the output to the original")
+    next: str = Field("", description="the next command if the recipe's goals were missed")
 
     @property
     def last(self) -> dict[str, Any]:

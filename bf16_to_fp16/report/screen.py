@@ -1,5 +1,5 @@
-"""``Table`` is a table's data, for terminal, page and card. ``Screen`` prints to standard output: tables drawn by rich
-on a terminal, plain lines elsewhere. The module imports nothing slow."""
+"""``Table`` is a table's data. ``Screen`` prints tables drawn by rich on a terminal, and plain lines elsewhere. The
+module imports nothing slow."""
 
 from __future__ import annotations
 

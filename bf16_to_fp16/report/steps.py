@@ -30,18 +30,16 @@ from . import schema
 
 @dataclass(frozen=True)
 class Decided:
-    """The plan for one layout (head tied or separated) and target, and the data it was chosen from. ``planned``,
-    ``bounds``: None for a replayed plan. ``observed``: the run of the source without edits, if any. ``ranges_edited``:
-    the ranges in the source with edits, if any. ``predicted``: the divergence that each edit causes, by signal."""
+    """The plan for one layout and target, and the data it was chosen from."""
 
     layout: Layout
     plan: Plan
     target: str
-    planned: Planned | None = None
-    observed: Observed | None = None
-    ranges_edited: Mapping[str, ModuleRange] | None = None
-    predicted: Mapping[str, float] = field(default_factory=dict)
-    bounds: SourceBounds | None = None
+    planned: Planned | None = None  # None for a replayed plan
+    observed: Observed | None = None  # the run of the source without edits, if any
+    ranges_edited: Mapping[str, ModuleRange] | None = None  # in the source with edits, if any
+    predicted: Mapping[str, float] = field(default_factory=dict)  # the divergence that each edit causes, by signal
+    bounds: SourceBounds | None = None  # None for a replayed plan
 
     @property
     def signals(self) -> list[schema.SignalEntry]:
@@ -59,28 +57,26 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Measured:
-    """The bounds and runs of the written files. ``plan``: the plan with its measured drift. ``tiers``: whether each
-    tier's certificate holds. ``half``: the written model's outputs in fp16. ``soft``: inputs that edits harm.
-    ``outputs``: each output's error against the source."""
+    """The bounds and runs of the written files."""
 
     certificate: Certificate
-    plan: Plan
-    tiers: Mapping[str, bool] = field(default_factory=dict)
+    plan: Plan  # with its measured drift
+    tiers: Mapping[str, bool] = field(default_factory=dict)  # whether each tier's certificate holds
     regimes: Mapping[str, RegimeResult] = field(default_factory=dict)
     fidelity: Fidelity | None = None
-    half: Outputs = ()
+    half: Outputs = ()  # of the written model in fp16
     environment: Mapping[str, Any] = field(default_factory=dict)
     attack: AttackEntry | None = None
     edits: Sequence[InexactEntry] = ()
-    soft: SoftSide | None = None
-    outputs: Mapping[str, OutputEntry] = field(default_factory=dict)
+    soft: SoftSide | None = None  # inputs that edits harm
+    outputs: Mapping[str, OutputEntry] = field(default_factory=dict)  # with errors against the source
 
 
 def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
     """Return the largest value of each observed signal and each attention's scores, in the source and after the plan.
-    edited: ranges in the source with edits. Centred keys and their scores need them: no exponent gives their change."""
+    edited: ranges in the source with edits, which centred keys need."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {

@@ -1,5 +1,5 @@
 """The effects of a plan on later uses of a converted checkpoint. Under AdamW, a weight times 2^r has 2^-r times the
-learning rate. Adapters, quantisers and code that reads ``hidden_states`` meet that factor; see benchmarks/rates.py."""
+learning rate; see benchmarks/rates.py."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""LoRA adapters for a rescaled checkpoint: scale an adapter's tensors by the checkpoint's plan.
+"""LoRA adapters for a rescaled checkpoint.
 
-The plan multiplies rows and columns of a weight by powers of two. The update B·A becomes (2^rows B)·(A 2^columns), so
-fp32 outputs keep every bit. Tensors stored whole (``modules_to_save``, biases, rows of an embedding) are scaled as the
-checkpoint's are. Tensor names:
+If the plan scales a weight's rows and columns, the update B·A becomes (2^rows B)·(A 2^columns). fp32 outputs keep every
+bit. Tensors stored whole are scaled as the checkpoint's are. Tensor names:
 https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md"""
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
 @dataclass(frozen=True)
 class AdapterTensor:
-    """One kind of tensor in an adapter. ``axes``: for each of its axes the matching axis of the checkpoint's tensor,
-    None for the rank. ``takes_gain``: whether a gain on the checkpoint's tensor multiplies this one too."""
+    """One kind of tensor in an adapter."""
 
     suffix: str
-    axes: tuple[int | None, ...]
-    takes_gain: bool = True
+    axes: tuple[int | None, ...]  # for each axis the matching one of the checkpoint's tensor; None for the rank
+    takes_gain: bool = True  # whether a gain on the checkpoint's tensor multiplies it too
 
 
 PARTS = (
@@ -72,11 +70,11 @@ def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Adapter
 def scaled_adapter(
     tensors: Mapping[str, Tensor], layout: Layout, plan: Plan, head_gain: float = 1.0
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors, by name, scaled for the checkpoint that ``plan`` makes; in fp32 where their dtype
-    would lose bits.
+    """Return an adapter's tensors scaled for the checkpoint that ``plan`` makes; in fp32 where their dtype would lose
+    bits.
 
-    layout: the converted checkpoint's, even if ``plan`` is the inverse and leads back to the source. head_gain: the
-    factor in a head that was separated from the embedding. Raises UserError for a tensor that cannot be rescaled."""
+    layout: the converted checkpoint's, even if ``plan`` leads back to the source. head_gain: the factor in a head that
+    was separated from the embedding. Raises UserError for a tensor that cannot be rescaled."""
     check_plan_fits(layout, plan)
     embedding = layout.tensors[layout.family.embedding]
     shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))

@@ -48,8 +48,8 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
     """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit unless the plan has
-    ``centred_keys``, which change how sums round. Names and tied head must be as in ``layout``. A norm whose input is
-    scaled by 2^r gets its eps times 4^r, even if no config key holds that eps."""
+    ``centred_keys``. Names and tied head must be as in ``layout``. A norm whose input is scaled by 2^r gets its eps
+    times 4^r."""
     check_plan_fits(layout, plan)
     stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored |= dict(model.named_buffers(remove_duplicate=False))
@@ -90,7 +90,7 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, ga
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
     """Return an fp32 weight after a round trip: rescaled, times ``gain``, rounded to fp16, and scaled back without the
-    gain. Computed in float64, a few rows at a time. exponents, offset: as in ``scale``."""
+    gain. exponents, offset: as in ``scale``."""
     result = torch.empty(weight.shape)
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
     for part, here, place in zip(*map(chunks, matrices), strict=True):
@@ -103,10 +103,9 @@ def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 
 
 
 def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[str, object]:
-    """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys.
-
-    transformers cannot write this config: version 5 sets T5's ``tie_word_embeddings`` to true, and version 4 then ties
-    an untied head. moved: whether the source had been rescaled before."""
+    """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys. moved:
+    whether the source had been rescaled before."""
+    # transformers 5 would write true for T5's ``tie_word_embeddings``, and version 4 then ties an untied head.
     config = dict(layout.config)
     eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent
     for key in layout.family.eps_keys if eps != layout.eps else ():

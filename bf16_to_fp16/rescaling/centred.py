@@ -1,8 +1,8 @@
 """Centred keys: remove the part that all scores of a softmax row share, where that has no cost.
 
 A softmax ignores a number that is added to every score of a row. Without an operation between key and score (rotation,
-norm or soft cap), q·b is the same for every key, so the key bias b may be any vector. Behind a LayerNorm of gain g and
-bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n): no shared part, so smaller keys and scores.
+norm or soft cap), q·b is the same for every key. So the key bias b may be any vector. Behind a LayerNorm of gain g and
+bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n).
 
 From a table of position biases one number for each head can be subtracted, the same in every layer that reads the
 table. The mean of the head's largest and least bias leaves the smallest magnitudes."""
@@ -20,8 +20,8 @@ from ..families.wiring import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions that can be centred. Either key projection and norm have biases and no operation lies
-    between key and score, or there is a table of position biases."""
+    """Return the attentions that can be centred. They have a table of position biases, or biases of key and norm
+    without an operation between key and score."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused
@@ -52,14 +52,15 @@ def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: 
 
 def shared_biases(tables: Sequence[Tensor]) -> Tensor:
     """Return the number to subtract from each head's biases, fp64 [heads]: the mean of the largest and the least, over
-    all tables of one softmax. It is rounded to bf16, so that fp32 holds the differences of bf16 biases."""
+    all tables of one softmax, rounded to bf16."""
     every = torch.cat([table.double() for table in tables])
+    # In bf16, so that fp32 holds the differences of bf16 biases.
     return ((every.amax(0) + every.amin(0)) / 2).to(torch.bfloat16).double()
 
 
 def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) -> Tensor:
-    """Return the centred key bias −Wβ in fp64. weights: before rescaling. Every machine computes the same bits:
-    products of fp32 weights are exact in fp64, and they are summed in a fixed order."""
+    """Return the centred key bias −Wβ in fp64, with the same bits on every machine. weights: before rescaling."""
+    # Products of fp32 weights are exact in fp64, and summed in a fixed order.
     beta = weights(f"{norm_of_keys(layout, attention)}.bias").double()
     terms = weights(f"{attention.key}.weight").double() * -beta
     while (width := terms.shape[1]) > 1:

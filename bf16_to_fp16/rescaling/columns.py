@@ -1,5 +1,5 @@
 """Cuts of columns: powers of two that scale down a few input channels of a gate or of queries. Tokens with little in
-these channels keep their outputs; scaling down rows would change the outputs of every token."""
+these channels keep their outputs."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """Return ``cuts``, lowered further so that tokens with large values in these channels keep their direction.
 
-    At such a token, nearly all of the stream comes from the first feed-forward whose gate is cut. A cut by 2^-k scales
-    this output by 2^-k, so behind later norms the channel is 2^k times as large. Later queries must be cut k bits
-    deeper. Later gates are cut by 2^-2k, so that their outputs are scaled by 2^-k too."""
+    At such a token, nearly all of the stream comes from the first feed-forward whose gate is cut. Its cut by 2^-k makes
+    the channel 2^k times as large behind later norms. So later queries are cut k bits deeper, and later gates by
+    2^-2k."""
     deeper: dict[str, list[int]] = {}
     for stack in layout.stacks():
         readers = [(part, signals_of(layout, part, cuts)) for part in stack.sublayers]
@@ -95,8 +95,8 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the function ``Reach`` of queries. A head's size is the spectral norm of its qᵀk, as its largest score is
-    proportional to that. q, k: [heads, channels of a head, columns]. bits: by how many bits to lower each head."""
+    """Return the function ``Reach`` of queries. A head's size is the spectral norm of its qᵀk. q, k: [heads, channels
+    of a head, columns]. bits: by how many bits to lower each head."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L
@@ -118,8 +118,8 @@ def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
 
 
 def cut(reach: Reach, columns: int) -> list[int] | None:
-    """Return exponents of columns that make every row as small as ``reach`` asks. Each step takes one bit from the
-    column that contributes most to the worst row. Returns None if too many channels or bits are needed."""
+    """Return exponents of columns that make every row as small as ``reach`` asks; None if too many channels or bits are
+    needed."""
     exponents = torch.zeros(columns, dtype=torch.float64)
     for step in range(MOST_CHANNELS * MOST_BITS):
         over, share = reach(2.0**exponents)

@@ -2,7 +2,7 @@
 
 A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below 2⁻¹⁴. So limits must
 hold, and the cost to minimise is a relative squared error: of weights, of signals, and from an eps that cannot be
-scaled. (Maximising the smallest margin would not work: one weight of 1e-9 would decide.)"""
+scaled."""
 
 from __future__ import annotations
 
@@ -55,15 +55,13 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Solution:
-    """The exponents of one signal's channels, and their costs. ``free``: the least cost if bounds need not fit.
-    ``cost``: the least cost if they must; if that is too dear (``fallback``), ``free`` plus ``proof_worth`` per site.
-    ``unmoved``: the cost if all exponents are 0. ``index``: each channel's exponent plus 24."""
+    """The exponents of one signal's channels, and their costs."""
 
-    cost: float
-    free: float
-    unmoved: float
-    index: torch.Tensor
-    fallback: Fallback | None = None
+    cost: float  # the least if bounds must fit; with a ``fallback``, ``free`` plus ``proof_worth`` per site
+    free: float  # the least if bounds need not fit
+    unmoved: float  # if all exponents are 0
+    index: torch.Tensor  # each channel's exponent plus 24
+    fallback: Fallback | None = None  # if bounds cost too much
 
 
 @dataclass(frozen=True)
@@ -119,9 +117,9 @@ class Costs(WeightLosses):
         return any(c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.carries)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return each channel's share in the outputs of the linears that read a signal, float64 [channels]: its mean
-        square times the squared norm of its weights there. For queries and keys it is the product of their mean
-        squares. A channel's own exponent does not change its share."""
+        """Return each channel's share in the outputs of the linears that read a signal, float64 [channels]. It is the
+        channel's mean square times the squared norm of its weights there; for queries and keys, the product of their
+        mean squares."""
         ones = torch.ones(signal.size, dtype=torch.float64)
         squares = [observed.mean_square.double() for _, observed in known_points(self.ranges, signal)]
         if not squares:
@@ -187,8 +185,8 @@ class Costs(WeightLosses):
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's cheapest exponent, as its index in ``EXPONENTS``; each step away from 0 costs a little.
-        If ``moves_least``, as many channels as possible get 0 instead, at a cost of at most ``spare`` in all."""
+        """Return each channel's cheapest exponent, as its index in ``EXPONENTS``. If ``moves_least``, as many channels as
+        possible get 0 instead, at a cost of at most ``spare`` in all."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)

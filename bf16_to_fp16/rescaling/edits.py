@@ -2,7 +2,7 @@
 
 For large inputs GELU and SiLU are about ReLU, and |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A softmax
 is nearly one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is nearly ±1.
-docs/edits.md has the proofs. The rest of a plan rescales the edited source exactly."""
+docs/edits.md has the proofs."""
 
 from __future__ import annotations
 

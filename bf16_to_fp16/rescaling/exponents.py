@@ -1,6 +1,5 @@
 """The exponents of 2 that a plan gives to the axes of a checkpoint's tensors and to the outputs of its transformers
-class. Logits have 0 without edits, states between layers have the stream's exponent, and a stack's last states have
-that of its last norm's gain. Also a check that a plan fits a checkpoint."""
+class. Also a check that a plan fits a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from .plan import OfChannels, Plan, takes_fractions
 
 @dataclass(frozen=True)
 class Exponents:
-    """The exponent of 2 for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``; vectors have rows
-    only. The power multiplies element + ``offset``, the sum that stock code uses."""
+    """The exponent of 2 for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``. Vectors have rows
+    only. The power multiplies element + ``offset``."""
 
     scalar: float
     rows: torch.Tensor | None
@@ -120,8 +119,8 @@ LAST = "last_hidden_state"
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
-    """Return, by output, the log2 of its factor: one number, or one for each channel or logit. The key
-    ``hidden_states`` means all states but the last; with two stacks it begins with ``encoder_`` or ``decoder_``."""
+    """Return, by output, the log2 of its factor: one number, or one for each channel or logit. ``hidden_states`` stands
+    for all states but the last."""
     # At the ends of a soft cap a logit is the same after an edit.
     capped = layout.head is not None and layout.cap(layout.head) is not None
     factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))

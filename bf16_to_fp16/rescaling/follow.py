@@ -1,6 +1,5 @@
-"""Make an optimizer step in the source's units while the weights in memory are rescaled. Rescaling multiplies a weight
-by 2^e and its gradient by 2^-e. Around each step both are brought to the source's scale and back, exactly. So any
-optimizer sees and stores the source's numbers."""
+"""Make an optimizer step in the source's units while the weights in memory are rescaled. Before each step weights and
+gradients are brought to the source's scale, exactly; after it the weights go back."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ def follow(
 ) -> None:
     """Make ``optimizer`` step in the source's units, with gradients clipped there to the L2 norm ``max_grad_norm``.
 
-    Raises UserError for a ``max_grad_norm`` that is not positive. A step raises it for a closure (its gradients come
-    too late), a sharded parameter (FSDP, ZeRO-3), copied parameters (ZeRO-1 and 2), and after a failed step."""
+    Raises UserError for a ``max_grad_norm`` that is not positive. A step raises it for a closure, a sharded parameter
+    (FSDP, ZeRO-3), copied parameters (ZeRO-1 and 2), and after a failed step."""
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise UserError(f"max_grad_norm is {max_grad_norm}; give a positive number, or None for no clipping")
     shapes = {parameter: parameter.shape for parameter in exponents}

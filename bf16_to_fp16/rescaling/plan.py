@@ -1,8 +1,7 @@
 """A plan of powers of two: pure data, to be printed, stored, replayed and inverted.
 
-A pre-norm transformer computes the same function when signals between its weights are multiplied by powers of two and
-the weights at both ends make up for it: the logits keep every bit. ``apply`` is the only module that changes weights by
-a plan."""
+In a pre-norm transformer signals between weights can be multiplied by powers of two, if the weights at both ends make
+up for it. The logits keep every bit."""
 
 from __future__ import annotations
 
@@ -31,16 +30,13 @@ def takes_fractions(signal: str) -> bool:
 
 
 class Drift(BaseModel):
-    """The change of the output caused by a norm eps that cannot be scaled, or by gains that are rounded after an offset
-    was subtracted.
-
-    ``relative_error``: the predicted relative change of a norm's output, as root mean square over norms.
-    ``predicted_kl``, ``predicted_max_logit_error``: from a run of the source with rounded gains and an eps that acts as
-    the plan's does after rescaling. The other fields are measured on the written files."""
+    """The change of the output by a norm's eps that cannot be scaled, or by gains rounded after an offset was
+    subtracted. Predictions run the source with rounded gains and an eps that acts as the plan's. Measurements run the
+    written files."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    relative_error: float
+    relative_error: float = Field(description="predicted relative change of norms' outputs, root mean square")
     predicted_kl: float | None = None
     predicted_max_logit_error: float | None = None
     measured_kl: float | None = None
@@ -48,27 +44,29 @@ class Drift(BaseModel):
 
 
 class Plan(BaseModel):
-    """Powers of two for every signal of a layout.
-
-    ``residual_exponent``: of the residual stream; of the encoder's, if each stack has its own. ``exponents``: for every
-    other signal that is scaled, one integer for all channels or a list with one per channel. ``gain_correction``:
-    factors on norms' weights, not powers of two, that remove the mean of the eps drift. ``eps``: the output's eps;
-    None if no config key holds it. ``eps_held``: whether it is the eps of a program that reads the output without its
-    config. ``centred_keys``: paths of attentions whose key bias, or table of position biases, is centred
-    (``rescaling.centred``)."""
+    """Powers of two for every signal of a layout."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: str
-    residual_exponent: Exponent = 0
-    exponents: dict[str, EditExponent | Sequence[EditExponent]] = Field(default_factory=dict)
+    residual_exponent: Exponent = Field(
+        0, description="of the residual stream; of the encoder's, if each stack has its own"
+    )
+    exponents: dict[str, EditExponent | Sequence[EditExponent]] = Field(
+        default_factory=dict, description="by signal: one number for all channels, or one for each"
+    )
     untied_head: bool = False
-    eps: float | None = None
-    eps_held: bool = False
-    gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=dict)
+    eps: float | None = Field(None, description="the output's; null if no config key holds it")
+    eps_held: bool = Field(
+        False, description="whether eps is that of a program that reads the output without its config"
+    )
+    gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict,
+        description="factors on norms' weights, not powers of two, that remove the mean of the eps drift",
+    )
     drift: Drift | None = None
     margin_bits: float | None = None
-    centred_keys: list[str] = Field(default_factory=list)
+    centred_keys: list[str] = Field(default_factory=list, description="paths of attentions with centred keys")
 
     @property
     def exact(self) -> bool:

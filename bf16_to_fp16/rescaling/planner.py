@@ -1,8 +1,7 @@
 """Choosing the exponents: hard limits first, then the least predicted error.
 
-For a given exponent of the stream, every channel is a separate integer problem. So the planner tries all exponents of
-the stream, takes each channel's best from tables, and scales norms' gains only if a loss remains. Signals that only
-norms read come last (``with_smaller_gradients``).
+For a given exponent of the stream, every channel is a separate integer problem. So the planner tries exponents of the
+stream and takes each channel's best from tables. It scales norms' gains only if a loss remains.
 
 Observed ranges must fit with a margin, unless ``proof_is_enough``. A certificate's bounds must fit if that costs at
 most ``PROOF_WORTH`` per site. If limits cannot all hold, the excess is minimised and reported."""
@@ -40,16 +39,14 @@ INDIFFERENCE = ROUNDING / 4
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the limits that it breaks, and its predicted relative squared error. ``fallbacks``: the signals without a
-    proof, planned by observed ranges alone. ``for_proof``: the streams scaled further for a proof alone, each with the
-    exponent that is enough without it. ``corrected``: the mean squared relative drift that gain corrections remove."""
+    """A plan, and the limits that it breaks."""
 
     plan: Plan
     violations: tuple[Violation, ...]
-    cost: float
-    fallbacks: tuple[Fallback, ...] = ()
-    for_proof: Mapping[str, int] = field(default_factory=dict)
-    corrected: float = 0.0
+    cost: float  # the predicted relative squared error
+    fallbacks: tuple[Fallback, ...] = ()  # signals without a proof, planned by observed ranges alone
+    for_proof: Mapping[str, int] = field(default_factory=dict)  # as in ``Report``
+    corrected: float = 0.0  # the mean squared relative drift that gain corrections remove
 
 
 def make_plan(
@@ -69,15 +66,15 @@ def make_plan(
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
-    weights: before rescaling. ranges: of each module's input and output on the source, from observation or, if nothing
-    is run, from bounds. target: ``half`` (every signal under 65504), ``norm-safe`` and ``fp16-accumulate`` (also ‖h‖₂²
-    of the residual stream, as fp16 sums it; the two differ in their bounds) or ``train`` (2 more bits, and gate
-    pre-activations under 147.8). margin_bits: between a range and its limit. bounds: ranges for any input; a signal is
-    planned by them too if that costs at most ``proof_worth`` for each site. proof_is_enough: a stream that fits by its
-    bounds need not keep the margin. held: given exponents of streams. drift_free: scale a norm's input by the stream's
-    exponent alone, which eps can follow. known: tables of these weights from earlier plans; new ones are added.
-    advance: called with the number of tensor axes whose losses are computed, and their total. A plan depends on the
-    result of every earlier step, hence the many parameters."""
+    weights: before rescaling. ranges: of each module's input and output on the source; from bounds if nothing is run.
+    target: ``half`` keeps every signal under 65504. ``norm-safe`` and ``fp16-accumulate`` keep ‖h‖₂² of the residual
+    stream there too, as fp16 sums it. ``train`` keeps 2 more bits, and gates of ``gelu_new`` under 147.8. margin_bits:
+    between a range and its limit. bounds: ranges for any input; they must fit if that costs at most ``proof_worth`` for
+    each site. proof_is_enough: a stream that fits by its bounds need not keep the margin. held: given exponents of
+    streams. drift_free: scale a norm's input by the stream's exponent alone, which eps can follow. known: tables of
+    these weights from earlier plans; new ones are added. advance: called with the number of tensor axes done, and their
+    total."""
+    # Each of the many parameters is the result of an earlier step.
     return PlanSearch(
         layout,
         weights,
@@ -178,8 +175,8 @@ class PlanSearch(Costs):
         return True
 
     def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
-        """Choose the exponents of the stream and of its signals; return each candidate's cost. The choice is the
-        candidate nearest 0 among those that cost little more than the cheapest and give up no more proofs."""
+        """Choose the exponents of the stream and of its signals; return each candidate's cost. Of candidates that cost
+        little more than the cheapest, the nearest to 0 is chosen."""
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
         finite = {r: total for r, total in totals.items() if math.isfinite(total.cost)}
@@ -284,8 +281,8 @@ def with_smaller_gradients(
     """Return a plan that undoes the stream's exponent, within limits, for linears whose output only a norm reads.
 
     A signal times 2^r has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. No eps may change a
-    norm's output by more than one fp16 rounding. weights: before rescaling. ranges: observed on the source, which show
-    how small a norm's input is. bounds: for any input."""
+    norm's output by more than one fp16 rounding. weights: before rescaling. ranges: observed on the source. bounds: for
+    any input."""
     if layout.fixed_eps is not None:
         return plan
     limit = FP16_MAX * 2.0 ** -(plan.margin_bits or 0.0)

@@ -1,6 +1,5 @@
-"""The rounding cost of a power of two: for weights below fp16's normal range, and for signals near its smallest step.
-Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so weights are rounded there, and vanish under 2⁻²⁵. Rounding that no exponent
-avoids, as that of fp32 weights, is left out."""
+"""The rounding cost of a power of two, for weights and signals. Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so weights are
+rounded there, and vanish under 2⁻²⁵. Rounding that no exponent avoids, as that of fp32 weights, is left out."""
 
 from __future__ import annotations
 
@@ -30,19 +29,15 @@ _CHANNELS, _CHUNK = 1 << 10, 1 << 18
 
 @dataclass(frozen=True)
 class LossTable:
-    """Losses of a weight by channel and exponent.
+    """Losses of a weight by channel and exponent. ``counts`` and ``errors``: float32 [channels, columns]. ``energy``
+    and ``amax``: float64 [channels], at exponent 0. The first and last columns also stand for all exponents beyond."""
 
-    ``counts``: the number of elements that scaling by 2^e makes inexact. ``errors``: their squared error divided by
-    4^e, which makes it comparable with ``energy``. Both are float32 [channels, columns]. The first column is for the
-    exponent ``first`` and all below, the last column for its exponent and all above. ``energy``, ``amax``: float64
-    [channels], of the unscaled weight. ``count``: the number of all elements."""
-
-    first: int
-    counts: torch.Tensor
-    errors: torch.Tensor
+    first: int  # exponent of the first column
+    counts: torch.Tensor  # of elements that scaling by 2^e makes inexact
+    errors: torch.Tensor  # their squared error divided by 4^e, comparable with ``energy``
     energy: torch.Tensor
     amax: torch.Tensor
-    count: int
+    count: int  # of all elements
 
     def at(self, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         start, count = int(exponents[0]) - self.first, len(exponents)
@@ -96,7 +91,7 @@ class Tables:
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:
     """Return the losses of a 1-D or 2-D ``weight`` at each exponent of each channel along ``axis``. other: int32
-    exponents of the other axis, which scale the weight first; ``energy`` and ``amax`` include them."""
+    exponents of the other axis, which scale the weight first."""
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else matrix
     matrix = matrix if matrix.dtype in _BITS else matrix.float()
@@ -112,8 +107,8 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 
 def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
-    """Return the rounding losses of a 1-D weight that files hold minus ``offset``, at each exponent of each element.
-    fp16 rounds the scaled element minus the offset, so every exponent has other errors."""
+    """Return the losses of a 1-D weight that files hold minus ``offset``; each element is a channel. Every exponent has
+    other errors."""
     wide = values.detach().double()
     exponents = torch.arange(-GRID, GRID + 1)
     scales = 2.0 ** exponents.double()
@@ -133,13 +128,12 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The least and largest binade (⌊log2|x|⌋) of a weight's elements after scaling by the other axis's exponents.
-    ``zero``: the least binade before it, where zeros are put. ``narrow``: whether bf16 holds all elements."""
+    """The least and largest binade (⌊log2|x|⌋) of a weight's elements after scaling by the other axis's exponents."""
 
     low: int
     high: int
-    zero: int
-    narrow: bool
+    zero: int  # the least binade before scaling, where zeros are put
+    narrow: bool  # whether bf16 holds all elements
 
     @property
     def first(self) -> int:
@@ -209,8 +203,8 @@ def _histograms(
     part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return two histograms of the channels along ``axis``, [channels, binades, reaches], and each channel's largest
-    weight. The first counts elements by binade and by reach: how many bits the last set bit lies below the leading one.
-    The second sums their squared significands. other: exponents of the other axis, added to the binades."""
+    weight. The first counts elements; the second sums squared significands. Reach: how many bits the last set bit lies
+    below the leading one. other: exponents of the other axis, added to the binades."""
     channels, length = part.shape[axis], part.shape[1 - axis]
     packed = span.narrow and length < _PACKABLE
     reaches = 8 if packed else FP16_SIGNIFICANT_BITS
@@ -248,8 +242,8 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each element's index in a histogram by binade and reach, and what to add there: the count and squared
-    significand of ``_parts``, as one number if ``packed``. 0, inf and NaN have the index ``zero`` and add 0."""
+    """Return each element's index in a histogram, and its count and squared significand, as one number if ``packed``.
+    0, inf and NaN add 0 at the index ``zero``."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)
@@ -263,8 +257,8 @@ def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, t
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return four numbers for each element. int64: binade, reach (bits from the leading to the last set bit, at most
-    10), and count, which is 1, or 0 for 0, inf and NaN. float64: the squared significand."""
+    """Return binade, reach (at most 10), count (all int64) and squared significand (float64) of each element. The count
+    is 1, or 0 for 0, inf and NaN."""
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
     mantissa, exponent = torch.frexp(x)
     binade = exponent.sub_(1)
@@ -295,7 +289,7 @@ def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the relative squared error of rounding a signal to fp16's smallest step, [channels, exponents]. It is
-    2⁻⁴⁸/12 divided by the scaled mean square, and 0 for a channel of zeros."""
+    """Return a signal's relative squared error of rounding to fp16's smallest step, [channels, exponents]: 2⁻⁴⁸/12
+    divided by the scaled mean square. It is 0 for a channel of zeros."""
     scaled = mean_square.double()[:, None] * 4.0 ** exponents.double()
     return torch.where(scaled > 0, STEP_NOISE / scaled.clamp(min=1e-300), torch.zeros_like(scaled))

@@ -1,5 +1,5 @@
-"""How much precision weights lose to powers of two, for each axis given the exponents of the others. Also how much
-norms' outputs change if an eps, or a gain's offset, cannot be scaled with the norm's input."""
+"""How much precision weights lose to powers of two, for each axis given the exponents of the others. Also the drift of
+norms whose eps, or gain's offset, cannot be scaled."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ class WeightLosses:
             self.tables.pop((tensor.name, axis, carried), None)
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent that a norm's input has in addition to the stream's r: 0, or less if limits need it. It
-        is never so low that eps, which follows r alone, changes the norm's output by more than one rounding."""
+        """Return the exponent that a norm's input has in addition to the stream's r: 0, or less if limits need it. The
+        drift that it causes stays within one rounding."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -123,8 +123,8 @@ class WeightLosses:
     def drift(self, r: int, corrected: bool = True) -> float:
         """Return the outputs' mean squared relative change, summed over norms whose eps is not scaled with their input.
 
-        A fixed eps changes a token of variance v by √((v + eps) / (v + fixed·4^-r)) − 1. A gain correction removes the
-        mean change, at the cost of one more rounding."""
+        A fixed eps changes a token of variance v by √((v + eps) / (v + fixed·4^-r)) − 1. corrected: whether gain
+        corrections remove the mean change, each at the cost of a rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
