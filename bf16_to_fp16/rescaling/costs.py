@@ -185,8 +185,8 @@ class Costs(WeightLosses):
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's cheapest exponent, as its index in ``EXPONENTS``. If ``moves_least``, as many channels as
-        possible get 0 instead, at a cost of at most ``spare`` in all."""
+        """Return each channel's cheapest exponent, as its index in ``EXPONENTS``. If ``moves_least``, as many channels
+        as possible get 0 instead, at a cost of at most ``spare`` in all."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)
