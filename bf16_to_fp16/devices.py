@@ -1,6 +1,4 @@
-"""Find devices by name, and ask the driver for NVIDIA's cards, since a torch without CUDA sees none and torch's
-``is_bf16_supported`` counts emulation too. Work that exhausts device memory continues on the CPU. torch is slow to
-import, so functions import it."""
+"""Find devices by name, and NVIDIA's cards by their driver. Work that exhausts device memory continues on the CPU."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from .errors import UserError
 from .progress import Progress
 from .wording import counted
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is slow to import, so functions import it
     import torch
     from torch import Tensor
 
@@ -68,6 +66,7 @@ def computes_in_bf16(device: Any) -> bool:
     """Return whether a device has bf16 arithmetic. CPUs and MPS devices count as having it."""
     import torch
 
+    # torch's ``is_bf16_supported`` counts emulation too.
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FIRST_WITH_BF16
 
 

@@ -39,15 +39,15 @@ def undo(
     force: bool = False,
     progress: Progress | bool | None = None,
 ) -> Path:
-    """Write the source's weights back from a converted folder by the inverse of its plan, and return ``out``.
+    """Write a converted folder's weights to ``out`` at the source's scale, and return ``out``.
 
-    plan: needed if a script of your own trained and saved ``folder``: the converted folder from which it started, or
-    that folder's report. Weights are then written in fp32, or in bf16 where that is exact. Edits and centred biases
-    stay as they are, and a message names them.
+    plan: the converted folder that ``folder`` was trained from, or its report; only if your own script trained
+    ``folder``. Weights are then fp32, or bf16 where that is exact. Edits and centred biases then stay, and a message
+    names them.
 
-    Weights that the conversion did not round are the source's bit for bit, except the sign of a 0 in a rescaled gain
-    that is stored minus 1. Tensors that the conversion added are left out. Tensors that it replaced come from the
-    report. Tensors that it dropped stay missing. Raises UserError if the folder has no plan."""
+    Without ``plan``, weights that the conversion did not round come back bit for bit. Only the sign of a 0 may differ,
+    in a rescaled gain stored minus 1. Added tensors are left out, replaced ones come from the report, dropped ones stay
+    missing. Raises UserError if the folder has no plan."""
     progress, out = progress_of(progress), Path(out)
     if plan is not None:
         return undo_trained(written_folder(folder), out, Path(plan), force=force, progress=progress)

@@ -1,5 +1,4 @@
-"""The command ``verify``: check a converted checkpoint against its own report. ``convert``'s functions compute the
-report again from the files, and ``differences`` compares each section. Card and page are compared by hash."""
+"""The command ``verify``: compute a checkpoint's report again by ``convert``'s functions, and compare the two."""
 
 from __future__ import annotations
 
@@ -96,9 +95,9 @@ def verify(
 ) -> dict[str, Any]:
     """Check a converted folder or Hub repository against its report and return every difference.
 
-    original: the source, local or on the Hub; adds the checks ``replay`` and ``fidelity``. data: text to audit in
-    addition to the probe. run_model: False skips the audit. ``verdict`` is "safe" if nothing differs and the report
-    says safe. Raises UserError for anything that this program did not convert."""
+    original: the source, to check ``replay`` and ``fidelity`` too. data: text to audit beside the probe. run_model:
+    False skips the audit. ``verdict`` is "safe" if nothing differs and the report says safe. Raises UserError for
+    anything that this program did not convert."""
     progress = progress_of(progress)
     check_data(data, run_model=run_model)
     if original is not None:
@@ -257,13 +256,13 @@ def run_again(checkpoint: Checkpoint, verified: Verified, before: Layout | None)
 
 
 def check_audit(again: Rerun, verified: Verified) -> Iterator[tuple[str, ...]]:
-    """Yield the unsafe sites. If there are none and the inputs are the report's, yield the differences from its audit.
-    With other versions of torch or transformers, only sites that both audits have are compared."""
+    """Yield the unsafe sites; without any, and on the same inputs, the differences from the report's audit."""
     report, entries = verified.report, again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
     if broken or not report.regimes:
         return
+    # Other versions may have other sites: only those that both audits have are compared.
     other = any(report.environment.versions.get(name) != installed(name) for name in ("torch", "transformers"))
     if not again.same_inputs:
         if verified.data is None and report.inputs is not None and report.inputs.data is None and not other:

@@ -1,5 +1,5 @@
-"""Split the experts that transformers 5 fuses in two tensors into modules, named as in checkpoint files. Every weight
-then has a name, and every operation a site. The product with gate and up projection becomes two; no other changes."""
+"""Give each expert of a stock model its own modules, named as in checkpoint files, where transformers 5 fuses them. The
+product with gate and up projection becomes two; no other changes."""
 
 from __future__ import annotations
 

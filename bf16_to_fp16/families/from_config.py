@@ -32,8 +32,8 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
-    """Return a config's layout, without tensors and signals, and the parts of its stacks. tensors: the checkpoint's
-    number of tensors; if None, only the first ``EARLY`` layers are declared. Raises UserError for a bad config.json."""
+    """Return a config's layout, without tensors and signals, and its stacks' parts. tensors: how many the checkpoint
+    has; None declares at most ``EARLY`` layers of a stack. Raises UserError for a bad config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
         if (value := config_value(family, config, key)) != only:

@@ -1,16 +1,14 @@
 """Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack, as in Llama, with these differences.
 
-Gemma 3 has norms before and after every sublayer, and norms of queries and keys. All norms share one eps, so rescaling
-multiplies all their inputs by the stream's power of two (its factor). Gains are stored as gain − 1, so multiplying a
-gain rounds it (``Tensor.offset``); only gains that must change do. The embedding multiplies its output by √d.
-With images, a vision tower's outputs replace tokens in the stream, through a norm and a linear.
+Gemma 3 has norms before and after every sublayer, and of queries and keys, with one eps. So rescaling multiplies all
+their inputs by the stream's power of two. Gains are stored minus 1, so multiplying a gain rounds it; only gains that
+must change do. With images, a vision tower's outputs replace tokens in the stream, through a norm and a linear.
 
-Gemma 2 has no norms of queries and keys, but soft caps on scores and logits. A factor commutes with a rotation only if
-both channels of a pair have it, and several query heads share one key head: so queries and keys have one exponent for
-each pair of channels of each key head. Rescaling leaves the scores unchanged, so that their cap acts as before.
+Gemma 2 has no norms of queries and keys, which have exponents as in Llama. Rescaling leaves the scores unchanged, so
+their soft cap acts as before.
 
-Gemma has a norm only before each sublayer, and no soft caps. With no norm behind them, the output projections
-themselves are multiplied by the stream's factor. So only the gains before a tied head are multiplied, and rounded."""
+Gemma has no soft caps, and a norm only before each sublayer. So the stream's power of two multiplies the output
+projections themselves. Only gains before a tied head are multiplied, and rounded."""
 
 from __future__ import annotations
 

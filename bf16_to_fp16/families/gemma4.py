@@ -1,10 +1,9 @@
 """Gemma 4's text model: norms before and after every sublayer as in Gemma 3, with these differences.
 
-Gains are stored as they are, so every norm's output can be scaled. The values of each head have a norm too, without
-gains. It has the config's eps, so it removes the stream's factor; its outputs are at most √head_dim. Scores are not
-scaled. Layers with full attention have heads of another size. With ``attention_k_eq_v`` one linear computes keys and
-values, which have a norm each. At the end of each layer a learned number, ``layer_scalar``, multiplies the stream; its
-factor stays. A vision tower's outputs replace tokens in the stream, through a norm without gains and a linear."""
+Gains are stored as they are, so every norm's output can be scaled. Each head's values have a norm without gains. It
+removes the stream's factor, and its outputs are at most √head_dim. Scores are not scaled. A learned number,
+``layer_scalar``, multiplies the stream after each layer. A vision tower's outputs replace tokens in the stream, through
+a norm without gains and a linear."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
 """GLM-4-0414, GLM-4 and GLM-4.5: causal language models, as Llama, with these differences.
 
-GLM-4 has a fused ``gate_up_proj`` with the gate's rows first; only those of the up projection are rescaled exactly.
-GLM-4-0414 has norms before and after every sublayer, GLM-4 only before each. Gains behind a sublayer are stored as they
-are, not minus 1, so rescaling by a power of two rounds none. Rotary positions rotate channels 2i and 2i + 1 of each
-head's first half. The other channels are not rotated, but exponents and bounds treat them as pairs.
+GLM-4-0414 and GLM-4 have a fused ``gate_up_proj``, the gate's rows first; only those of the up projection are rescaled
+exactly. GLM-4-0414 also has a norm after each sublayer. Rotary positions rotate channels 2i and 2i + 1 of each head's
+first half. Exponents and bounds treat the other channels as pairs too.
 
-GLM-4.5 has routed experts, and a shared expert for every token; its first layers are dense. The router always computes
-in fp32: weights are sigmoids of its logits; it chooses by them plus a correction that files keep in fp32. If the config
-says so, the weights of a token's experts are divided by their sum. Then the config's factor multiplies the weights.
-Their sum is at most that factor or, without the division, that factor times the number of experts per token. Rotary
-positions rotate half of each head, as in GLM-4, but pair channels as Llama does."""
+GLM-4.5 has dense layers, then layers with routed experts and a shared one. The router computes in fp32: weights are
+sigmoids of its logits, and a correction, kept in fp32, counts for the choice alone. A token's weights are divided by
+their sum, if the config says so, and multiplied by the config's factor. Their sum is at most that factor or, without
+the division, that factor times the number of experts per token. Half of each head is rotated, in Llama's pairs of
+channels."""
 
 from __future__ import annotations
 

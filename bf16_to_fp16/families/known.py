@@ -90,10 +90,8 @@ def placed_family(config: Mapping[str, object]) -> Family:
 
 
 def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return another stock class than the config's if the tensors have that class's names; else None.
-
-    A class with a head has its stacks inside a module, so its tensor names have a prefix. Stock code reads names with
-    and without the prefix, and initialises missing tensors at random."""
+    """Return a stock class whose name for the embedding is among the tensors, if the config's class has another name
+    for it; else None."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
@@ -124,11 +122,10 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return the fewest positions of right padding with which a padded encoder row stays finite in fp16: 0 if any
-    number is enough, inf if none is.
+    """Return the least right padding with which a padded encoder row stays finite in fp16: 0 for any, inf for none.
 
-    Under a mask of −inf a padded position that attends to no position is NaN, and so is every position that attends to
-    it, masked or not. Where blocks are summed, a whole block of padding gives padded positions a sum to attend to."""
+    Under a mask of −inf, padding that attends to no position is NaN, and so is what attends to it. Where blocks are
+    summed, a whole block of padding gives it a sum to attend to."""
     family = of_model_type(config.get("model_type"))
     if family is None:
         return 0

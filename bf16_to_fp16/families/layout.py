@@ -50,16 +50,14 @@ TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by n
 
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint. ``source``: its name in the checkpoint, None if it is generated. ``gain``: a factor
-    on the stored values before rescaling: d^-1/2 if a separated head takes over ``head_scale``, else 1. Other fields
-    are as in ``Tensor``."""
+    """A tensor of one checkpoint. ``generate`` and the fields after ``gain`` are as in ``Tensor``."""
 
     name: str
-    source: str | None
+    source: str | None  # its name in the checkpoint, None if it is generated
     shape: tuple[int, ...]
     axes: tuple[Axis | None, ...]
     generate: Callable[[int, int], torch.Tensor] | None = None
-    gain: float = 1.0
+    gain: float = 1.0  # on stored values before rescaling: d^-1/2 if a separated head takes over ``head_scale``
     offset: float = 0.0
     ahead: int = 0
     in_fp32: bool = False
@@ -90,18 +88,16 @@ class ResolvedStack:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family applied to one checkpoint. ``tied``: whether the embedding serves as head; None without a
-    language-modelling head. ``dropped``: the checkpoint's tensors that are not used, each with the reason.
-    ``head_scale``: stock code's factor on the decoder's output before the head."""
+    """A family applied to one checkpoint."""
 
     family: Family
     config: Mapping[str, object]
     stock: StockClass
-    tied: bool | None
+    tied: bool | None  # whether the embedding serves as head; None without a language-modelling head
     tensors: Mapping[str, ResolvedTensor]
     signals: Mapping[str, ResolvedSignal]
-    dropped: Mapping[str, str]
-    head_scale: float
+    dropped: Mapping[str, str]  # the checkpoint's tensors that are not used, each with the reason
+    head_scale: float  # stock code's factor on the decoder's output before the head
     topology: tuple[Topology, ...] = ()
     """The encoder's ends and then its sublayers in order, the same for the decoder, and the head."""
     eps_in_memory: Mapping[str, float] = field(default_factory=dict)
@@ -285,16 +281,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Reader:
-    """A sublayer or final norm that reads the residual stream. ``norm``: path of the norm that reads it, "" if linears
-    do. ``entrance``: path of this norm or of one of the linears. ``site``: the site of the stream that they read.
-    ``sublayer``: None for a final norm. ``is_first``: whether no sublayer has added to the stream yet."""
+    """A sublayer or final norm that reads the residual stream."""
 
-    norm: str
-    entrance: str
-    site: str
-    sublayer: Sublayer | None
+    norm: str  # path of the norm that reads it, "" if linears do
+    entrance: str  # path of this norm or of one of the linears
+    site: str  # the site of the stream there
+    sublayer: Sublayer | None  # None for a final norm
     stack: ResolvedStack
-    is_first: bool
+    is_first: bool  # whether no sublayer has added to the stream yet
 
 
 def walk(layout: Layout) -> Iterator[Reader]:

@@ -1,10 +1,9 @@
 """Llama, Mistral, Qwen2, Qwen3, Seed-OSS, SmolLM3 and ERNIE 4.5: causal language models of one stack, with rotary
-positions and a SiLU gate. Other families of one stack are built from these parts.
+positions and a SiLU gate. Other families are built from these parts.
 
-They differ in which linears have a bias, in Seed-OSS's dropouts, in ERNIE's pairs of channels, in SmolLM3's layers
-without positions, and in Qwen3's norms of queries and keys, whose inputs are multiplied by the stream's power of two.
-Without such norms a power of two commutes with a rotation only if both channels of a pair have it, so queries and keys
-have one exponent for each pair of each key head. Gains are stored as they are, so every norm's output can be scaled."""
+A power of two commutes with a rotation only if both channels of a pair have it. So queries and keys have one exponent
+for each pair of each key head. Qwen3 has norms of queries and keys, whose inputs are multiplied by the stream's power
+of two. Gains are stored as they are, so every norm's output can be scaled."""
 
 from __future__ import annotations
 
@@ -135,17 +134,17 @@ def placed(wiring: FeedForward, path: str, names: StoredExperts = STORED) -> Fee
 def sparse(
     at: str,
     config: Mapping[str, object],
-    count: str,
+    count_key: str,
     style: parts.Style,
     *,
     block: str = "mlp",
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the declaration of a layer's router and gated experts. block: name of the module with both. count: config
-    key of the number of experts. names: how files name the experts' linears. own: values for fields of ``Experts``."""
+    """Return the declaration of a layer's router and gated experts. block: name of the module with both. own: fields of
+    ``Experts``."""
     inside, plain = f"{at}.{block}", wired_feed_forward(at, config["hidden_act"])
-    each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count)))
+    each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count_key)))
     wiring = Experts(
         at=f"{inside}.experts",
         norm=each[0].norm,
@@ -176,9 +175,8 @@ def block(
     turned: bool = True,
     interleaved: bool = False,
 ) -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: whether each head's queries and keys have norms. dropped: whether
-    dropout acts on sublayer outputs. turned: whether positions are rotary. interleaved: whether these rotate channels
-    2i and 2i + 1."""
+    """Return the parts of layer ``i``. normed: queries and keys have norms. dropped: sublayer outputs have dropout.
+    turned: positions are rotary. interleaved: as in ``Rotary``."""
     check_window(config)
     style = parts.Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
@@ -208,9 +206,8 @@ LABELS = (OF_ROWS, OF_TOKENS)
 def classes(
     prefix: str, style: parts.Style = parts.PLAIN, *, bare: str = "Model", labels: Sequence[str] = LABELS
 ) -> tuple[StockClass, ...]:
-    """Return a family's stock classes: without a head, with a language-modelling head, and with classification heads.
-    prefix: the beginning of all class names. bare: the end of the name without a head. labels: the ends of the names
-    with classification heads."""
+    """Return a family's stock classes: bare, with a language-modelling head, and with classification heads. bare,
+    labels: the ends of their names."""
 
     def labelled(name: str) -> StockClass:
         rows = name.endswith(OF_ROWS)

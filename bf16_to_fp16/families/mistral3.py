@@ -1,10 +1,8 @@
-"""Ministral 3 and Mistral 3: the text model of Mistral or Ministral 3, with outputs of a Pixtral tower in its stream.
+"""Ministral 3 and Mistral 3: the text model of Mistral or Ministral 3, with a Pixtral tower's outputs in its stream.
 
-Ministral 3 is Mistral, except that queries grow with the logarithm of their position after the rotation. A projector
-normalises the tower's outputs and merges each square of patches into one vector. Two linears with a GELU between them
-make a token of it. The norm has the text model's eps, which rescaling multiplies by the square of the stream's factor,
-although the tower's outputs are not rescaled. So outputs for images change slightly, which is predicted and measured;
-outputs for text do not."""
+Ministral 3 is Mistral, but queries grow with the logarithm of their position. A projector normalises the tower's
+outputs and makes one token of each square of patches. Its norm has the text model's eps, which rescaling changes. So
+outputs for images change slightly, which is predicted and measured; outputs for text do not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Mixtral, Qwen3-MoE and OLMoE: layers as in Llama, with a router that sends each token to several gated experts.
 
-Router and experts read one norm's output; if that is rescaled by a power of two, their weights are divided by it. So
-the router's logits keep every bit in fp32, and its choice is the same. The router computes logits in the model's dtype
-and the softmax in fp32. A token gets a weighted sum of its experts' outputs, with weights that sum to at most 1."""
+Rescaling keeps every bit of the router's logits in fp32, and so its choice. The router computes logits in the model's
+dtype and the softmax in fp32. A token's weights sum to at most 1."""
 
 from __future__ import annotations
 

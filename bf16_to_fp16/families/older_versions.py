@@ -1,8 +1,7 @@
 """Make transformers 4.57 read a config.json of transformers 5 correctly.
 
-Version 4.57 ignores ``rope_parameters`` and takes its own defaults. But both versions read the older keys, which can be
-added beside it. Version 4.57 also scales the output of a T5 decoder by d^-1/2 if the tie flag is true, whatever
-``scale_decoder_outputs`` says. A difference that no key can remove is described in a sentence."""
+Version 4.57 ignores ``rope_parameters``, but both versions read older keys, which can be added beside it. A sentence
+describes each difference that no key can remove."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""OLMo 2, OLMo 3 and EXAONE 4: causal language models with a norm behind each sublayer, and none before. As Llama, with
-these differences.
+"""OLMo 2, OLMo 3 and EXAONE 4: as Llama, but with a norm behind each sublayer, and none before.
 
-Linears read the stream itself. The columns of v, gate and up are divided by the stream's power of two. The outputs of
-q, k and both output projections have it too, since norms with the same eps read them. The gains of the norm behind a
-sublayer bound its contribution to the stream. OLMo's norms of queries and keys span all heads. EXAONE's full-attention
-layers have no positions if other layers have a window."""
+Linears read the stream itself, so the columns of v, gate and up are divided by its power of two. The outputs of q, k
+and output projections have it, since norms with the same eps read them. The gains of the norm behind a sublayer bound
+its contribution to the stream."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""View a checkpoint as another stock class of its family: the same weights under that class's names, in a temporary
-folder. Tensors that the class does not have are left out."""
+"""View a checkpoint as another stock class of its family: the same weights under that class's names."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Build the ``Part`` of a sublayer, an embedding, a final norm or a head from its weights (``Style``) and wiring. A
-signal's power of two multiplies weights that produce the signal, and divides those that read it."""
+"""Build the ``Part`` of a sublayer, an embedding, a final norm or a head from its weights (``Style``) and wiring."""
 
 from __future__ import annotations
 
@@ -28,19 +27,17 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 
 @dataclass(frozen=True)
 class Style:
-    """How weights are stored. ``biased``: last path components of linears with a bias. ``shifts``: whether norms have
-    a bias. ``offset``: a number that stock code adds to gains, so that rescaling rounds the stored gains. The other
-    fields are names in ``Family.sizes``: ``memory`` is the encoder's width, "" if it is ``model``."""
+    """How weights are stored. Fields from ``model`` on are names in ``Family.sizes``."""
 
-    biased: Collection[str] = ()
-    shifts: bool = False
-    offset: float = 0.0
+    biased: Collection[str] = ()  # last path components of linears with a bias
+    shifts: bool = False  # whether norms have a bias
+    offset: float = 0.0  # what stock code adds to gains, so that rescaling rounds the stored gains
     model: str = "model"
     inner: str = "inner"
     kv_inner: str = "kv_inner"
     head: str = "head"
     ff: str = "ff"
-    memory: str = ""
+    memory: str = ""  # the encoder's width, "" if it is ``model``
 
     def norm(self, path: str, axis: Axis | None, size: str = "") -> tuple[Tensor, ...]:
         names = ("weight", "bias") if self.shifts else ("weight",)
@@ -87,9 +84,9 @@ def to_norm(norm: str) -> Axis:
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return the ``Spread`` of queries and that of keys. Query heads of one key head share exponents. So do the two
-    channels of a rotated pair, and all of a head that is partly rotated but not by half. share: (key heads, query heads
-    for each, size of a head), or () if nothing is rotated and each query head has its own key head."""
+    """Return the ``Spread`` of queries and that of keys. Query heads of one key head share exponents, and so do
+    channels of a rotated pair. share: (key heads, query heads for each, size of a head); () if nothing is rotated and
+    each query head has its own key head."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
@@ -103,8 +100,8 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return a ``Spread`` for a fused matrix in which only one linear's rows have channels. fused: the linears' row
-    counts, () for a matrix of one linear. number: the linear's index. spread: how its rows share channels."""
+    """Return the ``Spread`` of a fused matrix in which only linear ``number`` has channels. fused: the linears' row
+    counts, () for a matrix of one linear. spread: of that linear's rows."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -170,9 +167,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
 
 def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
     """Return the output axes of query and key weights, the norms' gains, and the signals ``query_key`` and ``scores``.
-
-    Norms of queries and keys share the stream's eps, so the linears before them are rescaled as the stream. Scores are
-    rescaled by the query weight alone or, with such norms, by the query norm's gains alone."""
+    Linears before norms of queries and keys are rescaled as the stream, whose eps the norms share."""
     query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
     if wiring.query_norm:
         # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
@@ -303,8 +298,7 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
-    """Return the declaration of a final norm and a separate head. sizes: the name of each linear's output size.
-    Only edits rescale these outputs, which a tanh, a softmax or the user reads."""
+    """Return the declaration of a final norm and a separate head. sizes: the name of each linear's output size."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

@@ -1,20 +1,16 @@
 """Pegasus, mBART and BigBird-Pegasus.
 
-Pegasus is pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head. Three deviations from
-T5 matter. LayerNorm's eps (1e-5) is not in the config, so scaling the residual stream by s changes outputs by about
-eps/(2·s²·var) of themselves, which the plan weighs. The positions are added to the residual stream and must be scaled
-with it, so they are written even if a file lacks them. Scores are multiplied by head_dim^-1/2 after the product.
+Pegasus is pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head. LayerNorm's eps (1e-5)
+is not in the config. So scaling the residual stream by s changes outputs by about eps/(2·s²·var) of themselves, which
+the plan weighs. Positions are scaled with the stream, so they are written even if a file lacks them.
 
-mBART has learned positions (with two unused rows before the first), an embedding that multiplies itself by √d with
-``scale_embedding``, and a norm between the embedding and each stack's stream. That norm removes any factor of its
-input, so the residual stream begins with the norm's gain and bias. The embedding, the positions and a tied head are not
-rescaled, and each stack's stream has its own exponent. The norm's eps, which no config holds, has no effect then.
+mBART has learned positions, and an embedding that multiplies itself by √d with ``scale_embedding``. A norm reads their
+sum, and its gain and bias begin the residual stream. Each stack's stream has its own exponent. The embedding, the
+positions and a tied head are not rescaled, so this norm's eps need not change.
 
-BigBird-Pegasus has learned positions, other modules in the encoder's attention, and biases by the config. Its embedding
-multiplies itself by √d, its final norms are called ``layernorm_embedding``, and the encoder's scores are divided by
-√head_dim. Its checkpoints ask for block-sparse attention, which sums each context from four products and rounds each
-time. Only ``attention_type: original_full`` is supported, full attention, which stock code also uses by itself for
-inputs of up to (5 + 2·num_random_blocks)·block_size positions."""
+BigBird-Pegasus has learned positions, other modules in the encoder's attention, and biases by the config. Only
+``attention_type: original_full`` is supported, not block-sparse attention. Stock code also uses it by itself for inputs
+of up to (5 + 2·num_random_blocks)·block_size positions."""
 
 from __future__ import annotations
 

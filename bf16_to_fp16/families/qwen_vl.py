@@ -1,9 +1,8 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with outputs of a vision tower in their stream.
 
-Positions on three axes only change the angles of rotary positions. A merger normalises and joins four of the tower's
-outputs. Two linears with a GELU between them make one token of the four. In Qwen3-VL, further mergers add outputs of
-earlier tower layers to the stream after its first layers. The mergers' norms have an eps of their own, so only each
-merger's last linear is rescaled as the stream, and the tower stays as it is."""
+Positions on three axes only change rotary angles. A merger normalises four of the tower's outputs and makes one token
+of them, by two linears with a GELU. In Qwen3-VL, further mergers add outputs of earlier tower layers after the first
+layers. The mergers' norms have their own eps, so only each merger's last linear is rescaled."""
 
 from __future__ import annotations
 
@@ -87,12 +86,11 @@ def with_images(
     kinds: tuple[str, str],
     brings: Callable[[Mapping[str, object]], Sequence[Part]],
     *,
-    key: str = "hidden_size",
+    width_key: str = "hidden_size",
     flat: bool = False,
 ) -> Family:
-    """Return a text model's family with a vision tower. kinds: classes with and without a head. brings: returns the
-    projectors' parts. key: config key of the tower's width. flat: whether older configs have no ``text_config``."""
-    across, wide = "vision_config.spatial_merge_size", f"vision_config.{key}"
+    """Return a text model's family with a vision tower. flat: whether older configs have no ``text_config``."""
+    across, wide = "vision_config.spatial_merge_size", f"vision_config.{width_key}"
 
     def around(inner: Family) -> Family:
         return replace(
@@ -117,7 +115,7 @@ QWEN2_VL = with_images(
     "Qwen2-VL",
     ("Qwen2VLForConditionalGeneration", "Qwen2VLModel"),
     partial(of_qwen2, layer_norm_eps=1e-6),
-    key="embed_dim",
+    width_key="embed_dim",
     flat=True,
 )
 QWEN2_5_VL = with_images(

@@ -1,9 +1,7 @@
 """Apply a family to a checkpoint: find the role of every tensor.
 
-Whether a head is tied is decided from the tensors, because the flag in the config has meant different things:
-transformers 5 writes ``true`` beside a separate head. Every tensor must have a role, since stock code fills a missing
-one with random numbers and drops an unknown one. ``source_weights`` then reads a layout's weights before rescaling, of
-a checkpoint or of a model in memory (``ModelTensors``)."""
+The tensors decide whether a head is tied, since transformers 5 writes a flag of ``true`` beside a separate head too.
+Every tensor must have a role: stock code fills a missing one at random and drops an unknown one."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ COMPUTED = ".rotary_emb.inv_freq"  # of a layer or a model; older files hold it,
 
 
 def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
-    """Return the layout of ``checkpoint``, with a role for every tensor. untie: give a tied head a copy of the
-    embedding. Raises UserError for a tensor that is missing, unknown or misshapen, and for a bad config.json."""
+    """Return a checkpoint's layout. untie: give a tied head a copy of the embedding. Raises UserError for a tensor that
+    is missing, unknown or misshapen, and for a bad config.json."""
     with in_folder(checkpoint.source):
         return classified(checkpoint, untie=untie)
 
@@ -108,8 +106,7 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, stock: StockClass) -> str:
-    """Return the remedy for a missing embedding, as the end of an error message. If the tensors have another class's
-    names, the config's class can load and save them or, without a head, the config can name the other class."""
+    """Return the end of the message for a missing embedding: how to mend it."""
     other = class_by_tensor_names(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
@@ -163,8 +160,8 @@ def unread(family: Family, stock: StockClass) -> tuple[str, ...]:
 
 
 def is_tied(checkpoint: TensorSource, family: Family, embedding: str) -> bool:
-    """Return whether the embedding serves as head, decided from the tensors. A stored head that equals the embedding
-    counts as a copy (``.bin`` files have one), unless the config explicitly says that the two are separate."""
+    """Return whether the embedding serves as head. A stored head with the embedding's values counts as a copy, unless
+    the config says that the two are separate."""
     if family.head not in checkpoint.tensors:
         return True
     if says_untied(family, checkpoint.config):

@@ -1,10 +1,9 @@
 """Signals (activations that are rescaled together) and the tensors that rescale them, as pure data.
 
 A *signal* is what flows between weights: the residual stream, one attention's values, the output of one norm. Rescaling
-may multiply each of its channels by a power of two, its factor. A weight that writes a signal is multiplied by the
-factor along the axis that produces it; a weight that reads the signal is divided along the axis that consumes it. The
-product of queries and keys must not change, so queries are multiplied and keys divided. An element's exponent is the
-sum over its tensor's axes. Each axis is ``multiplied_by(signal)``, ``divided_by(signal)`` or None."""
+may multiply each of its channels by a power of two, its factor. The factor multiplies weights that write the signal,
+along their output axis, and divides weights that read it, along their input axis. Queries are multiplied and keys
+divided, so that their product stays. An element's exponent is the sum over its tensor's axes."""
 
 from __future__ import annotations
 
@@ -69,14 +68,12 @@ either end counts elements that are not rescaled: neurons behind their gates in 
 
 @dataclass(frozen=True)
 class Axis:
-    """A tensor's axis that a signal's power of two multiplies (``sign`` 1) or divides (−1). ``spread``: how the axis's
-    elements share the signal's channels. ``others``: axes for further signals, on the same elements or, if several
-    linears share a matrix, on those of another linear."""
+    """A tensor's axis that a signal's power of two multiplies or divides."""
 
     sign: Sign
     signal: str
     spread: Spread = ()
-    others: tuple[Axis, ...] = ()
+    others: tuple[Axis, ...] = ()  # for further signals, on the same elements or, in a fused matrix, another linear's
 
     def beside(self, *others: Axis) -> Axis:
         """Return a copy of this axis that has these ``others`` in place of its own."""
@@ -100,8 +97,7 @@ def divided_by(signal: str, spread: Spread = ()) -> Axis:
 
 @dataclass(frozen=True)
 class ObservationPoint:
-    """A module's input or output where a signal is observed. ``sign``: −1 if the signal's power of two divides the
-    values there. ``spread``: which values share one of the signal's channels, as a ``Spread``; () if none do."""
+    """A module's input or output where a signal is observed."""
 
     sign: Sign
     module: str
@@ -136,33 +132,27 @@ def before(norm: str) -> str:
 
 @dataclass(frozen=True)
 class Signal:
-    """Activations that are rescaled together. ``size``: the name of an axis's size in ``Family.sizes``. ``spread``: how
-    that axis's elements share the channels. ``seen``: where the signal is observed. ``beside``: where another signal is
-    observed, to whose exponent this one's is added."""
+    """Activations that are rescaled together."""
 
     name: str
     kind: Kind
-    size: str
-    seen: tuple[ObservationPoint, ...]
-    spread: Spread = ()
-    beside: tuple[ObservationPoint, ...] = ()
+    size: str  # the name of an axis's size in ``Family.sizes``
+    seen: tuple[ObservationPoint, ...]  # where the signal is observed
+    spread: Spread = ()  # of that axis
+    beside: tuple[ObservationPoint, ...] = ()  # where another signal is observed, to whose exponent this one's is added
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter: its name, the named sizes of its axes, and how signals rescale each axis (None: not at all).
-
-    ``absent``: why a file may lack it, "" if it must be there. ``generate``: a function from its shape to its unscaled
-    values, if stock code computes them. ``offset``: a number that stock code adds to it, in fp32, before use; exponents
-    act on the sum, and the file holds the sum minus the offset, rounded. ``ahead``: how many unused rows precede the
-    first position's, in a table of positions. ``in_fp32``: whether stock code keeps it in fp32, since rounding could
-    change which expert takes a token."""
+    """One parameter, and how signals rescale it."""
 
     name: str
-    shape: tuple[str, ...]
-    axes: tuple[Axis | None, ...]
-    absent: str = ""
-    generate: Callable[[int, int], torch.Tensor] | None = None
+    shape: tuple[str, ...]  # names in ``Family.sizes``
+    axes: tuple[Axis | None, ...]  # None for an axis that no signal rescales
+    absent: str = ""  # why a file may lack it, "" if it must be there
+    generate: Callable[[int, int], torch.Tensor] | None = None  # unscaled values by shape, if stock code computes them
     offset: float = 0.0
-    ahead: int = 0
-    in_fp32: bool = False
+    """What stock code adds to it, in fp32, before use. Exponents act on the sum, and the file holds the sum minus this,
+    rounded."""
+    ahead: int = 0  # unused rows before the first position's, in a table of positions
+    in_fp32: bool = False  # whether stock code keeps it in fp32, since rounding could change which expert takes a token

@@ -1,8 +1,4 @@
-"""Axes of tensors on which several elements share a channel of a signal, such as values that several query heads read.
-On others some elements have no channel, such as gates before their neurons in one matrix.
-
-A ``Spread`` gives an axis a shape. Along the shape's second, fourth, ... dimension the channel stays the same. A −n in
-front or at the end is no dimension: it says that the first or last n elements have no channel."""
+"""Axes of tensors on which several elements share a channel of a signal, or some have none: see ``Spread``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Switch Transformers: T5 v1.0 with sparse blocks, in which a router sends each token to one of several feed-forwards.
 
-Experts and router read one norm's output; if that is rescaled by a power of two, their weights are divided by it. The
-router always computes in fp32. Rescaling leaves its logits equal bit for bit, so its choice is the same. Neurons have
+The router always computes in fp32, where rescaling keeps every bit of its logits, and so its choice. Neurons have
 exponents within each expert."""
 
 from __future__ import annotations

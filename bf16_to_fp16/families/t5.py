@@ -1,14 +1,12 @@
 """T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), mT5, UMT5 and LongT5.
 
-Pre-norm, RMSNorm with its eps in the config, no biases, no scaling of scores. v1.0 has ReLU and uses the embedding as
-head after multiplying by d^-1/2; v1.1 and its descendants have a gate and a separate head. The relative attention bias
-is in the first block of each stack and shared by the others.
+Pre-norm, RMSNorm with its eps in the config, no biases, no scaling of scores. v1.0 has ReLU and a tied head after
+d^-1/2; v1.1 and its descendants have a gate and a separate head. A stack's blocks share the first one's relative
+attention bias, except in UMT5.
 
-LongT5 is T5 v1.1 with an encoder that attends locally and, with ``transient-global``, to sums of all blocks of
-positions. Local attention differs from T5's only in its mask. In transient-global attention the norm's output is summed
-over blocks of positions, and another norm reads the sums. Keys and values are computed from the outputs of both norms.
-All norms share one eps, scaled by the square of the residual stream's factor. So the sums, and with them the output of
-the first norm, must be multiplied by that factor too, the same in every channel."""
+LongT5 is T5 v1.1 with an encoder that attends locally, which changes only the mask. With ``transient-global`` it also
+attends to sums of the norm's output over blocks of positions, through another norm. All norms share one eps, so the
+sums must have the residual stream's factor. So must the first norm's output, in every channel."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return an attention's declaration. bias: whether it has a position bias of its own. memory: whether it reads the
-    encoder's output. shared: path of the attention whose position bias it adds, if not its own."""
+    """Return an attention's declaration. bias: whether it has a position bias of its own. shared: path of the attention
+    whose position bias it adds otherwise."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,

@@ -1,8 +1,8 @@
 """T5Gemma: two stacks of Gemma 2's layers; the second reads the first's output by cross-attention.
 
-Each stack has its own embedding, widths, heads and depth, from a nested config. The norms of both share one eps, since
-they share the stream's exponent. Cross-attention has no positions, so each channel of its queries and keys can be
-rescaled separately. The stack multiplies its embeddings by √d, rounded to their dtype."""
+Each stack has its own embedding, widths, heads and depth, from a nested config. One eps and one stream exponent serve
+both. Cross-attention has no positions, so its channels have no pairs. Each stack multiplies its embeddings by √d,
+rounded to their dtype."""
 
 from __future__ import annotations
 

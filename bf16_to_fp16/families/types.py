@@ -13,35 +13,27 @@ from .wiring import Projector, StockAttributes, Topology
 
 @dataclass(frozen=True)
 class Part:
-    """The declaration of a sublayer, an embedding, a head or a final norm. Signals of the same name in several parts
-    are one signal, observed at the points of all these parts. ``topology``: how the modules are connected; None for a
-    final norm without a head."""
+    """The declaration of a sublayer, an embedding, a head or a final norm. Signals of one name in several parts are one
+    signal, observed at all their points."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
-    topology: Topology | None = None
+    topology: Topology | None = None  # None for a final norm without a head
 
 
 @dataclass(frozen=True)
 class StockClass:
-    """A class of transformers that loads a family's checkpoints.
+    """A class of transformers that loads a family's checkpoints."""
 
-    ``names``: the current name first, then older ones. ``decodes``: whether the class has a decoder.
-    ``takes_decoder_ids``: whether it needs the decoder's ids; if not, it makes them from the encoder's. ``end``: the
-    final norm and any head behind it; None for a language-modelling head, which the family declares tied and untied.
-    ``gives``: the output's field names. ``body``: path of the module that contains the stacks, "" for the model itself.
-    ``reads_end_token``: whether the head reads only a row's last end token; ``reads_last_token``: whether it reads
-    only the last token that is not padding. ``auto``: the Auto class that loads it, "" if ``loading_class`` decides."""
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the current name first, then older ones
     decodes: bool = False
-    takes_decoder_ids: bool = False
-    end: Part | None = None
-    gives: tuple[str, ...] = ("logits",)
-    body: str = ""
-    reads_end_token: bool = False
-    reads_last_token: bool = False
-    auto: str = ""
+    takes_decoder_ids: bool = False  # False if it makes the decoder's ids from the encoder's
+    end: Part | None = None  # the final norm and any head; None for a language-modelling head, declared by the family
+    gives: tuple[str, ...] = ("logits",)  # the output's field names
+    body: str = ""  # path of the module that contains the stacks, "" for the model itself
+    reads_end_token: bool = False  # whether the head reads only a row's last end token
+    reads_last_token: bool = False  # whether the head reads only the last token that is not padding
+    auto: str = ""  # the Auto class that loads it, "" if ``loading_class`` decides
 
     @property
     def row_wise(self) -> bool:
@@ -84,13 +76,12 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """The names of experts in files. Files store each expert's linears separately; stock code fuses all experts in two
-    tensors. ``inside``: the experts' parent module in files, "" if it has stock code's name."""
+    """The names in files of each expert's linears, which stock code fuses with those of all experts."""
 
     gate: str = "gate_proj"
     linear: str = "up_proj"
     output: str = "down_proj"
-    inside: str = ""
+    inside: str = ""  # the experts' parent module in files, "" if it has stock code's name
 
 
 @dataclass(frozen=True, kw_only=True)

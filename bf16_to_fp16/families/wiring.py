@@ -8,36 +8,30 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StockAttributes:
-    """Names of stock modules' attributes whose values the bounds need; "" if the class has none. ``heads``,
-    ``head_size``: of an attention. ``groups``: the number of query heads per key head. ``embedding_scale``: the factor
-    on the embedding, an attribute of the stack or of the embedding."""
+    """Names of stock modules' attributes whose values the bounds need, of an attention unless stated otherwise; "" for
+    none."""
 
     head_size: str
     heads: str = ""
-    embedding_scale: str = ""
-    groups: str = ""
+    embedding_scale: str = ""  # the factor on the embedding, in the stack or the embedding
+    groups: str = ""  # the number of query heads per key head
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions: each pair of channels of a query or key is rotated by an angle.
+    """Rotary positions: an angle rotates each pair of channels of a query or key."""
 
-    at: the module of cosines and sines; "" for a layer without rotation, which is bounded as if it had one. factor: the
-    largest factor on cosines and sines, at least 1. interleaved: channels 2i and 2i + 1 form a pair; else i and
-    i + r/2, where a head has r rotated channels. turned: r, 0 for all channels; the others are not rotated, but form
-    pairs too. growth: (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)."""
-
-    at: str
-    factor: float = 1.0
-    interleaved: bool = False
-    turned: int = 0
-    growth: tuple[float, float] | None = None
+    at: str  # the module of cosines and sines; "" for no rotation, which is bounded as if there were one
+    factor: float = 1.0  # the largest on cosines and sines, at least 1
+    interleaved: bool = False  # whether channels 2i and 2i + 1 form a pair; else i and i + r/2 of r rotated channels
+    turned: int = 0  # r, 0 for all channels; the others form pairs too
+    growth: tuple[float, float] | None = None  # (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The connections of an attention sublayer's modules, for bounds on the values between them. Unless stated
-    otherwise, names are module paths or, with a colon, sites as audits name them; "" is for none."""
+    """The connections of an attention sublayer's modules. Unless stated otherwise, names are module paths or, with a
+    colon, sites; "" is for none."""
 
     at: str  # the module that forms the scores
     norm: str  # "" where its linears read the stream itself
@@ -86,10 +80,10 @@ class Attention:
 
     @property
     def scaling(self) -> tuple[str, ...]:
-        """The sites where the scale multiplies the scores or, as its root, queries and keys. Audits number a module's
-        multiplications: four by rotary positions come first, then one by ``Rotary.growth``, if any."""
+        """The sites where the scale multiplies the scores or, as its root, queries and keys."""
         if self.divides:
             return (f"{self.at}:div",)
+        # Audits number a module's multiplications. Before these come rotary positions' four, and one by their growth.
         first = 1 if not self.turns else 6 if self.rotary is not None and self.rotary.growth else 5
         return tuple(f"{self.at}:mul#{count}".removesuffix("#1") for count in (first, first + 1))
 
@@ -101,28 +95,22 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The connections of a feed-forward sublayer's modules.
+    """The connections of a feed-forward sublayer's modules. ``norm``, ``add``, ``post_norm`` are as in
+    ``Attention``."""
 
-    ``at``: the module that multiplies the activated ``gate`` by ``linear``'s output. ``gate``: path of a linear, "" for
-    a sublayer without one, in which the activation acts on ``linear``'s output. ``activation``: the config's name;
-    ``act``: the module. ``norm``, ``add``, ``post_norm`` as in ``Attention``. ``dropouts``: modules, first before the
-    linear ``output``, then after it. ``fused``: row counts of gate and ``linear`` if one module computes both.
-    ``scalar``: tensor of a number that multiplies the stream after this sublayer, "" for none; ``scaled``: the site of
-    that product."""
-
-    at: str
+    at: str  # the module that multiplies the activated ``gate`` by ``linear``'s output
     norm: str
-    gate: str
+    gate: str  # a linear; "" for none, where the activation acts on ``linear``'s output
     linear: str
     output: str
-    activation: str
-    act: str
+    activation: str  # its name in the config
+    act: str  # its module
     add: str
-    dropouts: tuple[str, ...] = ()
+    dropouts: tuple[str, ...] = ()  # first before the linear ``output``, then after it
     post_norm: str = ""
-    fused: tuple[int, ...] = ()
-    scalar: str = ""
-    scaled: str = ""
+    fused: tuple[int, ...] = ()  # row counts of gate and ``linear`` if one module computes both
+    scalar: str = ""  # tensor of a number that multiplies the stream after this sublayer
+    scaled: str = ""  # the site of that product
 
     @property
     def entrance(self) -> str:
@@ -131,39 +119,30 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Experts:
-    """The connections of a sublayer with a router and several feed-forwards (experts), some of which run for each
-    token.
+    """A sublayer whose router sends each token to some of several feed-forwards (experts). ``norm``, ``add``,
+    ``post_norm`` are as in ``Attention``."""
 
-    ``at``: the module that sends tokens to experts and gathers the outputs; a token without an expert gets 0. ``norm``,
-    ``add``, ``post_norm`` as in ``Attention``. ``router``: the module that chooses experts by its scores.
-    ``classifier``: the router's linear, whose outputs are the experts' logits. ``noise``: config key of ε, "" for none;
-    training multiplies what the router reads, or the experts too, by random factors from 1 − ε to 1 + ε. ``experts``:
-    plain or gated feed-forwards that read the norm's output. ``dropouts``: of the output.
-
-    ``chosen``: config key of the number of experts that take a token. "" means at most one, the most probable in fp32.
-    The router then returns a mask of the choices, [rows, positions, experts], and their probabilities. With a key it
-    returns logits, then weights and indices of the chosen experts, [tokens, experts of a token]. ``sigmoid``: whether
-    scores are sigmoids of the logits, not a softmax. ``normalised``: config key of whether a token's weights are
-    divided by their sum, "" for always. ``scaling``: config key of a number that multiplies the weights, "" for none.
-    ``correction``: tensor that is added to the scores for the choice alone. ``shared``: a feed-forward that takes every
-    token, with a weight of 1; ``sum``: the site where its output is added to the experts'."""
-
-    at: str
+    at: str  # the module that sends tokens to experts and gathers the outputs; a token without an expert gets 0
     norm: str
-    router: str
-    classifier: str
+    router: str  # the module that chooses experts by its scores
+    classifier: str  # the router's linear, whose outputs are the logits
     noise: str
+    """Config key of ε, "" for none. Training multiplies what the router reads, or the experts too, by random factors
+    from 1 − ε to 1 + ε."""
     experts: tuple[FeedForward, ...]
     add: str
     dropouts: tuple[str, ...] = ()
     post_norm: str = ""
     chosen: str = ""
-    sigmoid: bool = False
-    normalised: str = ""
-    scaling: str = ""
-    correction: str = ""
-    shared: FeedForward | None = None
-    sum: str = ""
+    """Config key of the number of experts that take a token. The router then returns logits, weights and indices of the
+    chosen experts, the last two [tokens, experts of a token]. "" means at most one, the most probable in fp32. The
+    router then returns a mask of the choices, [rows, positions, experts], and their probabilities."""
+    sigmoid: bool = False  # whether scores are sigmoids of the logits, not a softmax
+    normalised: str = ""  # config key of whether a token's weights are divided by their sum, "" for always
+    scaling: str = ""  # config key of a factor on the weights, "" for none
+    correction: str = ""  # tensor that is added to the scores for the choice alone
+    shared: FeedForward | None = None  # takes every token, with a weight of 1
+    sum: str = ""  # the site where the shared output is added to the experts'
 
     @property
     def every(self) -> tuple[FeedForward, ...]:
@@ -177,27 +156,22 @@ class Experts:
 
 @dataclass(frozen=True)
 class StackEnds:
-    """The beginning and the end of a stack.
-
-    ``at``, ``embedding``: module paths of the stack and of its embedding. ``table``: the embedding's tensor, "" for the
-    family's. ``positions``: tensor added to the embedding, "" for none. ``first_norm``: a norm of that sum, whose
-    output begins the residual stream, "" for none. This norm's input is not rescaled, so its eps stays: the family must
-    have no ``eps_key``. ``norm``: the final norm. ``dropouts``: after the embedding and the final norm.
-
-    ``scaled_by``: what multiplies the embedding: its own module, the stack, or "" for nothing. The factor is the
-    family's embedding multiplier if ``multiplier``, else √d. ``switch``: config key that turns √d on; without one √d is
-    always on, rounded to the weight's dtype. A stack without a ``switch`` multiplies ``inputs_embeds`` too."""
+    """The beginning and the end of a stack. Unless stated otherwise, names are module paths; "" is for none."""
 
     at: str
     embedding: str
-    norm: str
-    positions: str = ""
-    dropouts: tuple[str, ...] = ()
+    norm: str  # the final norm
+    positions: str = ""  # tensor added to the embedding
+    dropouts: tuple[str, ...] = ()  # after the embedding and the final norm
     first_norm: str = ""
-    scaled_by: Literal["", "module", "stack"] = ""
+    """A norm of the embedding with positions, whose output begins the residual stream. Its input is not rescaled, so
+    its eps stays: the family must have no ``eps_key``."""
+    scaled_by: Literal["", "module", "stack"] = ""  # what multiplies the embedding
     switch: str = ""
-    multiplier: bool = False
-    table: str = ""
+    """Config key that turns the factor √d on. Without one √d is always on, rounded to the weight's dtype. A stack
+    without one multiplies ``inputs_embeds`` too."""
+    multiplier: bool = False  # whether the factor is the family's embedding multiplier, not √d
+    table: str = ""  # the embedding's tensor, "" for the family's
 
     @property
     def rounds_scale(self) -> bool:
@@ -223,8 +197,7 @@ class StackEnds:
 
 @dataclass(frozen=True)
 class HeadLinear:
-    """A linear of a head. ``at``: its module path. ``weight``, ``bias``: tensors; the embedding for a tied head, "" for
-    no bias. ``tanh``: the site of the tanh behind it, "" for none."""
+    """A linear of a head, its tensors, and the site of a tanh behind it; "" is for none."""
 
     at: str
     weight: str
@@ -234,14 +207,12 @@ class HeadLinear:
 
 @dataclass(frozen=True)
 class Head:
-    """The linears on the last norm's output, one after another. ``at``: the module that computes these linears.
-    ``dropout``: the dropout module before each linear, "" for none. ``cap``: config key of a soft cap on the logits, as
-    in ``Attention``; the model itself applies the cap."""
+    """The linears on the last norm's output, one after another."""
 
-    at: str
+    at: str  # the module that computes them
     linears: tuple[HeadLinear, ...]
-    dropout: str = ""
-    cap: str = ""
+    dropout: str = ""  # the module before each linear, "" for none
+    cap: str = ""  # config key of a soft cap on the logits, as in ``Attention``; the model itself applies it
 
 
 MOST_MEAN = 1024.0  # largest mean magnitude of another model's outputs for which a LayerNorm's output is bounded
@@ -249,63 +220,41 @@ MOST_MEAN = 1024.0  # largest mean magnitude of another model's outputs for whic
 
 @dataclass(frozen=True)
 class Projector:
-    """The part that brings another model's outputs into the stream: a norm, then linears.
+    """The part that brings another model's outputs into the stream: a norm, then linears. "" is for none."""
 
-    ``at``: the module that contains norm and linears. ``pool``: the site that averages the other model's outputs before
-    the norm, "" for none. ``add``: the site where the results replace embeddings, or join the stream. ``norm``: module
-    path of the norm. ``layer_norm_eps``: the eps of a LayerNorm, None for an RMSNorm. A LayerNorm may lose small
-    differences beside a large mean, so its bounds hold only for means of at most ``MOST_MEAN``. ``joined``: how many
-    vectors from the norm form one input of the first linear; ``by_channel``: whether they are interleaved by channel.
-    ``shares_eps``: whether the norm reads the text model's eps from the config. That eps scales with the stream's
-    exponent, so the norm's output changes.
-
-    ``weight``: tensor of a single linear, [inputs, outputs]; "" where the linears are modules: first ``merging``, ""
-    for none, then the ``feed_forward``, if any. ``tower``: the other model's module, which is not analysed: its tensors
-    are copied unchanged, and no bound covers its inside. ``behind``: the site of the stream to which the results are
-    added, "" if they replace embeddings. ``image``: the inputs of the tower. ``gives``: the field with the results in
-    the stock class's output, "" for none."""
-
-    at: str
-    add: str
+    at: str  # the module that contains norm and linears
+    add: str  # the site where the results replace embeddings, or join the stream
     norm: str
-    tower: str
+    tower: str  # the other model's module: its tensors are copied unchanged, and no bound covers its inside
     image: ImageInput
-    pool: str = ""
+    pool: str = ""  # the site that averages the other model's outputs before the norm
     layer_norm_eps: float | None = None
-    joined: int = 1
-    by_channel: bool = False
-    shares_eps: bool = False
-    weight: str = ""
-    merging: str = ""
-    feed_forward: FeedForward | None = None
-    behind: str = ""
-    gives: str = ""
+    """None for an RMSNorm. A LayerNorm may lose small differences beside a large mean, so its bounds hold only for
+    means of at most ``MOST_MEAN``."""
+    joined: int = 1  # how many vectors from the norm form one input of the first linear
+    by_channel: bool = False  # whether these are interleaved by channel
+    shares_eps: bool = False  # whether the norm reads the text model's eps, whose rescaling changes its output
+    weight: str = ""  # tensor of a single linear, [inputs, outputs]; "" where the linears are modules
+    merging: str = ""  # the first linear
+    feed_forward: FeedForward | None = None  # the linears after it
+    behind: str = ""  # the site of the stream to which the results are added, "" if they replace embeddings
+    gives: str = ""  # the field with the results in the stock class's output
 
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How a stock class takes an image: seven config keys, then three arguments ("" for none).
+    """How a stock class takes an image: seven config keys, then three arguments ("" for none)."""
 
-    ``token``: key of the image token's id, for which the image's vectors are put in. ``channels``: key of the number of
-    channels, "" for 3. ``size``: key of the image's height and width in pixels; "" where the model takes any size: the
-    audit's image is then two tokens high and wide. ``tokens``: key of an image's number of image tokens, "" for four.
-    ``patch``: key of a patch's height and width in pixels. ``merged``: key of n, where n × n patches make a token.
-    ``frames``: key of the number of equal video frames that an image is made into, "" for none.
-
-    ``marks``: the argument that is 1 at image tokens. ``sizes``: the argument with an image's height and width in
-    pixels; with ``frames`` it has three counts of patches, along time, height and width. ``places``: the argument with
-    column and row of each patch, where the image is given as patches."""
-
-    token: str
-    channels: str
-    size: str = ""
-    tokens: str = ""
-    patch: str = ""
-    merged: str = ""
-    frames: str = ""
-    marks: str = ""
-    sizes: str = ""
-    places: str = ""
+    token: str  # the image token's id, for which the image's vectors are put in
+    channels: str  # their number, "" for 3
+    size: str = ""  # height and width in pixels; "" for any: the audit's image is then two tokens high and wide
+    tokens: str = ""  # an image's number of image tokens, "" for four
+    patch: str = ""  # a patch's height and width in pixels
+    merged: str = ""  # n, where n × n patches make a token
+    frames: str = ""  # the number of equal video frames that an image is made into
+    marks: str = ""  # 1 at image tokens
+    sizes: str = ""  # height and width in pixels or, with ``frames``, patches along time, height and width
+    places: str = ""  # column and row of each patch, where the image is given as patches
 
 
 Sublayer = Attention | FeedForward | Experts

@@ -1,16 +1,13 @@
 """Constrain the certified bounds during training, so that no input can overflow the trained model.
 
-The certificate bounds every site for any input, from the weights alone, and its bounds are differentiable. Rescaling
-cannot lower some sites (scores, gate rows, logits). Their bounds must stay under a ceiling, the lid, which falls during
-training from the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds' gradients
-change the weights until every bound is under the lid again. Rows that write the residual stream are only scaled down:
-in other directions, their large terms would no longer cancel on real inputs.
+Rescaling cannot lower some sites (scores, gate rows, logits). Their bounds must stay under a ceiling, the lid, which
+falls during training from the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds'
+gradients bring every bound under the lid. Rows that write the residual stream are only scaled down: else their large
+terms would no longer cancel on real inputs.
 
-A loss term would be slower, since a step of Adam is no longer than the learning rate. A row a hundred times larger then
-needs a hundred times the steps (as for decoupled weight decay, Loshchilov and Hutter 2019).
+A loss term would be slower, since a step of Adam is no longer than the learning rate (Loshchilov and Hutter 2019).
 
-A sharded model's weights are gathered, read and written back one at a time, in every process in the same order. So a
-process holds one whole weight at a time, and the weights whose gradients it needs."""
+A sharded model's weights are gathered, read and written back one at a time, in every process in the same order."""
 
 from __future__ import annotations
 
@@ -45,8 +42,8 @@ MOST_MOVED = 0.5  # share of its length by which one Newton step may change a ro
 class BoundConstraint:
     """Keeps the certified bounds of ``model``, a stock model in training, under a falling ceiling (the lid).
 
-    Call ``begin`` once and ``hold`` after every optimizer step, in all processes. With sharded weights (FSDP2, or
-    DeepSpeed with ``engine=True``) each process changes its own shard. layout: of the unsharded model."""
+    Call ``begin`` once and ``hold`` after every optimizer step, in all processes. layout: of the unsharded model.
+    engine: whether DeepSpeed takes the steps."""
 
     def __init__(self, layout: Layout, model: nn.Module, *, engine: bool = False) -> None:
         self.layout, self.target = layout, FP16_MAX * 2.0**-MARGIN_BITS
@@ -99,8 +96,8 @@ class BoundConstraint:
             self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
     def excess(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return log2(bound / target) by site. again: reuse the last call's means of LayerNorms' inputs, if
-        only ``project`` has changed weights since. only: the sites to measure; all by default."""
+        """Return log2(bound / target) by site. again: reuse the means of LayerNorms' inputs, if only ``project`` has
+        changed weights since. only: the sites to measure."""
         measured = self.weights.agreed(self.bounds.measure(again=again, only=only))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
@@ -187,8 +184,7 @@ def norms(rows: Tensor) -> Tensor:
 
 
 class WholeWeights:
-    """The parameters and buffers of a stock model by name. ``read`` gives the live tensors of an unsharded model, and
-    copies from a sharded one; ``write`` puts changed copies back into every process's shard."""
+    """A stock model's parameters and buffers by name, whole even if the model is sharded."""
 
     def __init__(self, model: nn.Module, *, engine: bool = False) -> None:
         self.engine = engine

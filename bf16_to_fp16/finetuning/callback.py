@@ -27,22 +27,15 @@ STATE = "fp16_penalty"  # what a trainer's state has of the penalty, from which 
 class Fp16Callback(TrainerCallback):
     """Adds the activation penalty to a trainer's loss, logs the headroom, and converts the trained model.
 
-    ::
-
-        trainer = Trainer(model, arguments, train_dataset=rows)
-        trainer.add_callback(Fp16Callback(trainer, "my-model-fp16"))
-
-    The model is rescaled in memory at once (see ``make_fp16_safe``), since a penalty on an infinity has no gradient;
-    its fp32 outputs stay the same. The trainer's logs get ``headroom_bits``, the least log2(limit / largest value) of
-    any site since the last log, and the mean ``penalty``. When the training ends, the first process converts the
-    model, at the original's scale, to ``out``; ``result`` then is what ``convert`` returned.
+    ``make_fp16_safe`` rescales the model at once; its fp32 outputs stay the same. Logs get the mean ``penalty``, and
+    ``headroom_bits``: the least log2(limit / largest value) of any site since the last log. After training, the first
+    process converts the model, at the original's scale, to ``out``. ``result`` then is what ``convert`` returned.
 
     out: None to skip the conversion. headroom_bits: the distance from fp16's limit that the penalty enforces at every
-    site. rescale: False to leave the model's scale alone, as for a model of no known family. options: of ``convert``.
+    site. rescale: False to leave the model's scale, as for a model of no known family. options: of ``convert``.
 
-    Raises UserError, before anything is changed, for an ``out`` that cannot be written and for a trainer whose model is
-    not whole in one process (FSDP, DeepSpeed, DataParallel). ``make_fp16_safe`` and ``ActivationPenalty`` can raise
-    UserError too."""
+    Raises UserError, before any change, for an ``out`` that cannot be written and for a model not whole in one process
+    (FSDP, DeepSpeed, DataParallel). ``make_fp16_safe`` and ``ActivationPenalty`` can raise it too."""
 
     def __init__(
         self,

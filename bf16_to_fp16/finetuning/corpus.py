@@ -1,7 +1,7 @@
 """Make training batches from text: given (input, target) pairs, or plain text turned into pairs by an objective.
 
-All randomness is a function of (seed, epoch, row); an epoch's order depends on the seed and on the number of examples
-in a step. So batches do not depend on the number of processes, and training resumes bit for bit."""
+Batches do not depend on the number of processes, and training resumes bit for bit. Randomness is a function of seed,
+epoch, row and the number of examples in a step."""
 
 from __future__ import annotations
 
@@ -102,9 +102,8 @@ def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.ra
 
 
 class Corpus:
-    """Batches of a recipe's ``data``, for the model of ``config`` and the tokenizer in ``folder``.
-
-    seed: for the split, the order and the noise. Raises UserError for unusable data, tokenizers and objectives."""
+    """Batches of a recipe's ``data``, for the model of ``config`` and the tokenizer in ``folder``. Raises UserError for
+    unusable data, tokenizers and objectives."""
 
     def __init__(self, data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> None:
         self.data, self.folder, self.seed = data, folder, seed

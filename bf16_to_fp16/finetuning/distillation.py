@@ -1,9 +1,8 @@
-"""The losses of a training step: the task loss, and the distance of a student's outputs from those of the teacher (the
-frozen original), on the data and on the audit's inputs (the probe). Evaluations measure both losses on held-out data.
-They also measure the distance on the probe and on other kinds of text, where the model can change unnoticed.
+"""The losses of a training step: the task loss, and the distance from the outputs of the teacher, the frozen original.
 
-Logits are compared by KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), other outputs by the squared error
-relative to the teacher's squared norm. Both are summed over the positions that count in the loss."""
+The distance is measured on the data and on the probe; evaluations also measure it on other kinds of text. Logits are
+compared by KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), other outputs by the squared error relative to the
+teacher's squared norm."""
 
 from __future__ import annotations
 
@@ -257,8 +256,8 @@ class Evaluator:
 
 
 def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the evaluated step nearest to the original, by the geometric mean of its divergences. Only steps whose
-    bounds and headroom meet the recipe count. None means to use the last step."""
+    """Return the evaluated step nearest to the original, by the geometric mean of its divergences. Its bounds and
+    headroom meet the recipe. None means to use the last step."""
     if recipe.quality.max_kl is None or recipe.distillation.weight < 1:
         return None
     wanted = recipe.penalty.headroom_bits + SPARE_BITS

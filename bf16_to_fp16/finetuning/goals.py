@@ -1,5 +1,5 @@
-"""Check a finetune against its recipe's goals (headroom, quality, certificate), and name the next command if a goal is
-missed. A safe result can miss a goal. No goal asks a result to be nearer to the original than bf16 is."""
+"""Check a finetune against its recipe's goals (headroom, quality, certificate), and name the next command if one is
+missed. No goal asks a result to be nearer to the original than bf16 is."""
 
 from __future__ import annotations
 

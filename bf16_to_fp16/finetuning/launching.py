@@ -1,10 +1,8 @@
 """Choose the accelerate configuration whose memory fits the cards, and the command line that launches it.
 
-Configurations of ``launch/`` are tried from the fastest on: DDP, ZeRO-2 (sharded gradients and optimizer), ZeRO-3 or
-FSDP2 (everything sharded), then ZeRO-3 with offload to the machine's memory. Weights, gradients and moments are counted
-from shapes. Activations are a formula of tokens, linears and scores, fitted to traced steps of Flan-T5, mT5 and
-Pegasus. The formula gives 0.75 to 1.37 times the traced activations. For the shipped recipes, all memory together is
-0.99 to 1.07 times what was traced."""
+Configurations of ``launch/`` are tried from the fastest on. Weights, gradients and moments are counted from shapes.
+Activations are a formula, fitted to traced steps of Flan-T5, mT5 and Pegasus: 0.75 to 1.37 times the traced ones. For
+the shipped recipes, all memory together is 0.99 to 1.07 times what was traced."""
 
 from __future__ import annotations
 
@@ -57,8 +55,8 @@ GATHERED = 250_000_000  # elements of the layers that ZeRO-3 keeps, and gathers 
 
 
 class Needs:
-    """Parameter counts: of the whole model, of its largest block, and of the rest outside all blocks. ``activations``:
-    bytes that one forward and backward of a process takes beside weights and gradients."""
+    """Parameter counts of a model. ``activations``: bytes that one forward and backward of a process takes beside
+    weights and gradients."""
 
     def __init__(self, recipe: Recipe, config: Any, kind: Any, processes: int = 1) -> None:
         self.recipe = recipe
@@ -101,8 +99,8 @@ class Needs:
 
 
 def bytes_by_purpose(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
-    """Return a process's bytes on its card: of weights, gradients, moments and so on. kind: a file name in
-    launch/accelerate. teacher_bytes: bytes per weight of the teacher, 0 without a teacher."""
+    """Return a process's bytes on its card, by purpose. kind: a key of ``KINDS``. teacher_bytes: per weight, 0 without
+    a teacher."""
     recipe, count, each = needs.recipe, needs.parameters, torch.float32.itemsize
     weights, teacher = float(count * each), float(count * teacher_bytes)
     in_parts, zero = kind.startswith(("zero3", "fsdp")), kind.startswith("zero")
@@ -256,9 +254,9 @@ def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) 
     return tree | {"num_processes": processes}
 
 
-def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Write the configuration files beside the recipe's output; return their paths and the launch command. finetune:
-    the arguments of ``finetune``. Raises UserError rather than replace a YAML file that launch did not write."""
+def write_launch(recipe: Recipe, choice: Choice, arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """Write the configuration files beside the recipe's output; return their paths and the launch command. Raises
+    UserError rather than replace a YAML file that launch did not write."""
     out, processes = Path(recipe.out), choice.machine.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
     by_engine = choice.kind.startswith("zero")
@@ -286,12 +284,12 @@ def write_launch(recipe: Recipe, choice: Choice, finetune: Sequence[str]) -> tup
     threads = (os.cpu_count() or 1) // processes
     if threads > 1 and "OMP_NUM_THREADS" not in os.environ:
         words += ["--num_cpu_threads_per_process", str(threads)]
-    return list(contents), [*words, "-m", "bf16_to_fp16", "finetune", *finetune]
+    return list(contents), [*words, "-m", "bf16_to_fp16", "finetune", *arguments]
 
 
 def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
-    """Run the command of ``write_launch``; return the exit status of the first process that failed. begun: the
-    user's command up to the recipe, as reports show it. Raises UserError where a signal ended a process."""
+    """Run the command of ``write_launch``; return the first failed process's exit status. begun: the user's command up
+    to the recipe. Raises UserError where a signal ended a process."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -1,9 +1,9 @@
 """fp16 and bf16 autocast with a loss scale, on a GPU and on a CPU.
 
-On a CPU, libraries accept ``fp16`` and train in fp32 without a warning. Here 16-bit products are computed in fp32 from
-the same operands and rounded once, since native CPU kernels are up to fifty times slower. torch's GradScaler checks
-only the gradients of its own process, refuses fp16 gradients and can fall to 0.0 silently. Here a step is skipped if
-the norm of the gradient over all processes is not finite. DeepSpeed has its own autocast and loss scale."""
+On a CPU, 16-bit products are computed in fp32 from the same operands and rounded once, since native kernels are up to
+fifty times slower. A step is skipped if the norm of the gradient over all processes is not finite. torch's GradScaler
+checks only its own process, refuses fp16 gradients and can fall to 0.0 silently. DeepSpeed has its own autocast and
+loss scale."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ CLIP_NORM = 1.0  # largest norm of the whole gradient
 
 @dataclass
 class LossScale:
-    """A factor on the loss that keeps gradients above fp16's subnormals. It halves at an overflow and doubles after
-    ``CALM_STEPS`` without one (Micikevicius et al., arXiv:1710.03740). ``calm``: steps since the last change."""
+    """A factor on the loss that keeps gradients above fp16's subnormals (Micikevicius et al., arXiv:1710.03740)."""
 
     scale: float = FIRST_LOSS_SCALE
-    calm: int = 0
+    calm: int = 0  # steps since the last change
 
     MOST = 2.0**24
 
@@ -45,12 +44,12 @@ class LossScale:
 
 
 class WidePowers(TorchFunctionMode):
-    """Context manager that computes powers of fp16 tensors in fp32, as CUDA's autocast does. In the CPU's autocast, the
-    derivative of the cube in ``gelu_new`` is inf beyond 147.8, and its gradient NaN."""
+    """Context manager that computes powers of fp16 tensors in fp32, as CUDA's autocast does."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # In the CPU's autocast, the derivative of ``gelu_new``'s cube is inf beyond 147.8, and its gradient NaN.
         if func in _POWER_FUNCTIONS and isinstance(args[0], Tensor) and args[0].dtype == torch.float16:
             args = (args[0].float(), *args[1:])
         return func(*args, **(kwargs or {}))
@@ -83,10 +82,9 @@ class MixedPrecision:
 
     def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
         """Divide the gradients by the loss scale, clip them to ``CLIP_NORM`` and update the scale. Return the norm of
-        the unscaled gradient. If that norm is inf or NaN, the gradients are left as they are.
+        the unscaled gradient; if it is inf or NaN, the gradients stay as they are.
 
-        units: one factor per parameter, by which its gradient counts in the norm that is clipped. With the weights'
-        sizes as units, a rescaled model is clipped as the original would be."""
+        units: one factor per parameter, by which its gradient counts in the norm that is clipped."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]

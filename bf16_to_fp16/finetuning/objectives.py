@@ -2,8 +2,8 @@
 
 Span corruption (Raffel et al. 2020, §3.1.4): spans of tokens become sentinels, and the target lists the spans. Gap
 sentences (Zhang et al. 2020, PEGASUS, "Random"): some sentences are masked, and are the target. Denoising (Liu et al.
-2020, mBART): spans become one mask each, and the target is the original text; here sentences keep their places. Next
-token (causal language models): the target is the text after its first token."""
+2020, mBART): spans become one mask each, and the target is the text; here sentences keep their places. Next token: the
+target is the text after its first token."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ GAP_RATIO = 0.3  # share of the sentences that gap sentences take out, between P
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return the numbers of noise tokens and of spans for ``length`` tokens, nearest to the density and the mean span.
-    Each span has at least one noise token, and a kept token before it. A text of one token is all noise."""
+    """Return how many of ``length`` tokens are noise, and in how many spans. Every span has a noise token, and a kept
+    token before it; a text of one token is all noise."""
     if length < 2:
         return length, length
     noise = min(max(round(length * density), 1), length - 1)
@@ -96,8 +96,8 @@ _SENTENCE_END = re.compile(r"""[.!?]+["'”’»)\]]*\s+(?![a-zß-öø-ÿ\s])|[�
 def gap_sentences(
     sentences: Sequence[Sequence[int]], *, mask: int, end: int, target_length: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids. In the input some sentences become one ``mask`` each; the target, of at most
-    ``target_length`` ids, lists them. A single sentence, or one longer than a target, is first cut into several."""
+    """Return (input, target) ids: some sentences become one ``mask`` each, and the target lists them. A single
+    sentence, or one longer than a target, is first cut."""
     room = target_length - 1
     parts = [ids[k : k + room] for ids in sentences for k in range(0, len(ids), room)]
     if len(parts) == 1 and len(parts[0]) > 1:
@@ -120,20 +120,16 @@ def gap_sentences(
 
 @dataclass(frozen=True)
 class Conventions:
-    """The special ids that objectives need.
+    """The special ids that objectives need."""
 
-    ``sentinels``: in order of use. ``mask``: replaces a whole sentence, Pegasus only. ``span_mask``: replaces a span
-    where there are neither sentinels nor ``mask``. ``before``, ``after``: the ids that the tokenizer puts around a
-    text, such as mBART's language. ``bytes``: whether tokens are bytes."""
-
-    sentinels: tuple[int, ...]
-    mask: int | None
+    sentinels: tuple[int, ...]  # in order of use
+    mask: int | None  # replaces a whole sentence, Pegasus only
     pad: int
     end: int
     bytes: bool
-    span_mask: int | None = None
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
+    span_mask: int | None = None  # replaces a span where there are neither sentinels nor ``mask``
+    before: tuple[int, ...] = ()  # what the tokenizer puts before a text, such as mBART's language
+    after: tuple[int, ...] = ()  # what it puts after a text
 
     @property
     def objective(self) -> Objective | None:
@@ -151,10 +147,8 @@ class Conventions:
 
 
 def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = None) -> Conventions:
-    """Return the special ids of ``tokenizer`` for a model of ``vocabulary`` ids; raise UserError for a
-    ``first_sentinel`` outside the vocabulary.
-
-    T5 and UMT5 name their sentinels ``<extra_id_0>`` and on, mT5 ``▁<extra_id_0>``. ByT5's sentinels are byte ids."""
+    """Return the special ids of ``tokenizer``. Raises UserError for a ``first_sentinel`` outside the vocabulary, and
+    where there is no end token."""
     known: dict[str, int] = tokenizer.get_vocab()
     of_bytes = type(tokenizer).__name__.startswith("ByT5")
     if first_sentinel is not None:

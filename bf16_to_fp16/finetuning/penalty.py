@@ -1,9 +1,8 @@
 """A penalty that keeps every activation of a model in training under a target, in any training loop.
 
-Exact rescaling cannot lower some sites (attention scores, the input of a GELU, logits); training can. Each site has a
-constraint: a smooth maximum of |x| must stay under its target. The excess counts in bits (log2), so that each doubling
-over a target weighs the same. A constraint's weight rises by dual ascent until the constraint holds (Platt and Barr
-1987), so there is no coefficient to tune. A site inside its target costs one ``aminmax``."""
+A smooth maximum of |x| must stay under each site's target; the excess counts in bits (log2). A site's weight rises by
+dual ascent until its constraint holds (Platt and Barr 1987), so there is no coefficient to tune. A site inside its
+target costs one ``aminmax``."""
 
 from __future__ import annotations
 
@@ -37,17 +36,16 @@ _CUBING = ("NewGELUActivation", "FastGELUActivation")
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The largest value of one site in the last optimizer step, over all micro-batches and ranks. ``amax``: largest
-    |x|, inf after an inf or NaN. ``excess_bits``: log2(amax / target). ``weight``: its weight in the next step."""
+    """The largest value of one site in the last optimizer step, over all micro-batches and ranks."""
 
-    amax: float
+    amax: float  # largest |x|, inf after an inf or NaN
     target: float
-    excess_bits: float
-    weight: float
+    excess_bits: float  # log2(amax / target)
+    weight: float  # the site's, in the next step
 
 
 class ActivationPenalty:
-    """A penalty on values over their target inside ``model``'s forward, added with two lines.
+    """A penalty on values over their target inside ``model``'s forward.
 
     ::
 
@@ -55,15 +53,16 @@ class ActivationPenalty:
         loss = loss + penalty()  # after the forward, before the backward
 
     A call returns an fp32 scalar for the forwards with gradients since the last call; a zero without a graph if no site
-    is over its target. model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: the largest
-    |x| allowed, by the audit's site names; by default fp16's limit times 2**-headroom_bits at every site that can grow.
-    dual_step: what a step adds to a site's weight for each bit of excess. weight: a fixed weight for every site, which
-    then does not grow; 0 only observes. accumulation: calls per optimizer step, by which the loop divides the loss.
-    train_mode: also keep the input of ``gelu_new`` under 147.8, beyond which its backward overflows. All ranks of
-    torch's default group share the largest values.
+    is over its target. All ranks of torch's default group share the largest values.
 
-    docs/finetuning.md lists the sites left out by default, and covers ranks and non-finite values. Raises ``UserError``
-    for unusable arguments, fused attention whose scores cannot be seen, compiled models and reentrant checkpointing."""
+    model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: the largest |x| by the audit's
+    site names; by default fp16's limit times 2**-headroom_bits at every site that can grow. dual_step: added to a
+    site's weight for each bit of excess. weight: fixed for every site; 0 only observes. accumulation: calls per
+    optimizer step, by which the loop divides the loss. train_mode: also keep the input of ``gelu_new`` under 147.8,
+    beyond which its backward overflows.
+
+    Raises ``UserError`` for unusable arguments, fused attention whose scores cannot be seen, compiled models and
+    reentrant checkpointing. docs/finetuning.md lists the sites left out."""
 
     def __init__(
         self,
@@ -282,8 +281,8 @@ class ActivationPenalty:
         return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
     def _shared_total(self, together: Mapping[str, tuple[float, float]]) -> Tensor:
-        """Return the penalty over all ranks, equal on each. Its gradient is this rank's part of the whole gradient,
-        times the number of ranks since DDP takes the mean. together: from ``_gather``."""
+        """Return the penalty over all ranks. Its gradient is this rank's part, times the number of ranks, since DDP
+        takes the mean. together: from ``_gather``."""
         total = torch.zeros((), device=_device(self.model))
         for site, (largest, peak) in together.items():
             wanted = peak > -math.inf and (site in self._target or self._is_wanted(site))
@@ -320,8 +319,8 @@ class ActivationPenalty:
         self._calls = 0
 
     def _gather(self) -> dict[str, tuple[float, float]]:
-        """Return by site, for forwards since the last call, the largest |x| on any rank and log2 of the smooth maximum
-        over all ranks. The latter is -inf for a site without a term of the penalty, and with a single rank."""
+        """Return by site, over all ranks since the last call, the largest |x| and log2 of the smooth maximum. The
+        latter is -inf without a term of the penalty, and with a single rank."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:
@@ -384,10 +383,9 @@ class _Peak(torch.autograd.Function):
 
 
 def _log2_peak(x: Tensor, floor: float) -> Tensor:
-    """Return log2 of the smooth maximum of the tokens' largest |x|, an fp32 scalar; x is [..., channels].
-
-    floor: tokens whose largest |x| is at most this are left out, except the largest one. Nothing is copied from the
-    device, and autocast lowers nothing here to 16 bits."""
+    """Return log2 of the smooth maximum of the tokens' largest |x|, an fp32 scalar; x is [..., channels]. floor: tokens
+    whose largest |x| is at most this are left out, except the largest one."""
+    # Nothing here is copied from the device, or lowered to 16 bits by autocast.
     channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)
     index = rows.abs().max(-1).indices + torch.arange(len(rows), device=x.device) * channels

@@ -1,5 +1,5 @@
 """How a training step and a saved state differ between one process, several, FSDP and DeepSpeed. DeepSpeed's engine
-takes the optimizer's step inside the last backward. Only afterwards does it report whether it took one."""
+takes the optimizer's step inside the last backward."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ from .recipe import Recipe
 
 
 class Processes:
-    """The processes of a run, of which this one is ``rank`` of ``world``; ``main`` is the first. ``engine``: whether
-    DeepSpeed takes the steps. ``sharded``: whether each has only parts of the model (FSDP or DeepSpeed)."""
+    """The processes of a run; this one is ``rank`` of ``world``."""
 
     def __init__(self, accelerator: Any) -> None:
         kind = str(accelerator.distributed_type.value)
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
-        self.engine = kind == "DEEPSPEED"
-        self.sharded = self.engine or kind == "FSDP"
+        self.engine = kind == "DEEPSPEED"  # whether DeepSpeed takes the steps
+        self.sharded = self.engine or kind == "FSDP"  # whether each process has only parts of the model
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
-        self.main: bool = accelerator.is_main_process
+        self.main: bool = accelerator.is_main_process  # whether this is the first
         self._skipped = 0
 
     @property
@@ -104,16 +103,13 @@ class Processes:
                 yield
 
     def tell_scale(self, scale: float) -> None:
-        """Make DeepSpeed's engine, if there is one, use our loss scale; raise UserError for a version other than 0.19.
-
-        Under torch_autocast in float16 the engine also makes a GradScaler, which is removed. It would divide the
-        gradients a second time, unnoticed by the engine's norm, clipping and overflow check."""
+        """Make DeepSpeed's engine, if any, use our loss scale; raise UserError for a version other than 0.19."""
         if not self.engine:
             return
         optimizer = self._engine.optimizer
         if not hasattr(optimizer, "torch_autocast_gradscaler"):
             raise UserError("this version of DeepSpeed does not let the loss scale be set; install deepspeed 0.19")
-        optimizer.torch_autocast_gradscaler = None
+        optimizer.torch_autocast_gradscaler = None  # which would divide the gradients again, unseen by the engine
         optimizer.override_loss_scale(scale)
 
     def finish_step(self, finite: bool, mixed_precision: MixedPrecision, optimizer: Any) -> float:
@@ -235,8 +231,8 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
-    """Return a run's precision before the model fits fp16, and after: the recipe's. Before, it is bf16 if the recipe
-    says fp16 and the device has bf16, else fp32. DeepSpeed must be configured for the recipe's, and has it for both."""
+    """Return a run's precision before the model fits fp16, and after. DeepSpeed has the recipe's for both. Raises
+    UserError if DeepSpeed is configured for another."""
     wanted = recipe.precision
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return "bf16" if wanted == "fp16" and computes_in_bf16(accelerator.device) else "fp32", wanted

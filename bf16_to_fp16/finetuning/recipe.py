@@ -1,6 +1,5 @@
-"""The recipe of a finetune: one YAML file that decides the whole run and is checked before anything loads.
-
-A recipe needs only source, output and data. Unknown keys are refused. Relative paths start at the working directory."""
+"""The recipe of a finetune: one YAML file that decides the whole run and is checked before anything loads. Unknown keys
+are refused. Relative paths start at the working directory."""
 
 from __future__ import annotations
 
@@ -194,9 +193,8 @@ class Recipe(Section):
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
-        """Whether a certified start with ``headroom_bits`` fulfils the recipe, so that nothing is trained. A recipe
-        without a penalty, with ``quality.max_kl: null`` or with ``distillation.weight`` under 1 always asks for
-        training. Headroom is required only if the recipe sets it."""
+        """Whether a certified start with ``headroom_bits`` fulfils the recipe, so that nothing is trained. Headroom is
+        required only if the recipe sets it."""
         learns = self.penalty.form == "none" or self.distillation.weight < 1 or self.quality.max_kl is None
         return not learns and (
             "headroom_bits" not in self.penalty.model_fields_set or headroom_bits >= self.penalty.headroom_bits
@@ -218,8 +216,8 @@ class Recipe(Section):
 
 
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200`` (the value is YAML). Raises
-    UserError, one line with the file and the key, for an invalid recipe."""
+    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200``. Raises UserError for an
+    invalid recipe."""
     path = Path(path)
     if path.name in shipped_names() and not path.exists():
         raise UserError(f"{path} is no file here; write it first: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")

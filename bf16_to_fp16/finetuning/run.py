@@ -60,10 +60,10 @@ def finetune(
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return the conversion of the trained checkpoint; None on every process but the first.
 
-    recipe: a Recipe, a mapping, or the path of a YAML file. overrides: replace keys of the file, such as
+    recipe: a Recipe, a mapping, or the path of a YAML file. overrides: of keys in the file, such as
     ``schedule.steps=200``. force: replace an existing output, and train even if conversion alone fulfils the recipe;
-    otherwise that conversion is the result. An interrupted run continues from its folder; so does a finished one
-    whose recipe now has more steps. Raises UserError for unusable input, and for a run that cannot succeed."""
+    else that conversion is the result. A run continues from its folder, also if the recipe now has more steps. Raises
+    UserError for unusable input, and for a run that cannot succeed."""
     command = Command()
     if isinstance(recipe, (str, Path)):
         command, recipe = Command(str(recipe), tuple(overrides), begun_by()), read_recipe(recipe, overrides)
@@ -121,9 +121,9 @@ class Run:
 def train(
     recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | bool | None = None, if_needed: bool = False
 ) -> Run | Conversion | None:
-    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. if_needed: only convert if
-    the rescaled start already fulfils the recipe; the first process returns the Conversion, others None. Raises
-    UserError where the device's memory is full."""
+    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. if_needed: only convert
+    where that fulfils the recipe; the first process then returns the Conversion. Raises UserError where the device's
+    memory is full."""
     linear = torch.nn.functional.linear
     try:
         return _train(recipe, checkpoint, progress, if_needed)
@@ -250,8 +250,8 @@ def convert_or_finetune(
     *,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert ``source``; finetune it if the result is unsafe or lacks a certificate that the recipe asks for. recipe:
-    a YAML file; its source, out, subfolder and target must be those given here."""
+    """Convert ``source``; finetune it if the result is unsafe or lacks a certificate that the recipe asks for.
+    Arguments replace the recipe's source, out, subfolder and target."""
     progress = progress_of(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")

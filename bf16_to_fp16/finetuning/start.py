@@ -83,9 +83,7 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
     """Return whether a few batches, and under a penalty the probe, are finite everywhere in the recipe's precision.
-
-    Raises UserError if they are not and training cannot mend it: without a penalty, or if they also overflow in the
-    precision of the first steps. A penalty on an infinity has no gradient."""
+    Raises UserError if training cannot mend it: without a penalty, or if the first steps' precision overflows too."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     penalised = recipe.penalty.form != "none"

@@ -1,9 +1,8 @@
-"""The folder of a run: its log, and saved states, each of which appears under its name complete or not at all.
+"""The folder of a run: its log, and saved states, each complete or absent.
 
-The folder has ``start`` (the rescaled checkpoint), ``log.jsonl``, ``step-00000100`` for each state, and
-``best-00000100`` with the weights that may become the result. Folders are written under temporary names, flushed and
-renamed, and read without running code (``weights_only``). A resumed run first removes the log's lines after its state.
-Its log then equals that of an uninterrupted run."""
+It has ``start`` (the rescaled checkpoint), ``log.jsonl``, ``step-00000100`` for each state, and ``best-00000100`` with
+weights that may become the result. Files are read without running code (``weights_only``). A resumed run first removes
+the log's lines after its state."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ class RunFolder:
 
     @contextmanager
     def writing(self, place: Path, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-        """Yield an empty folder, then move it to ``place`` and remove the oldest states beyond ``KEPT``. main: whether
-        this process makes and moves folders. wait: a barrier of all processes. Raises UserError if the disk fails."""
+        """Yield an empty folder, then move it to ``place`` and keep only the newest ``KEPT`` states. main: whether this
+        process does so. wait: a barrier of all processes. Raises UserError if the disk fails."""
         work = place.with_name(f".{place.name}.partial")
         try:
             with on_a_disk(place):

@@ -1,8 +1,9 @@
-"""The training loop, for one process or many. A run's whole state is saved.
+"""The training loop, for one process or many. A run that is killed and continued ends with the same bits as one that
+never stopped.
 
-The state has the position in the data's order. Dropout is a function of (seed, step, process), the learning rate one of
-the step. So a run that is killed and continued ends with the same bits as one that never stopped. A run on two
-processes takes the steps of one: losses are sums over all positions of a step, divided by the number of positions."""
+Its state has the position in the data's order. Dropout is a function of (seed, step, process), the learning rate one of
+the step. Losses are sums over all positions of a step, divided by their number, so a run on two processes takes the
+steps of one."""
 
 from __future__ import annotations
 
@@ -74,9 +75,8 @@ def freeze_unreached(student: Any, layout: Layout) -> None:
 class Trainer:
     """Trains ``student`` by a recipe and keeps the run's states in ``folder``.
 
-    accelerator: must not set mixed precision, except by DeepSpeed's configuration. teacher: the frozen original; None
-    without distillation. fits: whether the start is finite in the recipe's precision. If it is, a new run begins in
-    that precision."""
+    accelerator: must not set mixed precision, except by DeepSpeed's configuration. teacher: None without distillation.
+    fits: whether a new run begins in the recipe's precision."""
 
     def __init__(
         self,
@@ -201,8 +201,8 @@ class Trainer:
         return float(self.processes.sum(torch.tensor(float(count))))
 
     def _attempt(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
-        """Run forward, backward and optimizer on the batches of a step. Return the gradient's norm (inf or NaN for a
-        skipped step), and the sums over all processes of task loss, divergence and penalty."""
+        """Take a step on ``batches``. Return the gradient's norm (inf or NaN for a skipped step), and the sums over all
+        processes of task loss, divergence and penalty."""
         p, recipe = self.position, self.recipe
         # Dropout is a function of where the run stands, so no generator has a state to keep.
         torch.manual_seed(hash((recipe.seed, p.step, _DROPOUT, self.processes.rank)) & 0x7FFF_FFFF_FFFF)

@@ -1,7 +1,7 @@
 """Check that stock code builds the model that the layout describes.
 
-Stock code builds a model on the meta device and lists missing and unexpected tensors. A config attribute that stock
-code reads is accepted only if no bound depends on it or the layout's keys determine its value."""
+A config attribute that stock code reads is accepted only if no bound depends on it or the layout's keys determine its
+value."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
-    """Raise UserError if stock code fails in the ``with`` block, or has read a config attribute in ``refused``.
-    refused: error messages by attribute. asked: the attributes that stock code has read, which ``noting`` collects."""
+    """Raise UserError if stock code fails in the ``with`` block, or has read an attribute in ``refused``. refused:
+    error messages by config attribute. asked: what stock code has read."""
     failed: Exception | None = None
     try:
         yield
@@ -240,11 +240,11 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
 
 
 def check_dynamic(parameters: Any, where: str) -> None:
-    """Raise UserError for "dynamic" rotary positions with a factor f under 1, since their frequencies may be NaN. For
-    an input of n positions, the config's maximum m ≤ n and head size d > 2, the frequencies are the powers −2i/d of
-    θ·(f·n/m − f + 1)^(d/(d − 2)). If f ≥ 1, the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n. Every frequency then
-    lies between its values at the first and the last position. If f < 0, the bracket becomes negative for large n, and
-    its power is NaN."""
+    """Raise UserError for "dynamic" rotary positions with a factor f under 1, whose frequencies may be NaN.
+
+    For n positions, the config's maximum m ≤ n and head size d > 2, frequencies are the powers −2i/d of θ·(f·n/m − f +
+    1)^(d/(d − 2)). If f ≥ 1, the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n. Every frequency then lies between its
+    values at the first and the last position. If f < 0, the bracket becomes negative for large n, and its power NaN."""
     if not isinstance(parameters, Mapping):
         return
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):

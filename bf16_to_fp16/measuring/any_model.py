@@ -1,6 +1,5 @@
-"""Audit a transformers model of an unknown family: where it overflows in fp16, and by how much.
-
-Without a family there are no bounds, no conversion and no chosen ids. Each regime loads its whole model at once."""
+"""Audit a transformers model of an unknown family: where it overflows in fp16, and by how much. There are no bounds, no
+conversion and no chosen ids."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ class AnyModel:
 
     @classmethod
     def open(cls, folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
-        """Open a folder. Raises UserError for a class outside transformers, whose code is never run, for a model
-        without token ids as input, and where the class has none of the implementations in ``attention``."""
+        """Open a folder. Raises UserError for a class outside transformers, a model that takes no token ids, and a
+        class with none of the implementations in ``attention``."""
         import transformers
 
         config = any_config(folder)

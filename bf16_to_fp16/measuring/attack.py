@@ -1,8 +1,8 @@
 """A gradient search for the inputs that bring each site nearest to its limit.
 
-Each row of a batch has one goal to maximise: a site, or 1/σ of a norm's input. The search changes mixtures of embedding
-rows (the certificate's hull), or ids, one position at a time (HotFlip, Ebrahimi et al. 2018). Each round tries all
-inputs on all goals and goes on from the best. The best inputs are measured again in fp32 and in real fp16."""
+Each row of a batch maximises one goal: a site, or 1/σ of a norm's input. The search changes mixtures of embedding rows
+(the certificate's hull), or ids, one position at a time (HotFlip, Ebrahimi et al. 2018). Each round goes on from the
+best inputs so far, which are measured at the end in fp32 and in real fp16."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ class _Adversary:
         return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
-        """Return the largest |x| of every operation over all inputs. Each batch's first row runs a second time, with
-        padding where stock code can run it, so that the mask's operations run too."""
+        """Return the largest |x| of every operation over all inputs. Each batch's first row also runs with padding,
+        where stock code can, so that the mask's operations run."""
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
@@ -265,14 +265,13 @@ def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
 
 
 class _Watch:
-    """Records the values of sites: of most by a tap, of streams and norms by hooks, under their names in the fp16
-    audit. ``taken``: for each site of an expert, a mask of the tokens that the expert gets."""
+    """Records the values of sites, under their names in the fp16 audit."""
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self.model, self.layout, self.hooks = model, layout, ExitStack()
         self.values: dict[str, Tensor] = {}  # without empty tensors, which short sequences give
         self.twice: set[str] = set()  # sites of positions, then of their sums
-        self.taken: dict[str, Tensor] = {}
+        self.taken: dict[str, Tensor] = {}  # by an expert's site, a mask of the tokens that the expert gets
         self.tapped = {linear.at for linear in layout.head.linears} if layout.head is not None else set()
         for reader in walk(layout):
             sublayer = reader.sublayer
@@ -345,10 +344,9 @@ def attack(
 ) -> AttackEntry:
     """Search for inputs with large values in ``steps`` gradient steps; return the largest values found at each site.
 
-    model: a stock model in eval mode with the weights that run in fp16, in any dtype; it is not changed. sites: audit
-    names to attack, by default all sites and norms; a repeated name gets more rows. Where ``watched`` lacks a site, its
-    attention's scores are attacked instead. length: positions of encoder and decoder inputs. Deterministic for a seed,
-    on every device."""
+    model: a stock model with the weights that run in fp16, in any dtype; it is not changed. sites: audit names, by
+    default all sites and norms; a repeated name gets more rows. For a site that ``watched`` lacks, its attention's
+    scores are attacked. length: positions of encoder and decoder inputs. Deterministic for a seed, on every device."""
     half, wide = copy.deepcopy(model).half(), copy.deepcopy(model).float()
     for copied in (half, wide):
         set_attention(copied, "eager")

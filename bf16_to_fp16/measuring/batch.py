@@ -1,6 +1,5 @@
-"""Batches of token ids: rows of mixed lengths with padding, their entry in the report, and a stock model's run on a
-batch. A family declares how much padding a row needs in fp16 (``spare_padding``), and whether padding may attend to no
-position (``blind_padding``)."""
+"""Batches of token ids with padding: rows of mixed lengths, their entry in the report, and their run by a stock
+model."""
 
 from __future__ import annotations
 
@@ -32,23 +31,19 @@ CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image"
 
 @dataclass(frozen=True)
 class Batch:
-    """One input: int64 ids and 0/1 masks, [rows, length].
-
-    ``head``: whether to compute logits. ``generate``: whether to run beam search. ``kind``: "given" if the program did
-    not make the batch itself. ``chosen``: the probe's chosen ids by reason, on the first batch of such ids. ``blind``:
-    whether some padding attends to no position. ``image``: what stock code takes for an image, such as pixel_values."""
+    """One input: int64 ids and 0/1 masks, [rows, length]."""
 
     description: str
     input_ids: Tensor
     attention_mask: Tensor
     decoder_input_ids: Tensor | None = None
     decoder_attention_mask: Tensor | None = None
-    head: bool = True
-    generate: bool = False
-    kind: str = "given"
-    chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    blind: bool = False
-    image: Mapping[str, Tensor] = field(default_factory=dict)
+    head: bool = True  # whether to compute logits
+    generate: bool = False  # whether to run beam search
+    kind: str = "given"  # "given" if the program did not make the batch
+    chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)  # ids by reason, on the first batch of such ids
+    blind: bool = False  # whether some padding attends to no position
+    image: Mapping[str, Tensor] = field(default_factory=dict)  # what stock code takes for one, such as pixel_values
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
@@ -119,9 +114,8 @@ def seeded(seed: int) -> torch.Generator:
 def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
     """Return the report's entry ``inputs``, from which the same batches can be made again.
 
-    ``batches``: for each kind, the number of batches and rows, and the longest rows. ``data``: the file's base name or
-    Hub id, and the number of rows drawn. ``chosen``: the probe's token ids by reason; empty if the probe runs every id.
-    ``sha256``: the digest of ids and masks."""
+    ``data`` has the file's base name or Hub id. ``chosen`` is empty if the probe runs every id. ``sha256`` is the
+    digest of all tensors."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -149,9 +143,8 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Run ``model`` on ``batch``, moved to the model's device. Return the stock output; None if the batch generates
-    or computes no logits. labels: let stock code compute a loss. shown: stock arguments that ask for further outputs.
-    Raises UserError where stock code fails, for example on impossible settings."""
+    """Return a stock model's output on a batch; None if the batch generates or computes no logits. labels: compute a
+    loss too. shown: stock arguments for further outputs. Raises UserError where stock code fails."""
     try:
         return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):
@@ -238,8 +231,8 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def runnable(config: Any, batch: Batch) -> list[Batch]:
-    """Return the batch as stock code can run it in fp16: with the padding that it needs, or split into one unpadded
-    batch for each length. A left-padded batch that cannot run is dropped, since another batch has the same rows."""
+    """Return batches of the rows that stock code can run in fp16: with spare padding, or unpadded, one for each length.
+    A left-padded batch that cannot run is dropped."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
@@ -264,8 +257,8 @@ def with_spare_padding(config: Any, batch: Batch) -> Batch:
 
 
 def runnable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return the batch as stock code can run it in fp16: with the padding that it needs. If stock code can run no
-    padding, each row's ids are repeated to the full length."""
+    """Return the batch with the padding that stock code needs in fp16. If stock code can run no padding, each row's ids
+    are repeated to the full length."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return batch
@@ -277,8 +270,7 @@ def runnable_as_one(config: Any, batch: Batch) -> Batch:
 
 
 def is_blind(config: Any, batch: Batch) -> bool:
-    """Return whether some padding attends to no position: left padding under a causal mask, or padding outside a
-    window. A model of no known family counts as causal unless it takes decoder ids."""
+    """Return whether some padding attends to no position: left under a causal mask, or outside a window."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False

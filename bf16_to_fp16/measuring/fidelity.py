@@ -1,5 +1,5 @@
-"""Measure whether fp16 is the more accurate 16-bit format for a checkpoint. The source in bf16 and the output in fp16
-are compared with the fp32 source: logits by KL, an encoder's states by relative squared error."""
+"""Measure how far the source in bf16 and the output in fp16 are from the source in fp32. Logits are compared by KL, an
+encoder's states by relative squared error."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def compared(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return a stock output's logits or last states, one row for each answer. A classifier has one answer per input
-    row, a span head two (start and end), any other model one per unpadded position."""
+    """Return a stock output's logits or last states. A classifier gives one row per input row, a span head two, other
+    models one per unpadded position."""
     values = values_of(output).detach().cpu()
     mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if values.dim() == 2:
@@ -57,9 +57,8 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Schedule a run in ``walk`` for each batch of ``compared(batches)``. It returns the model's output on the batch.
-
-    every: a list to fill with all that stock code returns on the ``smallest_batches``. options: for ``Walk.add``."""
+    """Schedule runs in ``walk`` that return the model's output on each of ``compared(batches)``. every: a list to fill
+    with all that stock code returns on the ``smallest_batches``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -79,8 +78,8 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Schedule an fp32 run for each compared batch in ``walk``. It returns how far the model's output, times ``scale``,
-    is from ``expected``. Outputs are not kept, since those of many runs would fill the memory."""
+    """Schedule fp32 runs in ``walk`` that return how far the model's output, times ``scale``, is from ``expected`` on
+    each compared batch."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():

@@ -1,8 +1,8 @@
 """Gradients under fp16 AMP: the loss scale that they allow, and the gradients that become 0 at this scale.
 
-A dynamic scaler settles where the largest gradient just fits; gradients under 2⁻²⁵ become 0. A signal times 2^r has
-gradients times 2^-r, so scaling the stream down raises its gradients, which lowers the loss scale. A stream scaled down
-further than needed makes other signals lose their smallest gradients."""
+A dynamic scaler settles where the largest gradient just fits; gradients under 2⁻²⁵ become 0. Gradients of a signal
+times 2^r are times 2^-r. A stream scaled down further than needed lowers the loss scale, so other signals lose their
+smallest gradients."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Choose which ids of a large vocabulary the probe runs: special ids, the embedding's longest, shortest and outlier
-rows, and the ids with the largest values inside the model. Random ids fill up the rest.
+"""Choose which ids of a large vocabulary the probe runs: special, random, extreme in the embedding, and those with the
+largest values inside the model.
 
-``forward`` finds these values in fp32, one sublayer after another, on rows of a single token. Attention then returns
-the token's own value. The search in soft_side.py uses ``forward``, too."""
+``forward`` finds these values in fp32 on rows of a single token, where attention returns the token's own value."""
 
 from __future__ import annotations
 
@@ -177,8 +176,7 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return the router's logits, the values inside each token's first expert, and last the sublayer's output. That
-        output is the weighted sum over all chosen experts, plus the shared expert's output."""
+        """Return the router's logits, the values inside each token's first expert, and last the sublayer's output."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []
@@ -226,17 +224,15 @@ class Weights:
 
 @dataclass
 class Step:
-    """A norm and the sublayer after it, run on rows of a single token. All values are [tokens, channels].
-
-    ``norm`` is "" and ``sublayer`` None if absent. ``stream``: the norm's input. ``outputs``: the norm's output, a
-    router's logits, and the linears' outputs; a feed-forward's neurons stand before its last output. Experts give the
-    values in each token's first expert, and last the sum over all its experts."""
+    """A norm and the sublayer after it, run on rows of a single token. All values are [tokens, channels]."""
 
     stack: ResolvedStack
-    norm: str
+    norm: str  # "" for none
     sublayer: Sublayer | None
-    stream: Tensor
+    stream: Tensor  # the norm's input
     outputs: list[Tensor]
+    """Of the norm, then of the linears; neurons stand before a feed-forward's last output. For experts:
+    ``expert_outputs``."""
 
 
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:

@@ -1,9 +1,8 @@
 """Run a stock model many times in one pass over its files, with one block's weights in memory.
 
 A lane is one run of the model in its own thread. Its model starts without weights and waits at each place: a block, a
-final norm or a head. The walk loads the weights of the first place where a lane waits, lets those lanes through, one
-after another, and drops the weights. Results equal those of a model loaded whole. A generation passes all places for
-each token, so the walk reads the weights once per token."""
+final norm or a head. The walk loads the weights of the first place where lanes wait, lets these pass one after another,
+and drops the weights. Results equal those of a model loaded whole. A generation reads the weights once per token."""
 
 from __future__ import annotations
 
@@ -117,10 +116,8 @@ class Walk:
         attention: str = "eager",
         change: Change | None = None,
     ) -> Lane[T]:
-        """Add a run of the model as ``stock.load`` would load it; raises the same errors.
-
-        run: called with the model in a thread of its own; it must not change weights. half: cast all weights to fp16.
-        attention: the attention implementation. change: a function of name and weight, applied to each weight."""
+        """Add a run of the model as ``stock.load`` would load it; raises the same errors. run: called with the model in
+        its own thread; must not change weights. half: cast all weights to fp16."""
         weights = self._weights(dtype, half)
         model: Any = copy.deepcopy(weights.module, dict(weights.shared))
         set_attention(model, attention)
