@@ -23,8 +23,6 @@ from support import brief, warm
 from support.hub_server import WRITER, HubServer, as_the_hub
 
 from bf16_to_fp16.measuring import probe
-from bf16_to_fp16.measuring.batch import Batch
-from bf16_to_fp16.measuring.fidelity import compared
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -104,14 +102,15 @@ def whole_probe(brief_runs: tuple[pytest.MonkeyPatch, pytest.MonkeyPatch]) -> It
 
 @pytest.fixture
 def first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the probe the first batch whose outputs are compared, and images: enough where what is run is no question."""
-    gather = probe.audit_batches
+    brief.audit_first_batch(monkeypatch)
 
-    def first(*given: Any, **options: Any) -> list[Batch]:
-        every = gather(*given, **options)
-        return [each for each in every if each is compared(every)[0] or each.image]
 
-    monkeypatch.setattr(probe, "audit_batches", first)
+@pytest.fixture(scope="module")
+def first_batches() -> Iterator[None]:
+    """The same for all tests of a file and what these share."""
+    with pytest.MonkeyPatch.context() as patch:
+        brief.audit_first_batch(patch)
+        yield
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from bf16_to_fp16.conversion.options import Destination, Options, Provenance
 from bf16_to_fp16.families.resolve import ModelTensors, resolve
 from bf16_to_fp16.finetuning.run import attack_unproven
 from bf16_to_fp16.measuring import probe
+from bf16_to_fp16.measuring.batch import describe_batches
 from bf16_to_fp16.measuring.meter import observe_ranges
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regimes import audit_folder
@@ -45,7 +46,7 @@ KINDS = ("t5", "gated", "umt5", "t5-encoder", *PEGASUS, *HEADS, *GEMMA, *LLAMA)
 every head, gains less 1, biases and norms behind sublayers. The contract of families draws from all kinds, converts
 and undoes; ``test_stock_loading`` compares the outputs of most that are left out here."""
 
-FEW = ("gated", "pegasus", "t5-spans", "gemma2", "llama-biased")  # those of which no other shows the same
+FEW = ("gated", "pegasus", "gemma2")  # those of which no other shows the same
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(FEW, KINDS))
@@ -78,10 +79,10 @@ def test_half_is_broken_before_and_clean_and_close_after(
 
 def test_a_reward_without_a_padding_token_is_converted_verified_made_safe_and_taken_back(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("llama-reward", pad_token_id=None), tmp_path / "source")
-    report = convert(source, tmp_path / "out").report
+    report = convert(source, tmp_path / "out", run_model=False).report
     assert (report["verdict"], report["proof"]) == ("safe", "certified")
     assert report["fidelity"]["measure"] == "relative squared error"  # one label is no choice
-    assert verify(tmp_path / "out", original=source)["verified"]
+    assert verify(tmp_path / "out", original=source, run_model=False)["verified"]
     undo(tmp_path / "out", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(weight, back[name]) for name, weight in load_file(source / "model.safetensors").items())
@@ -132,9 +133,10 @@ def test_data_is_run_besides_the_probe_and_from_the_report_the_audit_is_repeated
     kinds = ["random ids", "long", "repeated", "padded", "short", "vocabulary sweep", "generate", "data", "generate"]
     assert [entry["kind"] for entry in listed["batches"]] == kinds
     assert str(tmp_path) not in json.dumps(listed) and report["command"].endswith("--data data.txt")
-    again, other = (audit(out, regimes=("half",), data=str(text), seed=seed) for seed in (listed["seed"], 8))
+    again = audit(out, regimes=("half",), data=str(text), seed=listed["seed"])
     assert again["inputs"] == listed and again["regimes"]["half"] == report["regimes"]["half"]
-    assert other["inputs"]["sha256"] != listed["sha256"]
+    others = probe.audit_batches(model.config, source, str(text), seed=8)
+    assert describe_batches(others, seed=8)["sha256"] != listed["sha256"]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +186,7 @@ def test_the_dtype_is_written_under_the_keys_that_a_config_has(keys: list[str]) 
 
 
 def test_steps_name_target_and_source(tmp_path: Path, capsys: pytest.CaptureFixture[str], first_batch: None) -> None:
-    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", "norm-safe"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert len(set(said)) == len(said) and "Planning the exponents for use with norms in fp16" in said
@@ -205,10 +207,9 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_computed(
     assert "Observing" not in said and not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("first_batch")
-def test_a_model_shrunk_until_nothing_is_left_is_not_safe(tmp_path: Path) -> None:
+def test_a_model_shrunk_until_nothing_is_left_is_not_safe(first_batch: None, tmp_path: Path) -> None:
     """Early layers 1e14 times smaller than late ones: fp16 has no room for both, and no overflow check can tell."""
-    model = tiny.small("gated", factor=1.0)
+    model = tiny.small("t5-encoder", factor=1.0)
     with torch.no_grad():
         model.shared.weight.mul_(1e-4)
         model.encoder.block[1].layer[1].DenseReluDense.wo.weight.mul_(1e10)
@@ -218,27 +219,26 @@ def test_a_model_shrunk_until_nothing_is_left_is_not_safe(tmp_path: Path) -> Non
     assert all(r["nonfinite"] == r["saturated"] == 0 for r in report["regimes"].values())
     assert report["verdict"] == "unsafe"
     assert any("bf16" in row["signal"] and "finetune" in row["remedy"] for row in report["unsafe"])
-    replayed = convert(tmp_path / "source", tmp_path / "again", plan=tmp_path / "out").report
+    replayed = convert(tmp_path / "source", tmp_path / "again", plan=tmp_path / "out", run_model=False).report
     assert '"target": "norm-safe"' in replayed["next"]
 
 
 @pytest.mark.usefixtures("first_batch")
 def test_without_an_audit_the_certificate_decides_and_a_few_rows_show_the_same_function(tmp_path: Path) -> None:
     source = tiny.save(tiny.small("gated"), tmp_path / "source")
-    usual = convert(source, tmp_path / "usual")
+    usual = convert(source, tmp_path / "usual", dry_run=True)
     with tiny.no_models():  # block by block
         assert cli.main(["convert", str(source), str(tmp_path / "out"), "--no-audit"]) == 0
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert (report["verdict"], report["proof"], report["regimes"]) == ("safe", "certified", {})
-    few, whole = report["fidelity"], usual.report["fidelity"]
-    assert few["kl_fp32"] == whole["kl_fp32"] == 0  # every bit
-    assert 0 < few["kl_fp16"] < few["kl_bf16"] / 16 and few["positions"] == 8 * 5
+    few = report["fidelity"]
+    assert few["kl_fp32"] == 0 < few["kl_fp16"] < few["kl_bf16"] / 16 and few["positions"] == 8 * 5
     assert report["plan"]["residual_exponent"] == usual.plan.residual_exponent
     assert compared(source, tmp_path / "out") <= 1e-6
 
 
 @pytest.mark.usefixtures("first_batch")
-@pytest.mark.parametrize(("audited", "head"), [(False, 2.0**-3), (True, 2.0**-3), (False, 2.0**-20)])
+@pytest.mark.parametrize(("head", "audited"), [(2.0**-3, True), (2.0**-20, False)])
 def test_a_plan_that_changes_the_function_is_not_called_safe(
     audited: bool, head: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,8 +264,7 @@ def test_a_plan_that_changes_the_function_is_not_called_safe(
     assert "output in fp32 is not the source's" in entry["reason"]
 
 
-@pytest.mark.usefixtures("first_batch")
-def test_a_drift_above_bf16s_error_is_not_called_safe_though_bounds_hold(tmp_path: Path) -> None:
+def test_a_drift_above_bf16s_error_is_not_called_safe_though_bounds_hold(first_batch: None, tmp_path: Path) -> None:
     """Gains of a hundredth beside one of 300,000 are lost in what fp16 stores of them less 1."""
     model = tiny.small("embeddinggemma", factor=1e-3)
     with torch.no_grad():
@@ -287,7 +286,7 @@ def test_a_drift_above_bf16s_error_is_not_called_safe_though_bounds_hold(tmp_pat
 
 @pytest.mark.usefixtures("first_batch")
 def test_what_is_unproven_decides_only_without_an_audit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny.small("gated", factor=1.0)
+    model = tiny.small("t5-encoder", factor=1.0)
     # Scores that no coupling moves: their bound passes 65504, what the probe reaches does not.
     attention = model.encoder.block[1].layer[0].SelfAttention
     attention.q.weight.data.mul_(75)
@@ -313,7 +312,7 @@ def test_what_is_unproven_decides_only_without_an_audit(tmp_path: Path, capsys: 
 
 @pytest.mark.parametrize("target", ["norm-safe", "fp16-accumulate", "train"])
 def test_the_other_targets_are_certified_too(target: str, tmp_path: Path) -> None:
-    source = tiny.save(tiny.small("gated"), tmp_path / "source")
+    source = tiny.save(tiny.small("t5-encoder"), tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--target", target, "--no-audit"]) == 0
     report = certify(tmp_path / "out", target=target)
     assert report["verdict"] == "safe"
@@ -323,7 +322,7 @@ def test_the_other_targets_are_certified_too(target: str, tmp_path: Path) -> Non
 
 
 def test_a_runtime_that_is_not_reached_is_short_of_the_goal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny.small("t5-encoder")
+    model = tiny.small("t5-encoder", num_layers=1)
     model.shared.weight.data[5] *= 1e-3  # whose squares vanish where the others' fit
     source, out = tiny.save(model, tmp_path / "source"), tmp_path / "out"
     assert cli.main(["convert", str(source), str(out), "--target", "norm-safe"]) == 1
@@ -332,11 +331,10 @@ def test_a_runtime_that_is_not_reached_is_short_of_the_goal(tmp_path: Path, caps
     assert "next: use it in PyTorch, where it is safe" in said and "finetune" not in said
     report = read(Report, json.loads((out / "fp16_report.json").read_text()))
     assert report.short and report.tiers["torch"].holds and not report.tiers["norm-fp16"].holds
-    assert convert(source, tmp_path / "half").safe
+    assert convert(source, tmp_path / "half", run_model=False).safe
 
 
-@pytest.mark.usefixtures("first_batch")
-def test_for_training_the_output_is_run_as_in_training(tmp_path: Path) -> None:
+def test_for_training_the_output_is_run_as_in_training(first_batch: None, tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     regimes = convert(source, tmp_path / "out", target="train").report["regimes"]
     names = {regime: {site["name"] for site in shown["sites"]} for regime, shown in regimes.items()}
@@ -347,7 +345,7 @@ def test_for_training_the_output_is_run_as_in_training(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("first_batch")
 def test_an_unsafe_conversion_says_what_broke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny.small("gated", factor=1.0)
+    model = tiny.small("t5-encoder", factor=1.0)
     model.encoder.block[1].layer[1].DenseReluDense.wi_0.weight.data.mul_(1e5)
     source = tiny.save(model, tmp_path / "source")
     assert cli.main(["convert", str(source), str(tmp_path / "out"), "--exact"]) == 1
@@ -366,6 +364,7 @@ def test_an_unsafe_conversion_says_what_broke(tmp_path: Path, capsys: pytest.Cap
         assert all((name in offered) is (name not in regimes) for name in ("stock", "amp", "half"))
 
 
+@pytest.mark.usefixtures("first_batch")
 def test_what_a_search_breaks_of_a_finetunes_result_is_unsafe_and_holds_in_no_tier(tmp_path: Path) -> None:
     """Scores that the probe leaves just under the limit: no run is unclean, and 8 steps find an input past it."""
     torch.manual_seed(0)
@@ -395,4 +394,4 @@ def test_what_a_search_breaks_of_a_finetunes_result_is_unsafe_and_holds_in_no_ti
     assert observed[name] > FP16_MAX
     stored = json.loads((tmp_path / "out-8" / "fp16_report.json").read_text())
     assert json.loads(json.dumps(dump(read(Report, stored)))) == stored
-    assert cli.main(["verify", str(tmp_path / "out-0")]) == 0 and cli.main(["verify", str(tmp_path / "out-8")]) == 1
+    assert [cli.main(["verify", str(tmp_path / f"out-{steps}"), "--no-audit"]) for steps in (0, 8)] == [0, 1]

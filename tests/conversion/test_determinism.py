@@ -52,7 +52,7 @@ def converted(source: Path, out: Path, **options: Any) -> dict[str, str]:
     return faults.content(result.out) | {"plan": result.plan.model_dump_json()}
 
 
-def test_the_number_of_threads_changes_no_byte(tmp_path: Path) -> None:
+def test_the_number_of_threads_changes_no_byte(first_batch: None, tmp_path: Path) -> None:
     source = tiny.save(tiny.small("t5-encoder", num_layers=1), tmp_path / "source")
     found = []
     before = torch.get_num_threads()
@@ -125,7 +125,7 @@ def test_bounds_and_plans_are_those_that_nothing_was_kept_for(kind: str, tmp_pat
     for opened in (source, edited):
         read = opened.weights(opened.layout)
         kept = tables if opened is source else tables.without(changed_by(opened.layout, EDITS[kind]))
-        for r, target in PLACES:
+        for r, target in PLACES if kind == "gated" else PLACES[:2]:
             arithmetic = Arithmetic(64, planned=dict.fromkeys(opened.layout.streams, r))
             again, alone = (
                 bound(opened.layout, read, arithmetic, target=target, spectra=spectra)

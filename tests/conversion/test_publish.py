@@ -285,6 +285,7 @@ def overflowing(folder: Path) -> None:
     forge(folder, views=False)
 
 
+@pytest.mark.usefixtures("first_batch")
 def test_the_audit_is_repeated_and_unsafe_is_told(run: Run, hub: HubServer, converted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     convert(converted.parent / "summariser", folder)

@@ -35,7 +35,7 @@ def sentence_encoder(
     **config: Any,
 ) -> Path:
     """Save an encoder with pooling, a linear and a normalisation behind it, as sentence-transformers does."""
-    tiny.save(tiny.build(kind), folder)
+    tiny.save(tiny.build(kind, num_hidden_layers=1), folder)
     names = ("", "1_Pooling", "2_Dense", "3_Normalize")
     kinds = ("Transformer", "Pooling", "Dense", "Normalize")
     listing = [
@@ -71,7 +71,7 @@ def behind(report: Any) -> set[str]:
     return {site["name"] for site in report["regimes"]["half"]["sites"] if site["name"][0].isdigit()}
 
 
-def test_an_embedding_gemma_is_converted_with_both_of_its_linears(tmp_path: Path) -> None:
+def test_an_embedding_gemma_is_converted_with_both_of_its_linears(first_batch: None, tmp_path: Path) -> None:
     """768 channels, to 3072 and back: here 24, 60 and 24."""
     source = sentence_encoder(tmp_path / "source", drawn(60, scale=0.1), kind="embeddinggemma")
     (source / "4_Dense").mkdir()
@@ -109,6 +109,7 @@ def test_the_proof_says_that_it_ends_at_the_last_states(tmp_path: Path, capsys: 
     assert "The proof ends at the encoder's last states" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.usefixtures("first_batch")
 def test_an_audit_runs_what_stands_behind_the_encoder_however_its_folders_are_spelt(tmp_path: Path) -> None:
     source = sentence_encoder(tmp_path / "source", drawn(40))
     listed(source, lambda modules: [modules[1].update(path="1_Pooling/"), modules[2].update(path="./2_Dense")])
@@ -122,11 +123,11 @@ def test_an_audit_runs_what_stands_behind_the_encoder_however_its_folders_are_sp
 
 @pytest.mark.usefixtures("whole_probe_once")
 def test_a_linear_that_overflows_and_a_vector_of_zeros_are_seen(tmp_path: Path) -> None:
-    """Where both outputs behind a ReLU are 0, fp16 divides 0 by an eps that is 0 too."""
+    """Where the output behind a ReLU is 0, fp16 divides 0 by an eps that is 0 too."""
     zeros: dict[str, Any] = {"activation_function": RELU}
     for name, weight, config in (
         ("2_Dense.linear", torch.full((2, WIDTH), 3e4), dict[str, Any]()),
-        ("3_Normalize:div", drawn(2), zeros),
+        ("3_Normalize:div", drawn(1), zeros),
     ):
         result = convert(sentence_encoder(tmp_path / name, weight, **config), tmp_path / f"{name}-out")
         assert not result.safe and name in {entry["signal"] for entry in result.report["unsafe"]}

@@ -27,8 +27,7 @@ from bf16_to_fp16.rescaling.plan import Plan
 from bf16_to_fp16.results import dump
 
 
-@pytest.mark.usefixtures("first_batch")
-def test_a_true_fp32_source_is_converted_and_its_ratio_reported(tmp_path: Path) -> None:
+def test_a_true_fp32_source_is_converted_and_its_ratio_reported(first_batch: None, tmp_path: Path) -> None:
     source = tiny.save(tiny.small("gated", dtype=torch.float32), tmp_path / "source", torch.float32)
     report = convert(source, tmp_path / "out").report
     assert report["verdict"] == "safe" and report["source"]["dtype"] == "F32"

@@ -297,9 +297,8 @@ def test_a_tier_that_bounds_alone_cannot_show_is_found_by_a_run(source: Path, tm
 FEW = ("pegasus", "gemma2")  # a drift, gains that round
 
 
-@pytest.mark.usefixtures("first_batch")
 @pytest.mark.parametrize("kind", exhaustive.beyond(FEW, [next(iter(entry.kinds)) for entry in tiny.ENTRIES]))
-def test_a_run_does_not_withdraw_what_the_bounds_prove(kind: str, tmp_path: Path) -> None:
+def test_a_run_does_not_withdraw_what_the_bounds_prove(first_batch: None, kind: str, tmp_path: Path) -> None:
     # A stream that needs 2^-3 brings the eps of BigBird-Pegasus into its states.
     factor = 300.0 if kind == "bigbird_pegasus" else 900.0
     source = tiny.save(tiny.build(kind, factor=factor, **tiny.few_layers(kind)), tmp_path / "source")
@@ -308,8 +307,7 @@ def test_a_run_does_not_withdraw_what_the_bounds_prove(kind: str, tmp_path: Path
     assert problems(tmp_path / "out") == []
 
 
-@pytest.mark.usefixtures("first_batch")
-def test_the_replay_wants_the_very_source(source: Path, tmp_path: Path) -> None:
+def test_the_replay_wants_the_very_source(first_batch: None, source: Path, tmp_path: Path) -> None:
     plan = random_plan(resolve(open_checkpoint(source)), (Kind.VALUE, Kind.RESIDUAL))
     convert(source, tmp_path / "out", plan=plan_file(tmp_path / "plan.json", plan), run_model=False)
     assert problems(tmp_path / "out", original=source) == []

@@ -13,6 +13,7 @@ from bf16_to_fp16.checkpoint.reader import Checkpoint
 from bf16_to_fp16.families.layout import Layout
 from bf16_to_fp16.finetuning.distillation import Evaluator
 from bf16_to_fp16.measuring import agreement, batch, probe, soft_side
+from bf16_to_fp16.measuring.fidelity import compared
 from bf16_to_fp16.report import figures, page
 
 PICTURES = ("before_and_after", "bound_and_observed")
@@ -59,7 +60,19 @@ def probe_briefly(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(probe, "audit_batches", audited)
     patch.setattr(probe, "tokenised", lambda *given, **options: TOKENISED(*given, **options)[:1])
     patch.setattr(soft_side, "MOST_ROWS", 128)
+    patch.setattr(soft_side, "DRAWS", 2)
     patch.setattr(batch, "GENERATED_TOKENS", 2)
+
+
+def audit_first_batch(patch: pytest.MonkeyPatch) -> None:
+    """Of the probe the first batch whose outputs are compared, and images: enough where what is run is no question."""
+    gather = probe.audit_batches
+
+    def first(*given: Any, **options: Any) -> list[batch.Batch]:
+        every = gather(*given, **options)
+        return [each for each in every if each is compared(every)[0] or each.image]
+
+    patch.setattr(probe, "audit_batches", first)
 
 
 def evaluate_briefly(patch: pytest.MonkeyPatch) -> None:
