@@ -1,7 +1,6 @@
 """Find spikes, divergences and plateaus in a training loss.
 
-A loss is compared with the median of a window of calm losses, or on a steep fall with a line through them. Slow rises
-and plateaus are found in medians of chunks."""
+A loss is compared with the level of the calm losses before it. Slow events are found in medians of chunks."""
 
 from __future__ import annotations
 

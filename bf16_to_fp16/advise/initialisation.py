@@ -1,8 +1,5 @@
-"""Initial standard deviations of weights, and how far a checkpoint's weights are from them.
-
-Two rules for a hidden size h are published: √(2/(5h)) ("Transformers without Tears", Nguyen and Salazar,
-arXiv:1910.05895) and √(1/(3h)) (MT-NLG 530B, Smith et al., arXiv:2201.11990). A weight's root mean square counts as its
-standard deviation."""
+"""Initial standard deviations of weights, and how far a checkpoint's weights are from them. A weight's root mean square
+counts as its standard deviation."""
 
 from __future__ import annotations
 
@@ -32,6 +29,7 @@ FAR = 4.0  # times a rule, either way, from which a weight is flagged
 def rules_for(hidden: int) -> dict[str, Any]:
     if hidden < 1:
         raise UserError(f"the hidden size is {hidden}; give a positive number")
+    # "Transformers without Tears" (Nguyen and Salazar, arXiv:1910.05895); MT-NLG 530B (Smith et al., arXiv:2201.11990).
     return {"hidden_size": hidden, "small": math.sqrt(2 / (5 * hidden)), "megatron": math.sqrt(1 / (3 * hidden))}
 
 
@@ -77,9 +75,9 @@ def advise_init(
 ) -> dict[str, Any]:
     """Return two published standard deviations for a hidden size, and compare a checkpoint's weights with its family's.
 
-    source: folder or Hub id, or a hidden size such as "14336". In ``tensors`` of the result, ``times`` is ``rms`` over
-    the family's ``own_rule``. ``far`` is true beyond a factor of 4 either way, and for inf or NaN. Raises UserError for
-    an unreadable source or an unknown family."""
+    source: folder or Hub id, or a hidden size such as "14336". In ``tensors``, ``times`` is ``rms`` over the family's
+    ``own_rule``. ``far`` is true beyond a factor of 4 either way, and for inf or NaN. Raises UserError for an
+    unreadable source or an unknown family."""
     text = str(source)
     if text.isdecimal() and not Path(text).exists():
         return {"mode": "init", "source": None, "tensors": [], "far": [], "rules": rules_for(int(text))}

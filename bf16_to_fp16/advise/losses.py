@@ -26,7 +26,7 @@ KINDS = "give a trainer_state.json, .csv or .jsonl (wandb exports CSV)"
 
 def read_log(path: str | Path) -> list[tuple[int, float]]:
     """Return the (step, loss) rows of a CSV, JSONL or ``trainer_state.json`` file, or of the log in a folder. Raises
-    UserError for other files, and where there are no losses."""
+    UserError where no losses can be read."""
     path = Path(path)
     if path.is_dir():
         names = ("log.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")

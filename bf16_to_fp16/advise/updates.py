@@ -1,8 +1,4 @@
-"""Find weights that a small update leaves unchanged: one below half the gap between 16-bit values is lost in rounding.
-
-Adam and Lion update by about the learning rate, Adafactor by about the rate times the tensor's root mean square.
-Remedies, cheapest first: stochastic rounding (Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192); an
-fp32 copy of the weights; a higher learning rate and batch size (Goyal et al., arXiv:1706.02677)."""
+"""Find weights that a small update leaves unchanged: one below half the gap of 16-bit values is lost in rounding."""
 
 from __future__ import annotations
 
@@ -131,6 +127,8 @@ def _advice(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     stochastic = 'bf16_to_fp16.AdamW(..., rounding="stochastic") moves every weight as far as it should on average'
     needed = rounded_up(total["rate_for_half"], 3)
     factor = needed / result["learning_rate"]
+    # Cheapest first. Stochastic rounding: Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192. A batch
+    # size that grows with the rate: Goyal et al., arXiv:1706.02677.
     return [
         {"what": "stochastic-rounding", "why": f"{stochastic}, with weights in {dtype} and no copy"},
         {

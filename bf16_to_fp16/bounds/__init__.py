@@ -1,4 +1,3 @@
 """The certificate: a bound at every site of a model, for every input, from its weights alone.
 
-``certificate`` walks along the residual stream and calls one module for each part of a sublayer. ``arithmetic`` adds
-fp16's rounding errors. ``spectral`` bounds eigenvalues."""
+``certificate`` walks along the residual stream and calls one module for each part of a sublayer."""

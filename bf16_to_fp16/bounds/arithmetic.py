@@ -1,7 +1,7 @@
-"""The error that fp16 arithmetic adds to a bound, by rounding one number, one sum, or one row of attention weights.
+"""The error that fp16 arithmetic adds to a bound.
 
-Rounding x gives x·(1 + δ) + η, |δ| at most the unit roundoff u and |η| at most v, half the smallest subnormal (Higham,
-Accuracy and Stability of Numerical Algorithms, 2.1)."""
+Rounding x gives x·(1 + δ) + η with |δ| ≤ ``UNIT`` and |η| ≤ ``TINY`` (Higham, Accuracy and Stability of Numerical
+Algorithms, 2.1)."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ def full_precision() -> Iterator[None]:
 def growth(terms: int) -> float:
     """Return a bound of the ratio of a sum made in fp16, or of any part of it, to the sum of its terms' magnitudes.
 
-    It holds for every tree of additions. It allows for one further term, a bias, and for terms that are rounded
-    products."""
+    It holds for every tree of additions, for one further term (a bias), and for terms that are rounded products."""
     # Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most
     # (1 + u)·(a + b). It is also at most a + 2b and 2a + b, since a + b is rounded by no more than its distance from a
     # or b. Subnormals add exactly. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
@@ -85,12 +84,12 @@ def rounded(times: float) -> float:
 class Arithmetic:
     """The assumptions of a certificate about arithmetic and inputs.
 
-    Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, or in up
-    to ``splits`` partial sums that are rounded to fp16 and added in fp16. Norms and softmax compute in fp32, LayerNorm
-    as ``norm_units`` says. Each row of attention sees at least one position."""
+    Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, but for
+    ``splits``. Norms and softmax compute in fp32, LayerNorm as ``norm_units`` says. Each row of attention sees at least
+    one position."""
 
     max_length: int = MAX_LENGTH  # most positions of a sequence
-    splits: int = SPLITS
+    splits: int = SPLITS  # most partial sums of a matrix product that are rounded to fp16 and added in fp16
     train: bool = False  # dropout multiplies by 1/(1−p); neither the loss nor the backward pass is covered
     planned: Mapping[str, int] | None = None  # by stream, the exponent to come (0 if absent); subnormals add no errors
     exact: bool = False  # real arithmetic without any rounding
@@ -141,13 +140,12 @@ class Arithmetic:
         return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
 
     def norm_factor(self, width: int) -> float:
-        """Return a bound of the ratio of an RMS norm's output length to √width, with squares, sum, mean and root in
-        fp16.
-
-        The mean square must be over ``NORM_FLOOR``. The factor is infinite where rounding could leave a mean of 0."""
+        """Return a bound of the ratio of an RMS norm's output length to √width, computed in fp16; inf where rounding
+        could leave a mean square of 0. The mean square must be over ``NORM_FLOOR``."""
         if not self.norms16:
             return 1.0
-        # Each addition loses up to ``UNIT`` times the final sum, each subnormal square or mean up to ``TINY``.
+        # Squares, sum, mean and root are in fp16. Each addition loses up to ``UNIT`` times the final sum, each
+        # subnormal square or mean up to ``TINY``.
         underflow = TINY / NORM_FLOOR
         left = (1 - underflow) / ((1 + width * UNIT) * (1 + UNIT) ** 6) - underflow
         return (1 + UNIT) ** 2 / math.sqrt(left) if left > 0 else math.inf

@@ -1,9 +1,8 @@
 """Bounds of an attention: its scores, its context and its output projection.
 
 Queries and keys are linear maps of norms' outputs, of a length up to √d for d channels. Let A be a weight times its
-norm's gain. A head's scores are at most d times the spectral norm of AqᵀAk, or of AqᵀRAk for the worst rotation R.
-Attention weights are at least 0 and sum to 1, so row i of the output is at most Σ √d·‖O_i·Av‖ over heads. Stock masks
-only add −65504, so masked positions need bounds as well (``masked_span``)."""
+norm's gain. A head's scores are at most d times the spectral norm of AqᵀAk. With rotary positions it is that of AqᵀRAk,
+for the worst rotation R."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ def summed_scores(
 ) -> ScoreBounds:
     """Return the bounds of query·key products, with the rounding of their sums.
 
-    exact: bound of the exact product. partial: bound of its partial sums. error: the most that errors of query and key
+    exact: bound of exact products. partial: bound of their partial sums. error: the most that errors of query and key
     add. span: bound of the difference between two exact products of one query. terms: by channel, the query's bound
     plus the key's, fp64 [heads, channels]. The others are fp64 [heads]."""
     a = arithmetic
@@ -106,10 +105,11 @@ ANGLES = 2.0**-20  # how far cos² + sin² may be from 1 in fp32, and cos and si
 
 @dataclass(frozen=True)
 class RotatedNorm:
-    """Queries or keys after their norm and their rotary positions, which rotate pairs of channels.
+    """Queries or keys after their norm and their rotary positions. Tensors have one row if all heads have the same
+    norm.
 
-    Before the gain, pair p of a head is a part n_p of a vector n with ‖n‖₂ ≤ ``radius``. After rotation the pair's
-    length is at most ``gain``_p·|n_p| + ``absolute``_p. Tensors have one row if all heads have the same norm."""
+    The length of pair p is at most ``gain``_p·|n_p| + ``absolute``_p. Here n_p is a part of a vector n with ‖n‖₂ ≤
+    ``radius``."""
 
     gain: Tensor  # fp64 [heads, pairs]
     absolute: Tensor  # fp64 [heads, pairs]
@@ -151,8 +151,8 @@ def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary:
 def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
     """Return bounds of each head's query·key products, both normalised and then rotated by any angles.
 
-    Several query heads may share one key head. By Cauchy-Schwarz the sum over pairs is at most both radii times a
-    pair's largest gain_q·gain_k, plus terms with ``absolute``."""
+    By Cauchy-Schwarz the sum over pairs is at most both radii times a pair's largest gain_q·gain_k, plus terms with
+    ``absolute``."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
@@ -195,8 +195,7 @@ def pair_order(size: int, rotary: Rotary) -> Tensor:
 def rotated_linear(
     linear: LinearBound, heads: int, rotary: Rotary, arithmetic: Arithmetic, factor: float = 1.0
 ) -> RotatedLinear:
-    """Return the bounds of a linear's outputs after rotation by any angles and multiplication by at most ``factor``.
-    The Gram matrix ((a, c), (c, b)) of a pair's rows has the larger eigenvalue (a + b)/2 + √((a − b)²/4 + c²)."""
+    """Return the bounds of a linear's outputs after rotation by any angles and multiplication by at most ``factor``."""
     size = linear.norms.numel() // heads
     order, half = pair_order(size, rotary), size // 2
     relative, tiny = rotation_error(arithmetic)
@@ -217,6 +216,7 @@ def rotated_linear(
         gram = products_of_rows(rows)
         one, other, mixed = gram.diagonal()[:half], gram.diagonal()[half:], gram[:half, half:].diagonal()
         grams.append(gram)
+        # A pair's Gram matrix ((a, c), (c, b)) has the larger eigenvalue (a + b)/2 + √((a − b)²/4 + c²).
         peaks.append(((one + other) / 2 + torch.hypot((one - other) / 2, mixed)).sqrt() * COMPUTED)
     longest, shifts = torch.stack(peaks), ordered(linear.centre)
     centres, errors = lengths(shifts), lengths(ordered(linear.error)) + math.sqrt(2) * tiny
@@ -234,11 +234,7 @@ def query_growth(rotary: Rotary, length: int) -> float:
 
 
 def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of each head's query·key products after rotation by any angles.
-
-    Several query heads may share one key head. By Cauchy-Schwarz the product of pair p is at most ‖q_p‖·‖k_p‖. The sum
-    over pairs is at most ‖D·q‖·‖D⁻¹·k‖, for every D with one entry for each pair. It is also at most the sum of bounds
-    of map·map, map·shift, shift·map and shift·shift."""
+    """Return bounds of each head's query·key products after rotation by any angles."""
     heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
     exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
@@ -247,6 +243,8 @@ def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmet
         balance = balanced(peaks_k + fixed_k, peaks_q + fixed_q)
         map_q, long_q = longest_of(query.grams[h], query.shifts[h], balance.repeat(2))
         map_k, long_k = longest_of(key.grams[n], key.shifts[n], 1 / balance.repeat(2))
+        # A pair's product is at most ‖q_p‖·‖k_p‖ (Cauchy-Schwarz), and the sum over pairs ‖D·q‖·‖D⁻¹·k‖, for every D
+        # with one entry for each pair. Or add bounds of map·map, map·shift, shift·map and shift·shift.
         apart = min(map_q * map_k, float(peaks_q @ peaks_k)) + float(fixed_q @ fixed_k)
         apart += min(float(peaks_q @ fixed_k), map_q * float((fixed_k / balance).norm()))
         apart += min(float(peaks_k @ fixed_q), map_k * float((fixed_q * balance).norm()))
@@ -261,13 +259,13 @@ def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmet
 
 
 def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, float]:
-    """Return bounds of ‖D·A·n‖ and ‖D·(A·n + c)‖ for ‖n‖ ≤ 1, with A·Aᵀ = ``gram``, c = ``shift``, D =
-    diag(``factors``). For every s, A·n + c is (A, c/s) times the vector (n, s), whose length is at most √(1 + s²). The
-    s chosen here gives at most the sum of both lengths."""
+    """Return bounds of ‖D·A·n‖ and ‖D·(A·n + c)‖ for ‖n‖ ≤ 1, A·Aᵀ = ``gram``, c = ``shift``, D = diag(``factors``)."""
     scaled, fixed = outer_scaled(gram, factors), shift * factors
     long, added = math.sqrt(largest_eigenvalue(scaled)), float(fixed.norm())
     if not (long > 0 and 0 < added < math.inf and long < math.inf):
         return long, long + added
+    # For every s, A·n + c is (A, c/s) times the vector (n, s), whose length is at most √(1 + s²). This s gives at most
+    # the sum of both lengths.
     square = added / long
     joined = largest_eigenvalue(scaled + torch.outer(fixed, fixed) / square)
     return long, math.sqrt((1 + square) * joined)
@@ -310,7 +308,7 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
     span: bound of the difference between two scores of one query. scores: bound of |score|. bias: position biases
     [buckets, heads]."""
     a = arithmetic
-    # If the weights of all masked positions sum to less than 2⁻²⁵, each is 0 in fp16.
+    # Stock masks only add −65504. If the weights of all masked positions sum to less than 2⁻²⁵, each is 0 in fp16.
     reach = (26 + math.log2(a.max_length)) * math.log(2)
     if bias is not None:
         # SDPA puts the mask in place of a masked position's bias, eager attention adds it.
@@ -343,8 +341,7 @@ def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Contex
 def attention_output(
     context: Context, weight: Tensor, bias: Tensor | None, heads: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of an attention's output projection; weight [d, inner], bias [d]. With values v = V·x + centre
-    and ‖x‖ ≤ radius, a head adds at most total·(radius·‖O·V‖ + |O·centre|). Several heads may read the same values."""
+    """Return the bounds of an attention's output projection. weight: [d, inner]. bias: [d]."""
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
     size = weight.shape[1] // heads
@@ -352,6 +349,8 @@ def attention_output(
     rows = weight.shape[0]
     exact, lengths = torch.zeros(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.float64)
     longest_all = 0.0
+    # Attention weights are at least 0 with a sum up to ``total``. With values v = V·x + centre and ‖x‖ ≤ radius, a head
+    # adds at most total·(radius·‖O·V‖ + |O·centre|). Several heads may read the same values.
     for h in range(heads):
         part, columns = (slice(n * size, (n + 1) * size) for n in (h // group, h))
         v, o = values.matrix[part], weight[:, columns].double()

@@ -1,8 +1,8 @@
 """The bounds of one model: a walk along its residual stream, which bounds every site.
 
 A norm turns any input into n with ‖n‖₂ ≤ √d, times the gain. So every sublayer has a bounded input, and the stream is
-at most the embedding plus the most that every sublayer can add. Each rounding to fp16 adds a term to a bound: where
-large products cancel, a factor would be too small. ``Arithmetic`` states what is covered."""
+at most the embedding plus the most that sublayers add. Roundings add terms to a bound: where large products cancel, a
+factor would be too small."""
 
 from __future__ import annotations
 
@@ -173,8 +173,8 @@ class _StreamWalk(ModuleFindings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Record a projector; return bounds and mean squares of its output. The input is any vector of fp16 numbers.
-        Before a LayerNorm its mean |x| must be at most ``MOST_MEAN``."""
+        """Record a projector; return bounds and mean squares of its output. The input is any fp16 vector, before a
+        LayerNorm with mean |x| up to ``MOST_MEAN``."""
         width = self.layout.input_width(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         unknown, longest = torch.ones_like(entering), FP16_MAX * math.sqrt(width)
@@ -285,13 +285,12 @@ def bound(
     advance: Callable[[int, int], None] | None = None,
     until_one_fails: bool = False,
 ) -> Certificate:
-    """Return the certificate of a layout's model with the given weights, read sublayer by sublayer.
+    """Return the certificate of a layout's model with the given weights.
 
     target: ``norm-safe`` adds the squares of the stream, for norms in fp16. ``fp16-accumulate`` makes every sum in fp16
-    as well. ``train`` adds dropout, and limits gate pre-activations to 147.8 under gelu_new. refine: how many rows of
-    each feed-forward output may get an eigenvalue of their own. spectra: bounds of eigenvalues of nearly equal weights,
-    to be reused. advance: called with the sublayers done and all. until_one_fails: end at the first site over its
-    limit. Raises UserError for an unknown target, or an activation without a bound."""
+    as well. ``train`` adds dropout, and limits gate pre-activations to 147.8 under gelu_new. spectra: bounds of
+    eigenvalues of nearly equal weights. advance: called with the sublayers done and all. Raises UserError for an
+    unknown target, or an activation without a bound."""
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
     limits: dict[str, float] = {}

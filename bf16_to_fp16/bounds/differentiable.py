@@ -59,7 +59,7 @@ class DifferentiableBounds:
     @full_precision()
     def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the bounds by site, one for each row, head or channel: fp32, without a graph. again: reuse the last
-        means of LayerNorms' inputs, for weights that have hardly changed. only: the sites to bound."""
+        means of LayerNorms' inputs, for weights that have hardly changed."""
         wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again

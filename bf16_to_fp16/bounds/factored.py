@@ -72,12 +72,11 @@ class Factored:
 
 @dataclass(frozen=True)
 class Tall:
-    """A matrix of stacked blocks of rows; each block is a sum of factored weights. label: the matrix's name, "" for
-    none. length: at least √Σ f² over blocks, with f the sum of Frobenius norms in a block."""
+    """A matrix of stacked blocks of rows; each block is a sum of factored weights."""
 
     blocks: tuple[tuple[Factored, ...], ...]
-    label: str
-    length: float
+    label: str  # the matrix's name within a model, "" for none
+    length: float  # at least √Σ f² over blocks, with f the sum of Frobenius norms in a block
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,10 +1,8 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-The input is n with ‖n‖₂ ≤ √d. Gate and linear have rows u and w, at unit length û and ŵ. A gated neuron is a product,
-(u·n)(w·n) ≤ d(‖u‖‖w‖ + u·w)/2. An activation is x·Φ(x) with 0 ≤ Φ ≤ 1. Neurons scaled to at most 1 sum to at most M =
-½·λmax(Σ ûûᵀ + ŵŵᵀ). So a row of a gated output projection is at most the sum of its M largest entries. A plain one is
-at most the maximum over a ball of radius √λmax(Σ ŵŵᵀ). Eigenvalues of the ``HEAVIEST`` gated neurons, and of single
-rows, make bounds tighter."""
+Let û and ŵ be the rows of gate and linear at unit length. Neurons scaled to at most 1 sum to at most M = ½·λmax(Σ ûûᵀ +
+ŵŵᵀ). So a row of a gated output projection is at most the sum of its M largest entries. A plain one is at most the
+maximum over a ball of radius √λmax(Σ ŵŵᵀ)."""
 
 from __future__ import annotations
 
@@ -27,13 +25,12 @@ WORTH_REFINING = 2.0**0.25
 
 
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
-    """Return two linears on one norm's output as linear maps alone: shift and bias become one more column.
-
-    A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. With one ratio of A·n's
-    and c's bounds in all rows, the s chosen here makes a row's bound their sum."""
+    """Return two linears on one norm's output as linear maps alone: shift and bias become one more column."""
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
     share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
+    # A·n + c is the map (A, c/s) of (n, s), whose length is at most √(radius² + s²), for every s. If the bounds of A·n
+    # and c have the same ratio in all rows, this s makes a row's bound the sum of both.
     length = one.radius * math.sqrt(share)
     radius = math.hypot(one.radius, length)
 
@@ -73,6 +70,7 @@ class GatedNeurons:
         self.products = torch.cat([(left * right).sum(1, dtype=torch.float64) for left, right in pairs])
         cosine = self.products * gate.radius * other.radius
         self.cosine = (cosine / scale.clamp(min=1e-300)).clamp(-1, 1)
+        # (u·n)(w·n) ≤ d(‖u‖‖w‖ + |u·w|)/2 for ‖n‖₂ ≤ √d, and 0 ≤ Φ ≤ 1.
         self.caps = ((1 + self.cosine.abs()) / 2 * COMPUTED).clamp(0.5, 1)
         self.size = scale / keep
         product = scale * self.caps

@@ -70,20 +70,19 @@ class NormOutput:
 
 
 def summed_axes(one: Tensor, other: Tensor) -> Tensor:
-    """Return the squared axes of an ellipsoid that holds the sums of points of two ellipsoids.
-
-    By Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ p·x²/a + (1 − p)·y²/b in each channel. Over all channels the right
-    sides add up to at most 1, for every p. The p used gives the least sum of squared axes (Kurzhanski and Vályi,
-    Ellipsoidal calculus, 2.1)."""
+    """Return the squared axes of an ellipsoid that holds the sums of points of two ellipsoids."""
     long, short = one.sum().sqrt(), other.sum().sqrt()
     if not (long > 0 and short > 0):
         return (one + other) * COMPUTED
+    # By Cauchy-Schwarz (x + y)²/(a/p + b/(1 − p)) ≤ p·x²/a + (1 − p)·y²/b in each channel. Over all channels the right
+    # sides add up to at most p + (1 − p) = 1, for every p. The p used gives the least sum of squared axes (Kurzhanski
+    # and Vályi, Ellipsoidal calculus, 2.1).
     return (long + short) * (one / long + other / short) * COMPUTED
 
 
 def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
-    """Return the squared axes, [d], of an ellipsoid that holds every vector with components up to ``caps`` and ‖·‖₂ up
-    to ``length``. It is the mean of Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1."""
+    """Return the squared axes, [d], of an ellipsoid that holds every x with |x| ≤ ``caps`` and ‖x‖₂ ≤ ``length``."""
+    # The mean of Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1.
     box, ball = caps.square() * caps.numel(), length * length
     return box * (2 * ball / (box + ball)).nan_to_num(0.0) * COMPUTED
 
@@ -257,16 +256,15 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 @full_precision()
 def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return an upper bound of |matrix|·vector for a vector without negative entries: fp64 [m], or [m, k] for [d, k].
-
-    A sum of n rounded products without negative terms is off by at most γ of n + 2 terms (Higham, Accuracy and
-    Stability of Numerical Algorithms, 3.1), besides underflow."""
+    """Return an upper bound of |matrix|·vector for a vector with no negative entry: fp64 [m], or [m, k] for [d, k]."""
     if not vector.any():
         return vector.new_zeros(len(matrix), *vector.shape[1:])
     dtype = working_dtype(matrix)
     limits, terms = torch.finfo(dtype), matrix.shape[1] + 2
     top = vector.to(dtype)
     sums = torch.cat([part.to(dtype).abs() @ top for part in chunks(matrix)]).double()
+    # A sum of n rounded products without negative terms is off by at most γ of n + 2 terms (Higham, Accuracy and
+    # Stability of Numerical Algorithms, 3.1), besides underflow.
     return sums * (1 + 2 * terms * limits.eps) + terms * limits.tiny
 
 
@@ -299,15 +297,13 @@ def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
 
 
 def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, ‖s‖₂² ≤ square, for every row v of ``values``: [m]
-    in ``dtype``.
-
-    By Lagrange duality, λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0. It is least where the maximising s
-    has ‖s‖² = square. Gradients treat λ as a constant (envelope theorem)."""
+    """Return, by row v of ``values``, an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i and ‖s‖₂² ≤ square: [m]."""
     with torch.no_grad():
         start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
         best = start
-        # ‖s‖² is concave and piecewise linear in λ⁻², so Newton's method descends to the best λ from that without caps.
+        # By Lagrange duality, λ·square + Σ max_s (v·s − λ·s²) is a bound for every λ > 0. It is least where the
+        # maximising s has ‖s‖² = square. This ‖s‖² is concave and piecewise linear in λ⁻², so Newton's method descends
+        # to the best λ from the one without caps. Gradients treat λ as a constant (envelope theorem).
         for _ in range(14):
             wanted = values / (2 * best[:, None])
             squares = torch.minimum(wanted, caps).square()

@@ -1,7 +1,5 @@
-"""Differentiable bounds of scores, attentions and feed-forwards, for the sites that rescaling cannot lower.
-
-The formulas are the certificate's, but ``power_iteration`` gives spectral norms, and a linear's fp16 rounding is a
-single factor."""
+"""Differentiable bounds of scores, attentions and feed-forwards. The formulas are the certificate's, but for spectral
+norms (``power_iteration``) and the rounding of linears (``linear_error``)."""
 
 from __future__ import annotations
 

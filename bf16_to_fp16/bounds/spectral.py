@@ -1,8 +1,8 @@
-"""Upper bounds on the largest eigenvalue of a Gram matrix, rounding included.
+"""Upper bounds on the largest eigenvalue of a Gram matrix G, rounding included.
 
-Lanczos iteration only makes a guess t. If the Cholesky factorisation of t·I − G succeeds, every eigenvalue of G is
-below t. For small matrices ``eigvalsh`` computes all eigenvalues instead. Both results get the backward error of the
-computation added (Higham, Accuracy and Stability of Numerical Algorithms, theorems 10.3 and 8.3)."""
+Lanczos iteration makes a guess t. If the Cholesky factorisation of t·I − G succeeds, every eigenvalue is below t. For
+small matrices ``eigvalsh`` computes all eigenvalues. Both results get the computation's backward error added (Higham,
+Accuracy and Stability of Numerical Algorithms, theorems 10.3 and 8.3)."""
 
 from __future__ import annotations
 
@@ -45,10 +45,8 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 
 @full_precision()
 def gram(rows: Tensor | Tall) -> Tensor:
-    """Return an upper bound of rowsᵀ·rows in the positive semidefinite order: fp64 [d, d].
-
-    rows: [n, d], fp32 or fp64. Entries are off by at most γ·Σ|a||b|. The Frobenius norm of these errors is at most γ
-    times the trace, which is added to the diagonal."""
+    """Return an upper bound of rowsᵀ·rows in the positive semidefinite order, fp64 [d, d]; rows [n, d], fp32 or
+    fp64."""
     count, size = rows.shape
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -63,7 +61,8 @@ def gram(rows: Tensor | Tall) -> Tensor:
                 total[i : i + TILE, j : j + TILE] += tile
     for i in range(0, size, TILE):
         total[:i, i : i + TILE] = total[i : i + TILE, :i].t()
-    # A unit for each row of a sum, and eight more since both factors of a product may be off by four units.
+    # Each entry is off by at most γ·Σ|a||b|, so the Frobenius norm of the errors is at most γ times the trace. γ is a
+    # unit for each row of a sum, and eight more since both factors of a product may be off by four units.
     unit = (count + 8) * 2.0**-52 if exact else (FP32_ROWS + 8) * 2.0**-24
     total.diagonal().add_(unit * float(total.trace()))
     return total
@@ -72,9 +71,7 @@ def gram(rows: Tensor | Tall) -> Tensor:
 @dataclass(frozen=True)
 class Spectra:
     """A store of upper bounds on the largest eigenvalues of a source's Gram matrices, reused for nearly equal weights.
-
-    For Z, Z₀ and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F. So one pass over both weights turns the bound of one into a
-    bound of the other. If that is too loose, an eigenvalue is computed."""
+    If a reused bound is too loose, an eigenvalue is computed."""
 
     read: TensorReader  # of the source's weights
     bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)  # by label, a matrix without values, its bound
@@ -117,6 +114,7 @@ class Spectra:
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
             return None
+        # For Z, Z₀ and a number s, ‖Z‖₂ ≤ s·‖Z₀‖₂ + ‖Z − s·Z₀‖_F.
         scale = matrix.length / kept.length if kept.length > 0 else 0.0
         square = 0.0
         rows = max(1, IN_CACHE // matrix.shape[1])

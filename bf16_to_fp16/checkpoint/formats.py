@@ -76,8 +76,8 @@ def record_sizes(file: Path) -> dict[int, int]:
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. No code in the
-    file runs. Raises UserError for an incomplete file, or if it holds more than tensors."""
+    """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. Raises UserError
+    for an incomplete file, or if it holds more than tensors."""
     resave = "load it with torch and save it with safetensors"
     unreadable = UserError(
         f"{file}: is cut short, compressed, in torch's format from before 2020, or holds more than tensors, which may"

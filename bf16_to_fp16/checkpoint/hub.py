@@ -1,5 +1,5 @@
 """Send requests to the Hub, and repeat them while the Hub is busy. Errors of its client become one line with a remedy
-and no token. Small files are fetched before weights. Imports no torch."""
+and no token. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Translate tensor names between files and stock modules. Also the layouts that ``convert`` writes: a folder, or one
-file. Imports no torch.
-
-Wan's T5 is ``wan/modules/t5.py`` of https://github.com/Wan-Video/Wan2.1; its code fixes the eps in fp32."""
+file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from ..errors import UserError
 SPIECE, SPIECE_FILE = "spiece_model", "spiece.model"  # a tensor with the tokenizer's bytes, and the tokenizer's file
 STOCK_BLOCK = "encoder.block.{i}.layer"
 
-WAN_NAMES = (
+WAN_NAMES = (  # of wan/modules/t5.py in https://github.com/Wan-Video/Wan2.1, which fixes the eps in fp32
     ("shared.weight", "token_embedding.weight"),
     ("encoder.final_layer_norm.weight", "norm.weight"),
     (f"{STOCK_BLOCK}.0.layer_norm.weight", "blocks.{i}.norm1.weight"),

@@ -19,19 +19,18 @@ from .reader import Checkpoint
 
 @dataclass(frozen=True)
 class Write:
-    """A tensor to write: (x + ``offset``)·``gain``·2^E − ``offset``, with x from ``data`` or the source's tensor
-    ``source``. E: ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]``. The product with ``gain`` is computed
-    in fp64 and rounded to fp32; ``offset`` is added in fp64."""
+    """A tensor to write: (x + ``offset``)·``gain``·2^E − ``offset``. E: ``exponent`` + ``row_exponents[i]`` +
+    ``column_exponents[j]``."""
 
     name: str
     shape: tuple[int, ...]
-    source: str | None
-    data: torch.Tensor | None = None
+    source: str | None  # the source's tensor that is x
+    data: torch.Tensor | None = None  # or x itself
     exponent: float = 0
     row_exponents: torch.Tensor | None = None
     column_exponents: torch.Tensor | None = None
-    gain: float = 1.0
-    offset: float = 0.0
+    gain: float = 1.0  # the product is computed in fp64 and rounded to fp32
+    offset: float = 0.0  # added in fp64
     dtype: torch.dtype = torch.float16
 
     @property

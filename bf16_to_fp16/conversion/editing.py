@@ -57,11 +57,10 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents that bring one signal under its limit. proven: for any input; ``observed`` if that is impossible.
-    observed: for observed values; None if these are under the limit already."""
+    """The exponents that bring one signal under its limit."""
 
-    proven: OfChannels
-    observed: OfChannels | None
+    proven: OfChannels  # for any input; the same as ``observed`` if no exponents can do that
+    observed: OfChannels | None  # for the observed values; None if these are under the limit already
 
 
 @dataclass(frozen=True)
@@ -196,11 +195,10 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
     """Return the edits (inexact rescalings) that bring all signals under their limits; None if they cost too much.
-
-    The cost has no limit if the observed values need the same edits as the bounds. It may be 1/128 of bf16's divergence
-    from fp32 if only bounds need edits. Otherwise it may be 7/4 of that divergence, or ``max_kl`` if larger."""
+    max_kl: a divergence to allow if some observed values need edits."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
+    # No limit if the observed values need the same edits as the bounds.
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
     if allowed < math.inf and any(observed):
         # An eighth is left for fp16's rounding.
@@ -251,17 +249,14 @@ def rows_or_columns(
 
 
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
-    """Return ``needed`` with one exponent for all logits or one for each, and whether that separates a tied head.
-
-    One for all is chosen if one for each costs as much or is impossible. For a tied head it is also chosen if it costs
-    at most ``PRICE_OF_A_PROOF``."""
+    """Return ``needed`` with one exponent for all logits or one for each, and whether that separates a tied head."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False
     each = needed[LOGITS]
     one = NeededExponents(least(each.proven), None if each.observed is None else least(each.observed))
     may_differ = not layout.tied or bool(layout.family.untie and scales_logits(layout))
-    if one != each and may_differ:
+    if one != each and may_differ:  # one for all keeps the order of logits, and a tied head tied
         together, apart = trial.costs(
             [{LOGITS: one.proven}, {LOGITS: each.proven}], "one exponent for all logits, and one for each,"
         )

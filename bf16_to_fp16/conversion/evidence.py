@@ -176,8 +176,8 @@ def compare(
     inputs: Sequence[Batch],
     in_fp32: Sequence[Batch],
 ) -> tuple[Fidelity, Plan]:
-    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and measured drift. inputs:
-    run in fp16. in_fp32: run in fp32."""
+    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and measured drift. inputs,
+    in_fp32: the batches run in fp16 and in fp32."""
 
     def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:
         return fidelity(expected, bf16, outputs, probabilities=layout.gives_probabilities)
