@@ -20,11 +20,10 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The range of a norm's input. Each row of ``variances``, fp64 [k, 2], is a variance, rounded to an eighth of a
-    binade, and the fraction of tokens with it. The variance is the mean square, except in ``nn.LayerNorm``."""
+    """The range of a norm's input. A variance is the mean square, except in ``nn.LayerNorm``."""
 
     norm_max: float  # the largest ‖x‖₂ of a token
-    variances: Tensor
+    variances: Tensor  # fp64 [k, 2]: variances, to an eighth of a binade, and the fractions of tokens
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
         """Return the factors on a norm's output, [k], if its input is scaled by 2^exponent but eps is not. Return also

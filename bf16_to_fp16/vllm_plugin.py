@@ -1,5 +1,5 @@
-"""Plugin that lets vLLM run converted folders in fp16 although it refuses fp16 for their model type (gemma2, gemma3,
-gemma3_text, glm4 in vLLM 0.33).
+"""Plugin that lets vLLM run converted folders in fp16 although it refuses fp16 for their model type. In vLLM 0.33 these
+types are gemma2, gemma3, gemma3_text and glm4.
 
 vLLM calls ``register`` in each process. The refusal is lifted for a local folder whose report says safe and whose
 hashes match."""

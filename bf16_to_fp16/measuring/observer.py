@@ -61,8 +61,7 @@ class SiteObserver(TorchDispatchMode):
 
     A linear's site has its path as name. Other names add the operation: ``<path>:add``, ``<path>:add#2`` for the second
     in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its mask must lower masked scores).
-    The backward has ``<site>:grad``. NaN of a row that a −inf mask masks whole is benign if the module's output has no
-    NaN. only: the paths of modules to measure."""
+    The backward has ``<site>:grad``. only: the paths of modules to measure."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()

@@ -132,12 +132,12 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the scores that a constant mask is added to; None without such a mask, or if it is −inf in fp16."""
+    """Return the scores that a constant mask is added to; None if the mask hides a score however large it is."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
         return None
-    # The masks of transformers hold their dtype's least finite number.
+    # The masks of transformers hold their dtype's least finite number; others are −inf in fp16.
     held = origin.least > MASK_FROM or origin.least == torch.finfo(mask.dtype).min
     return other if held else None
 

@@ -56,9 +56,9 @@ def batches(
     length: int = 512,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return batches of the text in ``data``; without data, the built-in probe. source: the tokenizer's folder.
-    examples: the most rows of text. length: the most tokens of a row. chosen: the probe's token ids by reason, random
-    by default. Raises UserError for unusable data or tokenizer."""
+    """Return batches of the text in ``data``; without data, the built-in probe. examples: the most rows of text.
+    length: the most tokens of a row. chosen: the probe's ids by reason, random by default. Raises UserError for
+    unusable data or tokenizer."""
     length = min(length, stock.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, chosen)
@@ -283,8 +283,8 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Return rows of 1 to ``longest`` random tokens or one special token, each without and with a start or end token.
-    They come twice: padded on the right, and on the left."""
+    """Return rows of 1 to ``longest`` random tokens, or of one special token: padded on the right, and again on the
+    left."""
     vocabulary = stock.vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []

@@ -19,8 +19,7 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 class FastProducts(TorchDispatchMode):
     """Context manager that computes the CPU's 16- and 32-bit matrix products in fp32 and rounds once. A backward must
-    run inside it too. Exact sums come out identical; under 1% of other 16-bit elements differ, by one rounding.
-    Convolutions and fused SDPA stay as they are."""
+    run inside it too. Exact sums come out identical; under 1% of other 16-bit elements differ, by one rounding."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

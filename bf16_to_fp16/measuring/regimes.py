@@ -1,8 +1,8 @@
 """Run a checkpoint in each regime in which people run it in fp16, and measure every operation.
 
 ``stock``: loaded with ``dtype=float16``; T5's ``wo`` and the residual stay in fp32. ``half``: every weight in fp16.
-``amp``: fp32 weights under fp16 autocast. SDPA hides the scores, so each regime also runs with eager attention. A
-regime is safe iff no operation's output is non-finite or saturated, other than by design."""
+``amp``: fp32 weights under fp16 autocast. A regime is safe iff no operation's output is non-finite or saturated, other
+than by design."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REGIMES = ("stock", "amp", "half")
 DTYPES = {"stock": torch.float16, "amp": torch.float32, "half": torch.float16, "fp32": torch.float32}
 """The dtype in which stock code loads a regime's weights; ``half`` then casts those that stay in fp32."""
 
-ATTENTIONS = ("eager", "sdpa")
+ATTENTIONS = ("eager", "sdpa")  # SDPA hides the scores
 
 LOSS_SCALE = 2.0**10
 """Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so the
@@ -59,8 +59,8 @@ def audit_folder(
     """Audit the checkpoint in ``folder`` in each regime.
 
     ``half`` runs all inputs under the first attention. Other runs get fewer inputs, and more if ``half`` breaks.
-    ``train_mode`` runs everything, with the whole model loaded instead of one block at a time. Attentions that the
-    class lacks are left out. Raises UserError for an unusable folder."""
+    ``train_mode`` loads the whole model and runs everything. Attentions that the class lacks are left out. Raises
+    UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
@@ -184,9 +184,8 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _inputs_of(inputs: Sequence[Batch], uncovered: bool, first: bool) -> Sequence[Batch]:
-    """Return the batches that a regime runs with one attention implementation. uncovered: whether no other regime has
-    this one's fp16 operations. first: whether the implementation is the first; later ones differ in one function
-    only."""
+    """Return the batches that a regime runs with one attention implementation. There are fewer if another regime covers
+    its operations, or another attention came first."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
@@ -273,9 +272,8 @@ def audit_model(
 ) -> RegimeResult:
     """Return the regime's result of ``model`` on ``batches`` under each attention.
 
-    model: in the regime's dtypes; in fp32 for ``amp``. loss_scale: adds training mode, with seeded dropout, and a
-    backward of the loss times this scale. known: sites measured elsewhere, to merge. The model's mode and attention are
-    restored."""
+    model: in the regime's dtypes; in fp32 for ``amp``. loss_scale: adds training mode, and a backward of the loss times
+    this scale. known: sites measured elsewhere. The model's mode and attention are restored."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})

@@ -1,8 +1,7 @@
 """Search the soft side of edits: inputs for which an edited signal is small, so that an edit changes the function most.
 
-Candidates are ids, or sets of ids, for which edits change outputs or attention weights most. Stock code runs a row of
-each, and of random pairs. Ids of the worst rows are paired with others. Harm is confirmed in several rows: one bad row
-can be chance."""
+Candidates are ids and sets of ids for which edits change outputs or attention weights most. Stock code runs a row of
+each, and rows of random pairs. Harm is confirmed in several rows: one bad row can be chance."""
 
 from __future__ import annotations
 
@@ -168,8 +167,9 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 def suspected(
     source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
 ) -> tuple[list[tuple[int, ...]], float | None]:
-    """Return the ids, and sets of ids, that edits change most: by the final output, then at each edited site in turn.
-    Return also the fraction ``covered`` of ``SearchEntry``; None if no gate or head is edited."""
+    """Return the ids, and sets of ids, that edits change most. Changes of the final output come first, then those at
+    each edited site in turn. Return also the fraction ``covered`` of ``SearchEntry``; None if no gate or head is
+    edited."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})

@@ -96,9 +96,8 @@ class Tap:
     returns False, ``on_site`` is not called.
 
     Left out are copies, constants, operations without gradients, the statistics of ``layer_norm``, dropout's noise, and
-    the inside of fused functions except SDPA's context. A linear with its bias is one site. The input of a cube is a
-    site (``:cubed``). Raises UserError for a compiled model, and in the forward for reentrant gradient
-    checkpointing."""
+    the inside of fused functions except SDPA's context. The input of a cube is a site (``:cubed``). Raises UserError
+    for a compiled model and for reentrant gradient checkpointing."""
 
     def __init__(
         self,

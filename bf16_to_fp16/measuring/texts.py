@@ -49,8 +49,8 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target of each row. The first row decides on columns that are not named. data: the rows' name in
-    errors. Raises UserError if a column is missing or a text is no string."""
+    """Yield text and target of each row. The first row decides on columns that are not named. Raises UserError if a
+    column is missing or a text is no string."""
     columns: tuple[str, str | None] | None = None
     for row in rows:
         if columns is None:

@@ -19,8 +19,7 @@ from .texts import texts
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
     """Return rows of ``data`` (a file or Hub dataset) in batches of token ids, shortest first. source: the tokenizer's
-    folder. examples: the most rows. length: the most tokens of a row. Raises UserError for unusable data or
-    tokenizer."""
+    folder. examples, length: as in ``batches``. Raises UserError for unusable data or tokenizer."""
     chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")

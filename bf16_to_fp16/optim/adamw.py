@@ -1,13 +1,11 @@
 """AdamW for parameters kept in bf16 or fp16 with no fp32 copy.
 
-A step is computed in fp32, and only its result is rounded: stochastically, so that updates far below a weight's gap
-still add up, or to nearest. See ``rounding``.
+A step is computed in fp32; only its result is rounded, stochastically or to nearest (see ``rounding``). Random bits
+depend on (seed, step, parameter's position, element's index in the whole parameter). So FSDP2 gives the bits of a
+single process, and under DDP every replica draws the same bits.
 
-Random bits depend on (seed, step, parameter's position, element's index in the whole parameter). So FSDP2 gives the
-bits of a single process, and under DDP every replica draws the same bits.
-
-A step runs eagerly, on pieces that stay in a processor's caches, or in one kernel made by torch.compile. On a CPU both
-give the same bits. On an accelerator they differ by rounding, because compiled divisions are not rounded correctly."""
+On a CPU eager and compiled steps give the same bits. On an accelerator they differ by rounding, because compiled
+divisions are not rounded correctly."""
 
 from __future__ import annotations
 
@@ -122,14 +120,13 @@ class AdamW(Optimizer):
 
     rounding: how a step is stored, ``"stochastic"`` or ``"nearest"``. moments: ``"float32"`` (8 bytes per element) or
     ``"bfloat16"`` (4, rounded stochastically). seed: of all random bits, from 0 to 2⁶³ − 1. compile: whether
-    torch.compile makes one kernel; by default for groups of 2²⁴ elements or more, where a compiler works. It is not
-    taken from a loaded state.
+    torch.compile makes one kernel; by default for groups of 2²⁴ elements or more, where a compiler works.
 
     ``torch.amp.GradScaler`` works with fp16 gradients: a step with inf or NaN changes nothing. ``GradScaler.unscale_``
     refuses fp16 gradients, so clip before the step at max_norm · scale.
 
-    A loaded state keeps every bit, so a resumed run equals an uninterrupted one; the state of torch.optim.AdamW loads
-    too. Raises UserError for bad options and parameters, and for a step at a loss scale that is 0 or not finite."""
+    A resumed run equals an uninterrupted one, bit for bit; the state of torch.optim.AdamW loads too. Raises UserError
+    for bad options and parameters, and for a step at a loss scale that is 0 or not finite."""
 
     # GradScaler then sets grad_scale and found_inf as attributes before step(), as for torch's fused optimizers.
     _step_supports_amp_scaling = True
@@ -165,9 +162,8 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the closure's result. Gradients are divided by
-        ``grad_scale`` if GradScaler has set it. If it has set ``found_inf`` to another number than 0, nothing
-        changes."""
+        """Update every parameter that has a gradient, and return the closure's result. GradScaler's ``grad_scale``
+        divides the gradients; its ``found_inf``, unless 0, prevents the update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

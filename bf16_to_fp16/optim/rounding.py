@@ -1,17 +1,17 @@
 """Exact rounding of fp32 to bf16 and fp16: stochastic and to nearest.
 
 To nearest, a weight kept in 16 bits loses every update below half its gap. Rounded up with probability (x − down)/(up −
-down) it moves as far as it should on average (Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192).
+down), the weight is right on average (Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192).
 
-Every 2¹⁶-th bit pattern of fp32 is a bf16 value and every 2¹³-th a normal fp16 value. So adding as many random bits as
-will be cut off, and then cutting, rounds up with exactly the wanted probability. fp16's subnormals all have the gap
-2⁻²⁴. So x·2²⁴ is split into floor and fraction, both exact, and the fraction is compared with 31 random bits.
+Every 2¹⁶-th bit pattern of fp32 is a bf16 value, and every 2¹³-th a normal fp16 value. So adding as many random bits as
+will be cut off, and cutting, gives exactly this probability. fp16's subnormals all have the gap 2⁻²⁴: x·2²⁴ is split
+into floor and fraction, both exact, and the fraction is compared with 31 random bits.
 
 A finite value beyond the format's last finite value becomes that value; inf, NaN and the sign of zero stay.
 
-Random bits are a keyed hash of the element's index in its parameter (counter-based, as in Salmon et al., SC 2011). The
-key depends on (seed, step, parameter), so chunks, ranks and interruptions do not change the result. torch.compile can
-fuse the int32 and fp32 operations, and gives the same bits on a CPU."""
+Random bits are a keyed hash of the element's index (counter-based, as in Salmon et al., SC 2011). The key depends on
+(seed, step, parameter), so chunks, ranks and interruptions do not change the result. Only int32 and fp32 operations are
+used, so compiled code gives the same bits on a CPU."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 0) -> tuple[int, int, int]:
     """Return a key: three int32 words that determine the random bits of one parameter in one step. Other seeds, steps,
-    parameters or blocks (integers of 64 bits) give unrelated words. first: the index within the block of the element
-    whose counter is 0."""
+    parameters or blocks give unrelated words. first: the index within the block of the element whose counter is 0."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
     start, second, third = struct.unpack("<3i", digest)
     start = (start + first * _STRIDE) & 0xFFFFFFFF
@@ -67,8 +66,8 @@ def random_bits(counter: Tensor, key: Key) -> Tensor:
 
 
 def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
-    """Return two more sets of 16 random bits from the result of ``random_bits``, in the low halves of two int32
-    tensors. The high halves are not random."""
+    """Return two more sets of 16 random bits, in the low halves of two int32 tensors. The high halves are not random.
+    bits: a result of ``random_bits``."""
     x = (bits + key[2]).mul_(_MULTIPLIERS[2])
     high = x >> 16
     return high, x.bitwise_xor_(high)

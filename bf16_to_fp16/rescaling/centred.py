@@ -4,8 +4,8 @@ A softmax ignores a number that is added to every score of a row. Without an ope
 norm or soft cap), q·b is the same for every key. So the key bias b may be any vector. Behind a LayerNorm of gain g and
 bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n).
 
-From a table of position biases one number for each head can be subtracted, the same in every layer that reads the
-table. The mean of the head's largest and least bias leaves the smallest magnitudes."""
+From a head's position biases the mean of the largest and the least is subtracted, the same in every layer that reads
+the table."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: 
 
 
 def shared_biases(tables: Sequence[Tensor]) -> Tensor:
-    """Return the number to subtract from each head's biases, fp64 [heads]: the mean of the largest and the least, over
-    all tables of one softmax, rounded to bf16."""
+    """Return the number to subtract from each head's biases, fp64 [heads]. It is the mean of the largest and the least
+    over all tables of one softmax, rounded to bf16."""
     every = torch.cat([table.double() for table in tables])
     # In bf16, so that fp32 holds the differences of bf16 biases.
     return ((every.amax(0) + every.amin(0)) / 2).to(torch.bfloat16).double()

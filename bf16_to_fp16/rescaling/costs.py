@@ -1,8 +1,7 @@
 """The cost of exponents: limits that they break, and precision that weights, signals and norms lose.
 
-A signal too large overflows; a weight or signal too small loses bits to fp16's fixed spacing below 2⁻¹⁴. So limits must
-hold, and the cost to minimise is a relative squared error: of weights, of signals, and from an eps that cannot be
-scaled."""
+Limits must hold. The cost to minimise is a relative squared error: of weights, of signals, and from an eps that cannot
+be scaled."""
 
 from __future__ import annotations
 
@@ -118,8 +117,8 @@ class Costs(WeightLosses):
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
         """Return each channel's share in the outputs of the linears that read a signal, float64 [channels]. It is the
-        channel's mean square times the squared norm of its weights there; for queries and keys, the product of their
-        mean squares."""
+        channel's mean square times the squared norm of its weights there. For queries and keys it is the product of
+        their mean squares."""
         ones = torch.ones(signal.size, dtype=torch.float64)
         squares = [observed.mean_square.double() for _, observed in known_points(self.ranges, signal)]
         if not squares:

@@ -1,7 +1,7 @@
 """A plan of powers of two: pure data, to be printed, stored, replayed and inverted.
 
-In a pre-norm transformer signals between weights can be multiplied by powers of two, if the weights at both ends make
-up for it. The logits keep every bit."""
+In a pre-norm transformer a signal can be multiplied by a power of two, if the weights at both ends make up for it. The
+logits keep every bit."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def takes_fractions(signal: str) -> bool:
 
 class Drift(BaseModel):
     """The change of the output by a norm's eps that cannot be scaled, or by gains rounded after an offset was
-    subtracted. Predictions run the source with rounded gains and an eps that acts as the plan's. Measurements run the
-    written files."""
+    subtracted. Predictions run the source with rounded gains and an eps that acts as the plan's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

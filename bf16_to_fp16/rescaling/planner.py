@@ -51,29 +51,24 @@ class Planned:
 
 def make_plan(
     layout: Layout,
-    weights: TensorReader,
-    ranges: Mapping[str, ModuleRange],
+    weights: TensorReader,  # before rescaling
+    ranges: Mapping[str, ModuleRange],  # on the source; from bounds if nothing is run
     *,
     target: str = "half",
-    margin_bits: float = MARGIN_BITS,
-    bounds: Mapping[str, ModuleRange] | None = None,
-    held: Mapping[str, int] | None = None,
+    margin_bits: float = MARGIN_BITS,  # between a range and its limit
+    bounds: Mapping[str, ModuleRange] | None = None,  # ranges for any input
+    held: Mapping[str, int] | None = None,  # given exponents of streams
     proof_worth: float = PROOF_WORTH,
-    proof_is_enough: bool = False,
-    drift_free: bool = False,
-    known: Tables | None = None,
+    proof_is_enough: bool = False,  # a stream that fits by its bounds need not keep the margin
+    drift_free: bool = False,  # a norm's input gets the stream's exponent alone, which eps can follow
+    known: Tables | None = None,  # of these weights, from earlier plans; new ones are added
     advance: Advance | None = None,
 ) -> Planned:
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
-    weights: before rescaling. ranges: of each module's input and output on the source; from bounds if nothing is run.
-    target: ``half`` keeps every signal under 65504. ``norm-safe`` and ``fp16-accumulate`` keep ‖h‖₂² of the residual
-    stream there too, as fp16 sums it. ``train`` keeps 2 more bits, and gates of ``gelu_new`` under 147.8. margin_bits:
-    between a range and its limit. bounds: ranges for any input; they must fit if that costs at most ``proof_worth`` for
-    each site. proof_is_enough: a stream that fits by its bounds need not keep the margin. held: given exponents of
-    streams. drift_free: scale a norm's input by the stream's exponent alone, which eps can follow. known: tables of
-    these weights from earlier plans; new ones are added. advance: called with the number of tensor axes done, and their
-    total."""
+    target: ``half`` keeps every signal under 65504. ``norm-safe`` and ``fp16-accumulate`` also keep ‖h‖₂² of the
+    residual stream under 65504, as fp16 sums it. ``train`` keeps 2 more bits, and gates of ``gelu_new`` under 147.8.
+    bounds: must fit if that costs at most ``proof_worth`` for each site."""
     # Each of the many parameters is the result of an earlier step.
     return PlanSearch(
         layout,

@@ -1,5 +1,5 @@
-"""The rounding cost of a power of two, for weights and signals. Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, so weights are
-rounded there, and vanish under 2⁻²⁵. Rounding that no exponent avoids, as that of fp32 weights, is left out."""
+"""The rounding cost of a power of two, for weights and signals. Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, and weights
+under 2⁻²⁵ vanish. Rounding that no exponent avoids, as that of fp32 weights, is left out."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def _histograms(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return two histograms of the channels along ``axis``, [channels, binades, reaches], and each channel's largest
     weight. The first counts elements; the second sums squared significands. Reach: how many bits the last set bit lies
-    below the leading one. other: exponents of the other axis, added to the binades."""
+    below the leading one."""
     channels, length = part.shape[axis], part.shape[1 - axis]
     packed = span.narrow and length < _PACKABLE
     reaches = 8 if packed else FP16_SIGNIFICANT_BITS
@@ -289,7 +289,7 @@ def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return a signal's relative squared error of rounding to fp16's smallest step, [channels, exponents]: 2⁻⁴⁸/12
-    divided by the scaled mean square. It is 0 for a channel of zeros."""
+    """Return the relative squared error of rounding a signal to fp16's smallest step, [channels, exponents]. It is
+    2⁻⁴⁸/12 divided by the scaled mean square, and 0 for a channel of zeros."""
     scaled = mean_square.double()[:, None] * 4.0 ** exponents.double()
     return torch.where(scaled > 0, STEP_NOISE / scaled.clamp(min=1e-300), torch.zeros_like(scaled))
