@@ -41,7 +41,7 @@ class Fidelity(ReportObject):
     are None if no bf16 model ran. A model that gives inf or NaN is infinitely far, which is null in JSON."""
 
     measure: str = Field(
-        "kl",
+        default="kl",
         description=(
             "kl: KL(fp32 ‖ x) per token, in nats; relative squared error: Σ(x − fp32)² / Σ fp32² of last states,"
             " without top1"
@@ -54,8 +54,8 @@ class Fidelity(ReportObject):
     top1_bf16: Real | None = None
     top1_fp16: Real | None = None
     positions: Count | None = None
-    kl_fp32: Infinite | None = Field(None, description="of the output's weights in fp32")
-    squared_error_fp32: Infinite | None = Field(None, description="of the output's weights in fp32")
+    kl_fp32: Infinite | None = Field(default=None, description="of the output's weights in fp32")
+    squared_error_fp32: Infinite | None = Field(default=None, description="of the output's weights in fp32")
     reference: str = "fp32 source"
 
     @property
@@ -76,7 +76,7 @@ class ExceptionEntry(ReportObject):
     """Token ids that edits harm: the divergence from the source is over 0.01, and over 10 times that of bf16."""
 
     ids: list[int] = Field(description="one id, tried in ordinary text, or several, drawn to fill a row")
-    tokens: list[str] = Field([], description="the ids' names by the tokenizer")
+    tokens: list[str] = Field(default=[], description="the ids' names by the tokenizer")
     kl: Real = Field(description="in fp32: the mean of 8 rows, or a quartile where the mean hides the harm")
     kl_bf16: Real = Field(description="of the source, activations rounded stochastically to bf16, mean of 8 draws")
     kl_run: Real = Field(description="of a bf16 run of the source")
@@ -112,7 +112,7 @@ class SiteEntry(PlacedEntry, CountedEntry):
     headroom_bits: Real | None = Field(description="null if the site is not in fp16")
     benign: str | None = Field(description="why values left out of the counts are harmless")
     dtype: str | None = None
-    fp32: NumberOrNaN | None = Field(None, description="the largest |x| in fp32, if the site broke in fp16")
+    fp32: NumberOrNaN | None = Field(default=None, description="the largest |x| in fp32, if the site broke in fp16")
 
     @property
     def reached(self) -> float:
@@ -151,10 +151,10 @@ class RegimeEntry(CountedEntry):
 
     amax: Real
     headroom_bits: Real
-    nonfinite_logits: Count = Field(0, description="non-finite outputs that a user would see")
-    runs: list[RunEntry] = Field([], description="by attention")
+    nonfinite_logits: Count = Field(default=0, description="non-finite outputs that a user would see")
+    runs: list[RunEntry] = Field(default=[], description="by attention")
     sites: list[SiteEntry] = Field(description="tightest first")
-    gradients: GradientsEntry | None = Field(None, description="of amp in training")
+    gradients: GradientsEntry | None = Field(default=None, description="of amp in training")
 
     @property
     def reached(self) -> float:
@@ -202,8 +202,8 @@ class CertificateEntry(ReportObject):
     headroom_bits: Real
     max_length: Count = Field(description="most positions of a sequence")
     splits: Count = Field(description="most fp16 partial sums of one matrix product")
-    train_mode: Flag = Field(False, description="with dropout")
-    sites: list[BoundEntry] = Field([], description="left out by verify")
+    train_mode: Flag = Field(default=False, description="with dropout")
+    sites: list[BoundEntry] = Field(default=[], description="left out by verify")
 
     @property
     def over(self) -> list[BoundEntry]:
@@ -244,9 +244,9 @@ class InexactEntry(ReportObject):
 
     site: str = Field(description="the site whose limit needs the edit")
     exponent: int | float = Field(description="log2 of the edit's factor, the least over its channels")
-    columns: Count = Field(0, description="number of input channels that it scales; 0 if it scales output channels")
-    predicted: Real | None = Field(None, description="divergence in fp32 that this edit alone causes in the source")
-    measured: Real | None = Field(None, description="the same in the written files")
+    columns: Count = Field(default=0, description="number of input channels scaled; 0 if it scales output channels")
+    predicted: Real | None = Field(default=None, description="divergence in fp32 that it alone causes in the source")
+    measured: Real | None = Field(default=None, description="the same in the written files")
 
 
 class SearchEntry(ReportObject):
@@ -254,7 +254,7 @@ class SearchEntry(ReportObject):
 
     ids: Count = Field(description="number of token ids tried")
     covered: float | None = Field(
-        None,
+        default=None,
         description=(
             "fraction of ids, or of pairs at a head, that an edit changes no more than bf16's rounding may;"
             " of the worst gate or head; null if none is edited"
@@ -275,8 +275,8 @@ class OutputEntry(ReportObject):
     factor_log2: int | float | Sequence[int | float] = Field(
         description="log2 of the factor that rescaling put on it, for all channels or for each"
     )
-    error: Real | None = Field(None, description="relative squared error in fp32, after division by the factor")
-    error_bf16: Real | None = Field(None, description="the same of the source in bf16")
+    error: Real | None = Field(default=None, description="relative squared error in fp32, after division by the factor")
+    error_bf16: Real | None = Field(default=None, description="the same of the source in bf16")
 
     @property
     def ratio(self) -> float:

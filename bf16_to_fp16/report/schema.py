@@ -55,21 +55,21 @@ class Source(ReportObject):
     original's."""
 
     path: str | None = None
-    subfolder: str | None = Field(None, description="below path on the Hub; a local path ends in it already")
+    subfolder: str | None = Field(default=None, description="below path on the Hub; a local path ends in it already")
     revision: str | None = None
-    sha256: dict[str, str] = Field({}, description="of the weight files")
-    other_sha256: dict[str, str] = Field({}, description="of other files")
-    dtype: str | None = Field(None, description="of most tensors, in safetensors' spelling")
-    dtypes: dict[str, str] = Field({}, description="of the other tensors")
-    made: list[str] = Field([], description="tensors that the conversion added")
-    dropped: dict[str, str] = Field({}, description="tensors left out, with the reason")
+    sha256: dict[str, str] = Field(default={}, description="of the weight files")
+    other_sha256: dict[str, str] = Field(default={}, description="of other files")
+    dtype: str | None = Field(default=None, description="of most tensors, in safetensors' spelling")
+    dtypes: dict[str, str] = Field(default={}, description="of the other tensors")
+    made: list[str] = Field(default=[], description="tensors that the conversion added")
+    dropped: dict[str, str] = Field(default={}, description="tensors left out, with the reason")
     config_changes: dict[str, dict[str, Any]] = Field(
-        {}, description="keys of config.json, with values before and after; a dot leads into a nested config"
+        default={}, description="keys of config.json, with values before and after; a dot leads into a nested config"
     )
-    carried_over: list[str] = Field([], description="files other than weights that the output has")
-    left_out: list[str] = Field([], description="files that the output lacks")
-    card: dict[str, str | list[str]] = Field({}, description="licence, languages, tags and task")
-    replaced: dict[str, Original] = Field({}, description="tensors changed by more than powers of two")
+    carried_over: list[str] = Field(default=[], description="files other than weights that the output has")
+    left_out: list[str] = Field(default=[], description="files that the output lacks")
+    card: dict[str, str | list[str]] = Field(default={}, description="licence, languages, tags and task")
+    replaced: dict[str, Original] = Field(default={}, description="tensors changed by more than powers of two")
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -125,17 +125,19 @@ class Inputs(ReportObject):
     seed: Count | None = None
     data: Text | None = None
     batches: list[InputKind] = []
-    chosen: dict[str, list[Count]] = Field({}, description="the probe's ids by reason; empty if it ran every id")
-    sha256: str | None = Field(None, description="of all ids and masks")
+    chosen: dict[str, list[Count]] = Field(default={}, description="of the probe, by reason; empty if it ran every id")
+    sha256: str | None = Field(default=None, description="of all ids and masks")
 
 
 class Environment(ReportObject):
     """The software, devices and dtype of the run."""
 
-    versions: dict[str, str | None] = Field({}, description="of software; null: not installed")
+    versions: dict[str, str | None] = Field(default={}, description="of software; null: not installed")
     python: str | None = None
-    device: str | None = Field(None, description="as requested")
-    devices: dict[str, list[str]] = Field({}, description="used, by part of the work; the CPU last if memory ran out")
+    device: str | None = Field(default=None, description="as requested")
+    devices: dict[str, list[str]] = Field(
+        default={}, description="used, by part of the work; last the CPU if one was full"
+    )
     dtype: str | None = None
 
 
@@ -190,7 +192,7 @@ class UnsafeEntry(ReportObject):
 
     signal: str
     kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = Field(
-        None,
+        default=None,
         description=(
             "broke: in a run; found: over its limit by an attack; limit: no exponent keeps the margin;"
             " inexact: an output further from fp32 than bf16's; goal: of a recipe or target, missed"
@@ -207,20 +209,20 @@ class UnsafeEntry(ReportObject):
 class FinetuneEntry(ReportObject):
     """The record of a finetune."""
 
-    start: Plan | None = Field(None, description="the plan that rescaled the original before training")
-    start_outputs: dict[str, int | list[int]] = Field({}, description="log2 of this plan's factor on each output")
-    recipe: dict[str, Any] = Field({}, description="as written, with defaults")
-    settled: dict[str, Any] = Field({}, description="choices for recipe keys left open")
+    start: Plan | None = Field(default=None, description="the plan that rescaled the original before training")
+    start_outputs: dict[str, int | list[int]] = Field(default={}, description="log2 of its factor on each output")
+    recipe: dict[str, Any] = Field(default={}, description="as written, with defaults")
+    settled: dict[str, Any] = Field(default={}, description="choices for recipe keys left open")
     data: dict[str, Any] = {}
     processes: Count = 1
-    devices: list[str] = Field([], description="of the main process")
+    devices: list[str] = Field(default=[], description="of the main process")
     steps: Count = 0
-    kept: Count | None = Field(None, description="the step whose weights are the result")
+    kept: Count | None = Field(default=None, description="the step whose weights are the result")
     tokens: Count = 0
-    skipped: list[dict[str, Any]] = Field([], description="steps with a non-finite gradient")
-    evaluations: list[dict[str, Any]] = Field([], description="held-out losses, distances, headroom, by step")
-    fidelity: Fidelity | None = Field(None, description="of the output to the original")
-    next: str = Field("", description="the next command if the recipe's goals were missed")
+    skipped: list[dict[str, Any]] = Field(default=[], description="steps with a non-finite gradient")
+    evaluations: list[dict[str, Any]] = Field(default=[], description="held-out losses, distances, headroom, by step")
+    fidelity: Fidelity | None = Field(default=None, description="of the output to the original")
+    next: str = Field(default="", description="the next command if the recipe's goals were missed")
 
     @property
     def last(self) -> dict[str, Any]:

@@ -49,15 +49,15 @@ class Plan(BaseModel):
 
     family: str
     residual_exponent: Exponent = Field(
-        0, description="of the residual stream; of the encoder's, if each stack has its own"
+        default=0, description="of the residual stream; of the encoder's, if each stack has its own"
     )
     exponents: dict[str, EditExponent | Sequence[EditExponent]] = Field(
         default_factory=dict, description="by signal: one number for all channels, or one for each"
     )
     untied_head: bool = False
-    eps: float | None = Field(None, description="the output's; null if no config key holds it")
+    eps: float | None = Field(default=None, description="the output's; null if no config key holds it")
     eps_held: bool = Field(
-        False, description="whether eps is that of a program that reads the output without its config"
+        default=False, description="whether eps is that of a program that reads the output without its config"
     )
     gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
