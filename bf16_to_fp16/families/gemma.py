@@ -2,7 +2,7 @@
 
 Gemma 3 has norms before and after every sublayer, and of queries and keys, with one eps. So rescaling multiplies all
 their inputs by the stream's power of two. Gains are stored minus 1, so multiplying a gain rounds it; only gains that
-must change do. With images, a vision tower's outputs replace tokens in the stream, through a norm and a linear.
+must change do.
 
 Gemma 2 has no norms of queries and keys, which have exponents as in Llama. Rescaling leaves the scores unchanged, so
 their soft cap acts as before.

@@ -1,9 +1,8 @@
 """Gemma 4's text model: norms before and after every sublayer as in Gemma 3, with these differences.
 
 Gains are stored as they are, so every norm's output can be scaled. Each head's values have a norm without gains. It
-removes the stream's factor, and its outputs are at most √head_dim. Scores are not scaled. A learned number,
-``layer_scalar``, multiplies the stream after each layer. A vision tower's outputs replace tokens in the stream, through
-a norm without gains and a linear."""
+removes the stream's factor, and its outputs are at most √head_dim. Scores are not scaled. A vision tower's outputs
+replace tokens in the stream, through a norm without gains and a linear."""
 
 from __future__ import annotations
 

@@ -4,11 +4,10 @@ GLM-4-0414 and GLM-4 have a fused ``gate_up_proj``, the gate's rows first; only 
 exactly. GLM-4-0414 also has a norm after each sublayer. Rotary positions rotate channels 2i and 2i + 1 of each head's
 first half. Exponents and bounds treat the other channels as pairs too.
 
-GLM-4.5 has dense layers, then layers with routed experts and a shared one. The router computes in fp32: weights are
-sigmoids of its logits, and a correction, kept in fp32, counts for the choice alone. A token's weights are divided by
-their sum, if the config says so, and multiplied by the config's factor. Their sum is at most that factor or, without
-the division, that factor times the number of experts per token. Half of each head is rotated, in Llama's pairs of
-channels."""
+GLM-4.5 has routed experts and a shared one behind its first layers. The router computes in fp32. A token's weights are
+sigmoids of its logits, divided by their sum if the config says so, and multiplied by the config's factor. Their sum is
+at most that factor or, without the division, that factor times the number of experts per token. A correction, kept in
+fp32, counts for the choice alone. Half of each head is rotated, in Llama's pairs of channels."""
 
 from __future__ import annotations
 

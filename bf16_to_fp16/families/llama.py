@@ -141,7 +141,7 @@ def sparse(
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the declaration of a layer's router and gated experts. block: name of the module with both. own: fields of
+    """Return the declaration of a layer's router and gated experts. block: the module with both. own: fields of
     ``Experts``."""
     inside, plain = f"{at}.{block}", wired_feed_forward(at, config["hidden_act"])
     each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count_key)))

@@ -2,7 +2,7 @@
 
 Ministral 3 is Mistral, but queries grow with the logarithm of their position. A projector normalises the tower's
 outputs and makes one token of each square of patches. Its norm has the text model's eps, which rescaling changes. So
-outputs for images change slightly, which is predicted and measured; outputs for text do not."""
+outputs for images change slightly; outputs for text do not."""
 
 from __future__ import annotations
 

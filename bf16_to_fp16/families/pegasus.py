@@ -4,13 +4,12 @@ Pegasus is pre-norm BART with LayerNorm, biases, sinusoidal positions and the em
 is not in the config. So scaling the residual stream by s changes outputs by about eps/(2·s²·var) of themselves, which
 the plan weighs. Positions are scaled with the stream, so they are written even if a file lacks them.
 
-mBART has learned positions, and an embedding that multiplies itself by √d with ``scale_embedding``. A norm reads their
-sum, and its gain and bias begin the residual stream. Each stack's stream has its own exponent. The embedding, the
-positions and a tied head are not rescaled, so this norm's eps need not change.
+In mBART a norm reads embedding plus learned positions; its gain and bias begin the residual stream. So embedding,
+positions and a tied head are not rescaled, and this norm's eps need not change. Each stack's stream has its own
+exponent.
 
-BigBird-Pegasus has learned positions, other modules in the encoder's attention, and biases by the config. Only
-``attention_type: original_full`` is supported, not block-sparse attention. Stock code also uses it by itself for inputs
-of up to (5 + 2·num_random_blocks)·block_size positions."""
+For BigBird-Pegasus only ``attention_type: original_full`` is supported, not block-sparse attention. Stock code also
+uses it by itself for inputs of up to (5 + 2·num_random_blocks)·block_size positions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Apply a family to a checkpoint: find the role of every tensor.
 
-The tensors decide whether a head is tied, since transformers 5 writes a flag of ``true`` beside a separate head too.
-Every tensor must have a role: stock code fills a missing one at random and drops an unknown one."""
+Tensors decide whether a head is tied: transformers 5 writes a flag of ``true`` beside a separate head too. Every tensor
+must have a role: stock code fills a missing one at random and drops an unknown one."""
 
 from __future__ import annotations
 

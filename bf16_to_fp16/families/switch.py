@@ -1,7 +1,6 @@
 """Switch Transformers: T5 v1.0 with sparse blocks, in which a router sends each token to one of several feed-forwards.
 
-The router always computes in fp32, where rescaling keeps every bit of its logits, and so its choice. Neurons have
-exponents within each expert."""
+The router always computes in fp32, where rescaling keeps every bit of its logits, and so its choice."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from .wiring import Projector, StockAttributes, Topology
 
 @dataclass(frozen=True)
 class Part:
-    """The declaration of a sublayer, an embedding, a head or a final norm. Signals of one name in several parts are one
-    signal, observed at all their points."""
+    """The declaration of a sublayer, an embedding, a head or a final norm. Parts share signals of the same name."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()

@@ -8,8 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StockAttributes:
-    """Names of stock modules' attributes whose values the bounds need, of an attention unless stated otherwise; "" for
-    none."""
+    """Stock modules' attributes whose values the bounds need, an attention's unless stated otherwise; "" for none."""
 
     head_size: str
     heads: str = ""
@@ -95,8 +94,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The connections of a feed-forward sublayer's modules. ``norm``, ``add``, ``post_norm`` are as in
-    ``Attention``."""
+    """The modules of a feed-forward sublayer. ``norm``, ``add``, ``post_norm`` are as in ``Attention``."""
 
     at: str  # the module that multiplies the activated ``gate`` by ``linear``'s output
     norm: str

@@ -3,11 +3,7 @@
 Rescaling cannot lower some sites (scores, gate rows, logits). Their bounds must stay under a ceiling, the lid, which
 falls during training from the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds'
 gradients bring every bound under the lid. Rows that write the residual stream are only scaled down: else their large
-terms would no longer cancel on real inputs.
-
-A loss term would be slower, since a step of Adam is no longer than the learning rate (Loshchilov and Hutter 2019).
-
-A sharded model's weights are gathered, read and written back one at a time, in every process in the same order."""
+terms would no longer cancel on real inputs."""
 
 from __future__ import annotations
 
@@ -184,7 +180,8 @@ def norms(rows: Tensor) -> Tensor:
 
 
 class WholeWeights:
-    """A stock model's parameters and buffers by name, whole even if the model is sharded."""
+    """A stock model's parameters and buffers by name, whole even if the model is sharded. All processes must ask for
+    them in the same order."""
 
     def __init__(self, model: nn.Module, *, engine: bool = False) -> None:
         self.engine = engine

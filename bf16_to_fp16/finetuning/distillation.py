@@ -1,8 +1,7 @@
 """The losses of a training step: the task loss, and the distance from the outputs of the teacher, the frozen original.
 
-The distance is measured on the data and on the probe; evaluations also measure it on other kinds of text. Logits are
-compared by KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), other outputs by the squared error relative to the
-teacher's squared norm."""
+Logits are compared by KL(teacher ‖ student) (Hinton et al., arXiv:1503.02531), other outputs by the squared error
+relative to the teacher's squared norm."""
 
 from __future__ import annotations
 
@@ -256,8 +255,8 @@ class Evaluator:
 
 
 def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the evaluated step nearest to the original, by the geometric mean of its divergences. Its bounds and
-    headroom meet the recipe. None means to use the last step."""
+    """Return the step nearest to the original, by the geometric mean of its divergences, among steps that meet the
+    recipe's bounds and headroom. None means to use the last step."""
     if recipe.quality.max_kl is None or recipe.distillation.weight < 1:
         return None
     wanted = recipe.penalty.headroom_bits + SPARE_BITS

@@ -1,5 +1,4 @@
-"""Check a finetune against its recipe's goals (headroom, quality, certificate), and name the next command if one is
-missed. No goal asks a result to be nearer to the original than bf16 is."""
+"""Check a finetune against its recipe's goals: headroom, quality, certificate. A missed goal names the next command."""
 
 from __future__ import annotations
 

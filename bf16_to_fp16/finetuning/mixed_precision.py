@@ -1,9 +1,8 @@
 """fp16 and bf16 autocast with a loss scale, on a GPU and on a CPU.
 
 On a CPU, 16-bit products are computed in fp32 from the same operands and rounded once, since native kernels are up to
-fifty times slower. A step is skipped if the norm of the gradient over all processes is not finite. torch's GradScaler
-checks only its own process, refuses fp16 gradients and can fall to 0.0 silently. DeepSpeed has its own autocast and
-loss scale."""
+fifty times slower. A step is skipped if the gradient's norm over all processes is not finite; torch's GradScaler checks
+only its own process. DeepSpeed has its own autocast and loss scale."""
 
 from __future__ import annotations
 
@@ -81,10 +80,9 @@ class MixedPrecision:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
-        """Divide the gradients by the loss scale, clip them to ``CLIP_NORM`` and update the scale. Return the norm of
-        the unscaled gradient; if it is inf or NaN, the gradients stay as they are.
-
-        units: one factor per parameter, by which its gradient counts in the norm that is clipped."""
+        """Divide the gradients by the loss scale and clip them to ``CLIP_NORM``, but leave them if their norm is inf or
+        NaN. Update the scale; return the unscaled norm. units: factors on gradients in the norm that is clipped, one
+        per parameter."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]

@@ -32,8 +32,8 @@ GAP_RATIO = 0.3  # share of the sentences that gap sentences take out, between P
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return how many of ``length`` tokens are noise, and in how many spans. Every span has a noise token, and a kept
-    token before it; a text of one token is all noise."""
+    """Return how many of ``length`` tokens are noise, and in how many spans. A text of one token is all noise; else a
+    kept token stands before every span."""
     if length < 2:
         return length, length
     noise = min(max(round(length * density), 1), length - 1)

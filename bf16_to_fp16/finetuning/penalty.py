@@ -52,17 +52,17 @@ class ActivationPenalty:
         penalty = ActivationPenalty(model).attach()
         loss = loss + penalty()  # after the forward, before the backward
 
-    A call returns an fp32 scalar for the forwards with gradients since the last call; a zero without a graph if no site
-    is over its target. All ranks of torch's default group share the largest values.
+    A call returns an fp32 scalar for the forwards with gradients since the last call. It has no graph if no site is
+    over its target. All ranks of torch's default group share the largest values.
 
     model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: the largest |x| by the audit's
     site names; by default fp16's limit times 2**-headroom_bits at every site that can grow. dual_step: added to a
-    site's weight for each bit of excess. weight: fixed for every site; 0 only observes. accumulation: calls per
-    optimizer step, by which the loop divides the loss. train_mode: also keep the input of ``gelu_new`` under 147.8,
-    beyond which its backward overflows.
+    site's weight per bit of excess. weight: fixed for every site; 0 only observes. accumulation: calls per optimizer
+    step, by which the loop divides the loss. train_mode: also keep the input of ``gelu_new`` under 147.8, beyond which
+    its backward overflows.
 
     Raises ``UserError`` for unusable arguments, fused attention whose scores cannot be seen, compiled models and
-    reentrant checkpointing. docs/finetuning.md lists the sites left out."""
+    reentrant checkpointing."""
 
     def __init__(
         self,
@@ -383,8 +383,8 @@ class _Peak(torch.autograd.Function):
 
 
 def _log2_peak(x: Tensor, floor: float) -> Tensor:
-    """Return log2 of the smooth maximum of the tokens' largest |x|, an fp32 scalar; x is [..., channels]. floor: tokens
-    whose largest |x| is at most this are left out, except the largest one."""
+    """Return log2 of the smooth maximum of the tokens' largest |x|, an fp32 scalar, for x [..., channels]. floor:
+    tokens at most this large are left out, except the largest."""
     # Nothing here is copied from the device, or lowered to 16 bits by autocast.
     channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)

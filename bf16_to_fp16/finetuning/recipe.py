@@ -1,5 +1,5 @@
-"""The recipe of a finetune: one YAML file that decides the whole run and is checked before anything loads. Unknown keys
-are refused. Relative paths start at the working directory."""
+"""The recipe of a finetune: one YAML file that decides the whole run and is checked before anything loads. Relative
+paths start at the working directory."""
 
 from __future__ import annotations
 

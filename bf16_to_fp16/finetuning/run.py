@@ -60,10 +60,9 @@ def finetune(
 ) -> Conversion | None:
     """Finetune by ``recipe`` and return the conversion of the trained checkpoint; None on every process but the first.
 
-    recipe: a Recipe, a mapping, or the path of a YAML file. overrides: of keys in the file, such as
-    ``schedule.steps=200``. force: replace an existing output, and train even if conversion alone fulfils the recipe;
-    else that conversion is the result. A run continues from its folder, also if the recipe now has more steps. Raises
-    UserError for unusable input, and for a run that cannot succeed."""
+    overrides: of keys in the file, such as ``schedule.steps=200``. force: replace an existing output, and train even if
+    conversion alone fulfils the recipe; else that conversion is the result. A run continues from its folder, also if
+    the recipe now has more steps. Raises UserError for unusable input, and for a run that cannot succeed."""
     command = Command()
     if isinstance(recipe, (str, Path)):
         command, recipe = Command(str(recipe), tuple(overrides), begun_by()), read_recipe(recipe, overrides)

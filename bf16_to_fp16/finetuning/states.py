@@ -50,7 +50,7 @@ class RunFolder:
     @contextmanager
     def writing(self, place: Path, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
         """Yield an empty folder, then move it to ``place`` and keep only the newest ``KEPT`` states. main: whether this
-        process does so. wait: a barrier of all processes. Raises UserError if the disk fails."""
+        process does so. wait: a barrier. Raises UserError if the disk fails."""
         work = place.with_name(f".{place.name}.partial")
         try:
             with on_a_disk(place):

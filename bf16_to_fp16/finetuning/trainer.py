@@ -1,9 +1,7 @@
 """The training loop, for one process or many. A run that is killed and continued ends with the same bits as one that
 never stopped.
 
-Its state has the position in the data's order. Dropout is a function of (seed, step, process), the learning rate one of
-the step. Losses are sums over all positions of a step, divided by their number, so a run on two processes takes the
-steps of one."""
+A run on two processes takes the steps of one: losses are sums over all positions of a step, divided by their number."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Check that stock code builds the model that the layout describes.
 
-A config attribute that stock code reads is accepted only if no bound depends on it or the layout's keys determine its
+A config attribute that stock code reads is accepted only if no bound depends on it or the layout's keys give its
 value."""
 
 from __future__ import annotations

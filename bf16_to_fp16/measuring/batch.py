@@ -114,8 +114,7 @@ def seeded(seed: int) -> torch.Generator:
 def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
     """Return the report's entry ``inputs``, from which the same batches can be made again.
 
-    ``data`` has the file's base name or Hub id. ``chosen`` is empty if the probe runs every id. ``sha256`` is the
-    digest of all tensors."""
+    ``chosen`` is empty if the probe runs every id. ``sha256`` is the digest of all tensors."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -231,8 +230,8 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def runnable(config: Any, batch: Batch) -> list[Batch]:
-    """Return batches of the rows that stock code can run in fp16: with spare padding, or unpadded, one for each length.
-    A left-padded batch that cannot run is dropped."""
+    """Return the rows as stock code can run them in fp16: with spare padding, or unpadded, one batch for each length.
+    Left padding that cannot run is dropped."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]

@@ -1,8 +1,8 @@
 """Run a stock model many times in one pass over its files, with one block's weights in memory.
 
-A lane is one run of the model in its own thread. Its model starts without weights and waits at each place: a block, a
-final norm or a head. The walk loads the weights of the first place where lanes wait, lets these pass one after another,
-and drops the weights. Results equal those of a model loaded whole. A generation reads the weights once per token."""
+A lane is one run of the model in its own thread. It waits at each place: a block, a final norm or a head. The walk
+loads the weights of the first place where lanes wait, lets these pass one after another, and drops the weights. Results
+equal those of a model loaded whole. A generation reads the weights once per token."""
 
 from __future__ import annotations
 
