@@ -135,9 +135,7 @@ class Environment(ReportObject):
     versions: dict[str, str | None] = Field(default={}, description="of software; null: not installed")
     python: str | None = None
     device: str | None = Field(default=None, description="as requested")
-    devices: dict[str, list[str]] = Field(
-        default={}, description="used, by part of the work; last the CPU if one was full"
-    )
+    devices: dict[str, list[str]] = Field(default={}, description="by part of the work; CPU last if memory ran out")
     dtype: str | None = None
 
 

@@ -271,13 +271,12 @@ def with_smaller_gradients(
     layout: Layout,
     weights: TensorReader,
     ranges: Mapping[str, ModuleRange],
-    bounds: Mapping[str, ModuleRange] | None = None,
+    bounds: Mapping[str, ModuleRange] | None = None,  # ranges for any input
 ) -> Plan:
     """Return a plan that undoes the stream's exponent, within limits, for linears whose output only a norm reads.
 
     A signal times 2^r has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. No eps may change a
-    norm's output by more than one fp16 rounding. weights: before rescaling. ranges: observed on the source. bounds: for
-    any input."""
+    norm's output by more than one fp16 rounding. weights: before rescaling. ranges: observed on the source."""
     if layout.fixed_eps is not None:
         return plan
     limit = FP16_MAX * 2.0 ** -(plan.margin_bits or 0.0)
