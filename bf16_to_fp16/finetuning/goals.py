@@ -1,4 +1,4 @@
-"""Check a finetune against its recipe's goals: headroom, quality, certificate. A missed goal names the next command."""
+"""Check a finetune against its recipe's goals: headroom, quality, certificate. After a miss, name the next command."""
 
 from __future__ import annotations
 
