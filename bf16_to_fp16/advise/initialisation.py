@@ -34,8 +34,8 @@ def rules_for(hidden: int) -> dict[str, Any]:
 
 
 def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return, by tensor, its standard deviation in stock initialisation, or a constant's magnitude. Tensors of zeros
-    are left out. Raises UserError if stock code cannot make the model."""
+    """Return each tensor's standard deviation in stock initialisation, or a constant's magnitude. Tensors of zeros are
+    left out. Raises UserError if stock code cannot make the model."""
     import torch
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,8 +1,8 @@
 """Bounds of an attention: its scores, its context and its output projection.
 
 Queries and keys are linear maps of norms' outputs, of a length up to √d for d channels. Let A be a weight times its
-norm's gain. A head's scores are at most d times the spectral norm of AqᵀAk. With rotary positions it is that of AqᵀRAk,
-for the worst rotation R."""
+norm's gain. A head's scores are at most d times the spectral norm of AqᵀAk. With rotary positions take AqᵀRAk, for the
+worst rotation R."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Ar
 class RotatedLinear:
     """Queries or keys that come from a linear without a norm, after their rotary positions.
 
-    Before rotation, which keeps its length, a pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift."""
+    A pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift. A rotation keeps the pair's length."""
 
     grams: tuple[Tensor, ...]  # by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in pair_order
     shifts: Tensor  # fp64 [heads, channels], in pair_order
@@ -283,9 +283,9 @@ class Capped:
 
 
 def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
-    """Return bounds of the steps of a soft cap for |x| up to ``values``. A step's bound is the step applied to the
-    bound before it, rounded once."""
+    """Return bounds of the steps of a soft cap for |x| up to ``values``."""
     a = arithmetic
+    # Each step grows with x, so its bound is the step applied to the bound before it, rounded once.
     quotient = a.rounded(values / cap) * COMPUTED
     tanh = (a.rounded(quotient.tanh()) * COMPUTED).clamp(max=1)
     result = a.rounded(tanh * cap) * COMPUTED

@@ -52,8 +52,7 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 
 
 class GatedNeurons:
-    """Neurons Φ(x)·x·y behind a gate: x = u·n, y = w·n, shifts and biases included (``homogeneous``). undropped: their
-    bounds before dropout, fp64 [neurons]. bound: after it. depth: 0, since ``rows`` bounds neurons of both signs."""
+    """Neurons Φ(x)·x·y behind a gate: x = u·n, y = w·n, shifts and biases included (``homogeneous``)."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -61,6 +60,7 @@ class GatedNeurons:
         a, centres = arithmetic, bytes_of(gate.centre, other.centre)
         if gate.centre.any() or other.centre.any():
             gate, other = homogeneous(gate, other)
+        # ``rows`` bounds neurons of both signs, so ``depth`` is 0.
         self.gate, self.other, self.keep, self.depth, self.spectra = gate, other, keep, 0.0, spectra
         # Results at a scale of 1 are kept for norms' outputs of every length, and every arithmetic.
         self.scale = gate.radius * other.radius / keep
@@ -79,12 +79,12 @@ class GatedNeurons:
         self.crossed = gate.error * other.error
         off = gate.norms * other.error + other.norms * gate.error + self.crossed
         absolute = 2 * a.tiny * (other.norms + other.error) * (1 + a.unit) + a.tiny
-        self.undropped = (product + off) * (1 + factor) + absolute
+        self.undropped = (product + off) * (1 + factor) + absolute  # bounds before dropout, fp64 [neurons]
         if keep != 1.0:
             factor = (1 + factor) * (1 + a.unit) - 1
             absolute = absolute * (1 + a.unit) / keep + a.tiny
         self.factor, self.absolute = factor, absolute
-        self.bound = (product + off) / keep * (1 + factor) + absolute
+        self.bound = (product + off) / keep * (1 + factor) + absolute  # after it
         blocks = ((gate.scaled_rows(1.0),), (other.scaled_rows(1.0),))
         both = Tall(blocks, other.matrix.name, math.sqrt(2 * len(scale)) * COMPUTED)
         self.budget = spectra.largest(both) / 2 * COMPUTED
@@ -158,8 +158,7 @@ class GatedNeurons:
 
 
 class PlainNeurons:
-    """Neurons act(x), x = w·n + c, with −m ≤ act(x) ≤ max(x, 0), m from ``LOWEST``. depth: m / keep; ``rows`` counts it
-    for negative weights only. Methods as in ``GatedNeurons``."""
+    """Neurons act(x), x = w·n + c, with −m ≤ act(x) ≤ max(x, 0), m from ``LOWEST``. Methods as in ``GatedNeurons``."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -168,7 +167,7 @@ class PlainNeurons:
         self.linear, self.spectra, self.scale = linear, spectra, linear.radius / keep
         self.given = (*bytes_of(linear.matrix.columns, linear.centre), activation, keep, math.isfinite(self.scale))
         self.lowest = LOWEST[activation]
-        self.depth = self.lowest / keep
+        self.depth = self.lowest / keep  # ``rows`` counts it for negative weights only
         size = linear.norms.clamp(min=1e-300)
         self.caps = ((linear.norms + linear.centre.clamp(max=0)).clamp(min=0) / size).clamp(max=1)
         self.offset = linear.centre.clamp(min=0) / keep

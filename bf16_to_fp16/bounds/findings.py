@@ -14,12 +14,11 @@ from .arithmetic import Arithmetic
 
 @dataclass(frozen=True)
 class Certificate:
-    """The bounds of every site of a model, with the arithmetic that they assume. ranges: by module, its channels'
-    bounds, and the mean squares expected for inputs of random direction."""
+    """The bounds of every site of a model, with the arithmetic that they assume."""
 
     sites: tuple[BoundEntry, ...]
     arithmetic: Arithmetic
-    ranges: Mapping[str, ModuleRange]
+    ranges: Mapping[str, ModuleRange]  # channels' bounds, and mean squares expected for inputs of random direction
 
     @property
     def holds(self) -> bool:

@@ -39,14 +39,13 @@ class Rows:
 
 @dataclass
 class LiveWeights:
-    """The weights of a model in training. read: returns a tensor's present value. means: by LayerNorm, a bound of its
-    input's mean |x|. finds_means: whether ``normalised`` computes ``means``."""
+    """The weights of a model in training."""
 
     layout: Layout
-    read: TensorReader
+    read: TensorReader  # of present values
     a: Arithmetic
-    means: dict[str, float]
-    finds_means: bool
+    means: dict[str, float]  # by LayerNorm, a bound of its input's mean |x|
+    finds_means: bool  # whether ``normalised`` computes ``means`` or only reads them
 
     def weight(self, name: str) -> Tensor | None:
         return effective(self.layout.tensors[name], wide(self.read(name))) if name in self.layout.tensors else None

@@ -72,8 +72,7 @@ def check_data(data: str | None, *, run_model: bool = True) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a conversion; each flag's help says what its field does. run_model: False is ``--no-audit``.
-    prove, without a flag: bring bounds under their limits even at a high cost of precision."""
+    """The options of a conversion; each flag's help says what its field does."""
 
     target: str = option(
         AUTO,
@@ -159,7 +158,7 @@ class Options:
         type=float,
         metavar="X",
     )
-    prove: bool = False
+    prove: bool = False  # no flag: bring bounds under their limits even at a high cost of precision
 
     def check(self) -> None:
         for name, known in (("target", (AUTO, *TARGETS)), ("layout", LAYOUT_NAMES), ("eps", EPS)):
