@@ -131,7 +131,7 @@ def test_another_model_is_certified_as_if_nothing_had_been_kept(tmp_path: Path) 
 def test_no_adversarial_input_passes_a_carried_certificate(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """The source's eigenvalues, the written weights: above what those reach, and within the slack of a certificate
     from the written files alone."""
-    source = open_checkpoint(tiny.save(tiny.build(kind, 3, factor=8.0), tmp_path / "source", dtype))
+    source = open_checkpoint(tiny.save(tiny.small(kind, 3, factor=8.0), tmp_path / "source", dtype))
     layout = resolve(source)
     spectra = Spectra(source_weights(source, layout))
     bound(layout, spectra.read, spectra=spectra)

@@ -131,7 +131,7 @@ def test_gradients_are_finite_differences(kind: str, monkeypatch: pytest.MonkeyP
     """Along a random direction of all weights at once, site by site, at its largest row; a multiplier found to 1 in
     1,000 moves the slope by as much."""
     monkeypatch.setattr("bf16_to_fp16.bounds.power_iteration.STEPS", 400)  # until they have converged
-    model = tiny.build(kind, 2, factor=1.0).double()
+    model = tiny.small(kind, 2, factor=1.0).double()
     _, _, bounds = live(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     worst = {site: values.argmax()[None] for site, values in bounds.measure().items()}
