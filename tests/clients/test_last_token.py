@@ -15,13 +15,13 @@ from bf16_to_fp16 import audit, certify, convert, verify
 
 pytestmark = pytest.mark.usefixtures("whole_probe")
 
-SHAPE = {"vocab_size": 1000, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4}
+SHAPE = {"vocab_size": 400, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3}
 WORDS = ["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(SHAPE["vocab_size"] - 4))]
-WORDS.insert(500, "import")
+WORDS.insert(200, "import")
 IMPORT = WORDS.index("import")
-SITE = "model.layers.2.mlp:mul"
+SITE = "model.layers.1.mlp:mul"
 PROMPTS = {"query": "w7 w8 w9 ", "document": ""}
-SAFE = [f"w{i} w{3 * i} import w{5 * i} w{7 * i % 500}" for i in range(20)]
+SAFE = [f"w{i} w{3 * i} import w{5 * i} w{7 * i}" for i in range(20)]
 BROKEN = ["import w5", "import w9 w200 w31 w4"]
 
 
@@ -61,7 +61,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("last") / "source"
     torch.manual_seed(0)
     model = tiny.KINDS["qwen3"](**SHAPE, tie_word_embeddings=True).eval()
-    mlp, read = model.model.layers[2].mlp, []
+    mlp, read = model.model.layers[1].mlp, []
     hook = mlp.register_forward_pre_hook(lambda _, args: read.append(args[0][0, 0].detach()))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,7 +85,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_text_in_fp16_is_nan_and_audit_attack_and_certificate_find_it(source: Path) -> None:
     assert bool(embeddings(source, SAFE, torch.float16).isfinite().all())
     assert bool(embeddings(source, BROKEN, torch.float16).isnan().all())
-    report = audit(source, regimes=("half",), attack_steps=4)
+    report = audit(source, regimes=("half",), attack_steps=1)
     reasons = [reason for reason, ids in report["inputs"]["chosen"].items() if IMPORT in ids]
     assert report["verdict"] == "unsafe" and reasons == ["largest alone"]
     sites = {site["name"]: site for site in report["regimes"]["half"]["sites"]}
@@ -118,10 +118,10 @@ KINDS: dict[str, dict[str, Any]] = {"qwen3": {"tie_word_embeddings": True}}
 KINDS |= {kind: {} for kind in ("gemma3", "gemma2", "llama", "t5-encoder", "t5")}
 
 
-@pytest.mark.parametrize("kind", exhaustive.beyond(["gemma3", "t5-encoder"], KINDS))
+@pytest.mark.parametrize("kind", exhaustive.beyond(["gemma3"], KINDS))
 def test_an_embedding_in_fp16_is_that_of_the_source_in_fp32(kind: str, tmp_path: Path) -> None:
     source = save(tiny.small(kind, **KINDS[kind]), words.save(tmp_path / "source"), dense=True)
-    convert(source, tmp_path / "out")
+    convert(source, tmp_path / "out", run_model=False)
     wanted = embeddings(source, words.TEXTS, torch.float32)
 
     def cosine(folder: Path, dtype: torch.dtype) -> Tensor:

@@ -48,7 +48,7 @@ def paths_of(topology: Topology) -> Iterator[str]:
 
 def module_names() -> set[str]:
     paths = set()
-    for layout in map(layout_of, map(tiny.build, tiny.KINDS)):
+    for layout in map(layout_of, map(tiny.small, tiny.KINDS)):
         # Another model, which has no family.
         inside = (f"{layout.family.projector.tower}.",) if layout.family.projector else ()
         paths |= {name for name in (*layout.tensors, *layout.dropped) if not name.startswith(inside)}

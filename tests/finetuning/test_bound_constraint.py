@@ -62,17 +62,18 @@ def worst(constraint: BoundConstraint) -> float:
 
 
 def test_bounds_over_the_lid_come_down_to_it_and_the_certificate_then_holds_them() -> None:
-    """And processes that have the same weights keep the same."""
+    """And processes that have the same weights keep the same. Bounds that hold have no lid to come down."""
+    assert begun(tiny_model()).start == 0
     model, other = hard_model(), hard_model()
     twin, constraint = begun(other), begun(model)
     assert {SCORES, GATE, HEAD} <= {site.name for site in constraint.over()}
     start = worst(constraint)
     assert start == constraint.start > 2
-    for step in range(1, 11):
-        constraint.hold(step, 10)
-        twin.hold(step, 10)
-        # Down by as many bits in each of five steps, then it stays.
-        assert worst(constraint) == pytest.approx(start * max(0.0, 1 - step / 5), abs=2 * TOLERANCE_BITS)
+    for step in range(1, 7):
+        constraint.hold(step, 6)
+        twin.hold(step, 6)
+        # Down by as many bits in each of three steps, then it stays.
+        assert worst(constraint) == pytest.approx(start * max(0.0, 1 - step / 3), abs=2 * TOLERANCE_BITS)
     assert constraint.over() == []
     assert constraint.headroom == pytest.approx(MARGIN_BITS, abs=TOLERANCE_BITS)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
@@ -190,7 +191,7 @@ def test_the_stream_is_held_only_where_the_start_does_not_hold_it() -> None:
     again = BoundConstraint(layout_of(model), model)
     again.load_state_dict(constraint.state_dict())
     assert again.excess().keys() == constraint.excess().keys()
-    constraint = held_to_the_end(model, 16)
+    constraint = held_to_the_end(model, 8)
     kinds = {site.kind for site in constraint.certificate().sites if not site.holds}
     assert not kinds & {"residual", "output", "scores", "masked scores", "logits"}, kinds
 
@@ -217,7 +218,7 @@ def test_what_products_cancel_in_the_stream_still_cancels_when_its_bounds_come_d
 
 
 def recipe(folder: Path, precision: str = "fp32", data: dict[str, Any] | None = None, **penalty: Any) -> Recipe:
-    changes: dict[str, Any] = {"device": "cpu", "precision": precision, "data": data or {}, "schedule": {"steps": 6}}
+    changes: dict[str, Any] = {"device": "cpu", "precision": precision, "data": data or {}, "schedule": {"steps": 4}}
     changes |= {"checkpointing": {"every": 2}, "evaluation": {"every": 100}}
     changes |= {"penalty": {"form": "none", "certify": True} | penalty}
     return parse_recipe(learner.changed(recipe_tree(folder, folder / "out"), changes))
@@ -233,15 +234,9 @@ def test_a_run_ends_with_bounds_that_hold_and_logs_them(folder: Path, tmp_path: 
     assert first["bounds_over"] > 3 and first["bound_excess_bits"] > 2
     assert last["bounds_over"] == last["bound_excess_bits"] == 0
     logged = [row["bound_bits"] for row in rows_of(tmp_path / "run", "bound_bits")]
-    assert len(logged) == 6 and logged == pytest.approx(sorted(logged), abs=2 * TOLERANCE_BITS)
+    assert len(logged) == 4 and logged == pytest.approx(sorted(logged), abs=2 * TOLERANCE_BITS)
     assert logged[-1] == pytest.approx(MARGIN_BITS, abs=2 * TOLERANCE_BITS)
     assert made.constraint is not None and made.constraint.first == 0
-
-
-def test_bounds_that_hold_at_first_have_no_lid_to_come_down(folder: Path, tmp_path: Path) -> None:
-    easy = trainer(recipe(folder, form="smooth-max"), folder, tmp_path / "easy", model=tiny_model())
-    easy.train()
-    assert easy.constraint is not None and easy.constraint.first == 0 and easy.constraint.start == 0
 
 
 def test_accumulated_passes_and_steps_that_are_skipped_are_held_as_well(folder: Path, tmp_path: Path) -> None:
@@ -303,8 +298,8 @@ def test_processes_with_parts_hold_the_bounds_of_the_whole(count: int, tmp_path:
 # ---- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def written(folder: Path, *lines: str) -> Path:
-    """The hard model in bf16 and five lines that ask for a certificate, shortened by ``lines``."""
+def written(folder: Path) -> Path:
+    """The hard model in bf16 and five lines that ask for a certificate."""
     model = folder / "hard"
     saved(model, 120)
     hard_model().to(torch.bfloat16).save_pretrained(model)
@@ -313,16 +308,16 @@ def written(folder: Path, *lines: str) -> Path:
         f"source: {model}",
         f"out: {folder / 'out'}",
         f"data: {{path: {model / 'text.txt'}, input_length: 48, target_length: 24, batch_size: 4, held_out: 0.1}}",
-        "schedule: {steps: 6}",
+        "schedule: {steps: 4}",
         "penalty: {certify: true, headroom_bits: 0}",
     ]
-    path.write_text("\n".join([*five, "quality: {max_kl: null}", "device: cpu", *lines, ""]))
+    path.write_text("\n".join([*five, "quality: {max_kl: null}", "device: cpu", ""]))
     return path
 
 
 def test_a_proof_that_a_tied_head_stands_in_the_way_of_takes_a_head_apart(tmp_path: Path) -> None:
     """The last norm takes back what the stream is scaled by; two neurons that undo each other only bounds see."""
-    model = tiny.pegasus().eval()
+    model = tiny.pegasus(encoder_layers=1).eval()
     with torch.no_grad():
         last = model.model.decoder.layers[-1]
         last.fc1.weight[1], last.fc1.bias[1] = last.fc1.weight[0], last.fc1.bias[0]
@@ -330,9 +325,9 @@ def test_a_proof_that_a_tied_head_stands_in_the_way_of_takes_a_head_apart(tmp_pa
         last.fc2.weight[:, 1] = -1e6
         model.model.decoder.layer_norm.weight.fill_(1000.0)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "tied")
-    for prove in (False, True):
+    for prove in (False, True):  # without a run a proof alone is left
         place = Destination(tmp_path / f"out-{prove}")
-        report = convert_by(Options(target="half", prove=prove), tmp_path / "tied", place).report
+        report = convert_by(Options(target="half", prove=prove, run_model=not prove), tmp_path / "tied", place).report
         assert (report["proof"] == "certified", report["plan"]["untied_head"]) == (prove, prove)
         assert report["verdict"] == "safe"
 

@@ -103,11 +103,11 @@ def test_the_penalty_is_part_of_the_loss_however_the_trainer_divides_it(make: Ma
 def test_a_run_that_is_resumed_takes_the_steps_that_it_would_have_taken(make: Make, tmp_path: Path) -> None:
     ends = []
     for resumes in (False, True):
-        saving = {"save_strategy": "steps", "save_steps": 3, "restore_callback_states_from_checkpoint": resumes}
-        trainer = make(model(), max_steps=6, **saving)
+        saving = {"save_strategy": "steps", "save_steps": 2, "restore_callback_states_from_checkpoint": resumes}
+        trainer = make(model(), max_steps=4, **saving)
         callback = Fp16Callback(trainer, headroom_bits=14.0)
         trainer.add_callback(callback)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-3") if resumes else None)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "trainer" / "checkpoint-2") if resumes else None)
         weights = {name: seen.weight for name, seen in callback.penalty.observations().items()}
         ends.append((trainer.model.state_dict(), weights))
     (one, weights), (other, resumed) = ends

@@ -20,11 +20,13 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.conversion.adapter import convert_adapter
 from bf16_to_fp16.conversion.convert import convert
 from bf16_to_fp16.conversion.make_safe import make_fp16_safe
+from bf16_to_fp16.conversion.options import Options
 from bf16_to_fp16.conversion.undo import undo
 from bf16_to_fp16.conversion.verify import verify
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import Run, converted_alone, finetune, train
+from bf16_to_fp16.finetuning.start import written_trained
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
@@ -38,7 +40,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(origin: Path, folder: Path, **changes: Any) -> Path:
-    tree = changed(recipe_tree(origin, folder / "out") | {"device": "cpu", "evaluation": {"every": 100}}, changes)
+    quick = {"device": "cpu", "evaluation": {"every": 100, "attack_steps": 0}}
+    tree = changed(recipe_tree(origin, folder / "out") | quick, changes)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
@@ -51,7 +54,7 @@ def rewritten(model: Any, folder: Path) -> Path:
 
 
 def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path, tmp_path: Path) -> None:
-    result = finetune(written(source, tmp_path))
+    result = finetune(written(source, tmp_path, schedule={"steps": 3}))
     assert result is not None and result.safe
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert report["command"] == "bf16-to-fp16 finetune recipe.yaml"
@@ -59,8 +62,8 @@ def test_a_finetune_ends_in_a_converted_checkpoint_with_its_history(source: Path
     assert report["verdict"] == "safe"
     run = report["finetune"]
     assert "next" not in run or run["next"] == ""
-    assert (run["steps"], run["processes"], run["devices"]) == (6, 1, ["cpu"])
-    assert [e["step"] for e in run["evaluations"]] == [0, 6]
+    assert (run["steps"], run["processes"], run["devices"]) == (3, 1, ["cpu"])
+    assert [e["step"] for e in run["evaluations"]] == [0, 3]
     assert run["recipe"]["source"] == source.name and run["data"]["objective"] == "span-corruption"
     assert str(tmp_path) not in json.dumps(run) and run["fidelity"]["kl_fp16"] > report["fidelity"]["kl_fp16"]
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out", dtype=torch.float16)
@@ -83,9 +86,11 @@ def test_a_pegasus_whose_head_stands_apart_is_finetuned_with_one_embedding(tmp_p
         for part in (model.model.encoder, model.model.decoder):
             part.embed_tokens.weight.copy_(model.model.shared.weight)
     apart = rewritten(model, tmp_path / "apart")
-    result = finetune(written(source, tmp_path, source=str(apart), schedule={"steps": 1}))
-    assert result is not None and result.safe
-    embedding = load(tmp_path / "out", torch.float32).model
+    recipe = read_recipe(written(source, tmp_path, source=str(apart), schedule={"steps": 1}))
+    run = train(recipe, open_checkpoint(apart), progress=False)
+    assert isinstance(run, Run) and run.weights is not None
+    with written_trained(run.folder, run.weights) as trained:
+        embedding = load(trained, torch.float32).model
     weights = [part.embed_tokens.weight for part in (embedding.encoder, embedding.decoder)]
     assert torch.equal(*weights) and not torch.equal(weights[0], model.model.shared.weight.float())
 
@@ -151,7 +156,7 @@ def test_a_finetune_of_a_converted_folder_comes_back_to_it_and_then_to_its_sourc
     for name, weight in model.named_parameters():
         if name == "shared.weight" or name.endswith((".o.weight", ".wo.weight")):
             weight.data.mul_(2.0**14)
-    first = convert(rewritten(model, tmp_path / "model"), tmp_path / "converted").plan
+    first = convert(rewritten(model, tmp_path / "model"), tmp_path / "converted", run_model=False).plan
     recipe = written(source, tmp_path, source=str(tmp_path / "converted"))
     # So much headroom has the start moved further, and leaves the last conversion nothing to do.
     result = finetune(recipe, overrides=("schedule.steps=1", "penalty.headroom_bits=12", "penalty.certify=false"))
@@ -161,7 +166,7 @@ def test_a_finetune_of_a_converted_folder_comes_back_to_it_and_then_to_its_sourc
     assert [problem["check"] for problem in problems] == ["report"], problems  # short of the headroom
     for name, plan in (("by-report", None), ("by-plan", tmp_path / "out")):
         back = undo(tmp_path / "out", tmp_path / name, plan=plan)
-        with pytest.raises(UserError, match="not at the scale"):
+        with pytest.raises(UserError, match="was not trained from the conversion"):
             undo(back, tmp_path / "twice", plan=tmp_path / "out")
         original = undo(back, tmp_path / f"{name}-original", plan=tmp_path / "converted")
         for folder, scale in ((back, first.residual_exponent), (original, 0)):
@@ -220,24 +225,24 @@ def test_a_full_device_is_one_line_and_the_run_goes_on_after(source: Path, tmp_p
 def test_only_a_fitting_start_begins_in_fp16(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe is looked at too; what a conversion alone does not prove is trained, and nothing is left of it."""
     without_edits(monkeypatch)
-    recipe, two = written(source, tmp_path), ("schedule.steps=2",)
+    recipe, one = written(source, tmp_path), ("schedule.steps=1",)
     with monkeypatch.context() as unproven:
         unproven.setattr("bf16_to_fp16.finetuning.run.converted_alone", lambda recipe, progress: None)
-        run = train(read_recipe(recipe, two), open_checkpoint(source), if_needed=True)
-    assert isinstance(run, Run) and run.entry.steps == 2
-    assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp16"] * 2
+        run = train(read_recipe(recipe, one), open_checkpoint(source), if_needed=True)
+    assert isinstance(run, Run) and run.entry.steps == 1
+    assert [row["precision"] for row in rows_of(tmp_path / "out.run", "precision")] == ["fp16"]
     large = tiny_model()
     large.encoder.block[0].layer[0].SelfAttention.q.weight.data.mul_(3e6)
     loud = rewritten(large, tmp_path / "second" / "loud")
     recipe = written(source, tmp_path / "second", source=str(loud))
     assert converted_alone(read_recipe(recipe), Progress()) is None
     assert {path.name for path in (tmp_path / "second").iterdir()} == {"loud", "recipe.yaml"}
-    train(read_recipe(recipe, two), open_checkpoint(loud))
-    assert [row["precision"] for row in rows_of(tmp_path / "second" / "out.run", "precision")] == ["bf16"] * 2
-    alone = ["penalty.form=none", f"checkpointing.folder={tmp_path / 'third'}"]
-    said = r"SelfAttention:scores is not finite before .* set penalty\.form, or precision"
-    with pytest.raises(UserError, match=said):
-        train(read_recipe(recipe, alone), open_checkpoint(loud))
+    with pytest.raises(
+        UserError, match=r"SelfAttention:scores is not finite before .* set penalty\.form, or precision"
+    ):
+        train(read_recipe(recipe, ["penalty.form=none"]), open_checkpoint(loud))
+    train(read_recipe(recipe, one), open_checkpoint(loud))
+    assert [row["precision"] for row in rows_of(tmp_path / "second" / "out.run", "precision")] == ["bf16"]
 
 
 def test_convert_finetunes_what_is_unsafe(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -272,12 +277,17 @@ def test_what_a_conversion_certifies_is_told(source: Path, tmp_path: Path, capsy
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     assert report["proof"] == "certified" and "finetune" not in report
     assert report["command"] == f"bf16-to-fp16 convert {source.name} out"
-    assert verify(tmp_path / "out")["verified"]
+    assert verify(tmp_path / "out", run_model=False)["verified"]
     assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == [".env"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "out", "out.run", "recipe.yaml"]
     shutil.rmtree(tmp_path / "out")
-    result = converted_alone(read_recipe(recipe, ("target=half",)), Progress())
-    assert result is not None and result.report["command"] == f"bf16-to-fp16 convert {source.name} out --target half"
+
+    def refuse(options: Options, *_: Any, **__: Any) -> None:
+        raise UserError(options.target)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match=r"^half$"):
+        patch.setattr("bf16_to_fp16.finetuning.run.converted_if_enough", refuse)
+        converted_alone(read_recipe(recipe, ("target=half",)), Progress())
     assert main(["finetune", str(recipe), "--set", "schedule.steps=1", "--force"]) == 0
     printed = capsys.readouterr()
     assert "untrained weights (step 0 is kept), from a rescaled start: " in printed.out

@@ -26,17 +26,18 @@ from support.learner import recipe_tree, saved, steps_of, tiny_model
 from support.program import refused
 
 from bf16_to_fp16 import verify
+from bf16_to_fp16.checkpoint.reader import open_checkpoint
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.finetuning.distillation import StepLosses
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe, shipped_names
-from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped
+from bf16_to_fp16.finetuning.run import finetune, saying_where_it_stopped, train
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.measuring.texts import texts
 
 ACCELERATE = ROOT / "bf16_to_fp16" / "launch" / "accelerate"
 DEEPSPEED = ROOT / "bf16_to_fp16" / "launch" / "deepspeed"
-STEPS = 6
+STEPS = 4
 IN_TWO_PASSES = ("data.batch_size=2", "data.gradient_accumulation=4")
 """Which two processes divide; together they take the steps of ``alone``."""
 ALONE = ("data.batch_size=4", "data.gradient_accumulation=2", "device=cpu")
@@ -50,7 +51,7 @@ from bf16_to_fp16.finetuning.run import train
 recipe = read_recipe(sys.argv[2], sys.argv[4::2]).settled()
 train(recipe, open_checkpoint(recipe.source))
 """
-MISSED = 1  # exit status of a run of the recipe, which asks for more headroom than six steps can give
+MISSED = 1  # exit status of a run of the recipe, which asks for more headroom than so few steps can give
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +142,10 @@ def in_two(recipe: Path, warm_python: Path) -> Path:
     return out
 
 
-def remove_all_states_but_the_oldest(out: Path) -> None:
-    states = sorted(out.with_name(f"{out.name}.run").glob("step-*"))
-    assert len(states) > 1
-    for folder in (out, *states[1:]):
+def remove_the_last_state(out: Path) -> None:
+    *_, before, last = sorted(out.with_name(f"{out.name}.run").glob("step-*"))
+    assert before.name == f"step-{STEPS - 2:08d}"
+    for folder in (out, last):
         shutil.rmtree(folder)
 
 
@@ -160,9 +161,9 @@ def test_ddp_takes_the_steps_of_one_process(in_two: Path, alone: Path) -> None:
 
 @pytest.mark.parametrize("stage", beyond(["zero3"], ["zero3", "zero3-offload"]))
 def test_zero_takes_the_steps_of_one_process(
-    stage: str, recipe: Path, alone: Path, warm_python: Path, tmp_path: Path
+    stage: str, recipe: Path, alone: Path, warm_python: Path, tmp_path: Path, pytestconfig: pytest.Config
 ) -> None:
-    """In two passes; plain ZeRO-2 is the one of a test below."""
+    """In two passes; plain ZeRO-2, and in ``make test`` a run that goes on, are those of a test below."""
     config = ("--deepspeed_config_file", str(without_autocast(stage, tmp_path)))
     words = command(warm_python, stage, 2, recipe, tmp_path / "out", *config, settings=IN_TWO_PASSES)
     run_by(AS_IT_IS, words, tmp_path, status=MISSED)
@@ -170,10 +171,11 @@ def test_zero_takes_the_steps_of_one_process(
     assert_in_shares(tmp_path / "out")
     # What DeepSpeed did to torch is undone before the last audit.
     assert [problem["check"] for problem in verify(tmp_path / "out")["problems"]] == ["report"]
-    whole = logged(tmp_path / "out")
-    remove_all_states_but_the_oldest(tmp_path / "out")
-    run_by(TRAINING_ALONE, words, tmp_path)
-    assert logged(tmp_path / "out") == whole
+    if pytestconfig.getoption("--exhaustive"):
+        whole = logged(tmp_path / "out")
+        remove_the_last_state(tmp_path / "out")
+        run_by(TRAINING_ALONE, words, tmp_path)
+        assert logged(tmp_path / "out") == whole
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +201,8 @@ def uncertified(recipe: Path) -> Path:
 def test_parts_are_held_to_the_bounds_of_all(kind: str, uncertified: Path, warm_python: Path, tmp_path: Path) -> None:
     """Each process changes its part, and that of the optimizer's copies."""
     alone, relative = tmp_path / "alone", ("optimizer.relative=true",) if kind == "fsdp" else ()
-    finetune(uncertified, overrides=(f"out={alone}", "device=cpu", *relative))
+    overrides = (f"out={alone}", "device=cpu", *relative)
+    train(read_recipe(uncertified, overrides).settled(), open_checkpoint(uncertified.with_suffix("")), progress=False)
     if kind == "fsdp":
         under_fsdp(warm_python, uncertified, tmp_path, 0, *relative)
     else:
@@ -255,10 +258,10 @@ def test_zero_takes_the_steps_of_amp_and_one_that_it_breaks_off_leaves_no_gradie
     assert 0 < first == pytest.approx(wanted, rel=1e-3)
     for name in ("zero", "amp"):
         scales = [(row["precision"], row["loss_scale"]) for row in logged(tmp_path / name)]
-        assert scales == [("fp16", 65536.0)] * 2 + [("fp16", 32768.0)] * 4
+        assert scales == [("fp16", 65536.0)] * 2 + [("fp16", 32768.0)] * 2
     if kind == "zero2":  # with ZeRO-3's own autocast a run that goes on differs in the fifth digit
         whole = logged(tmp_path / "zero")
-        remove_all_states_but_the_oldest(tmp_path / "zero")
+        remove_the_last_state(tmp_path / "zero")
         run_by(AS_ON_CARDS + INFINITE + TRAINING_ALONE, words, tmp_path)
         assert logged(tmp_path / "zero") == whole
 
@@ -291,7 +294,7 @@ def end_of(process: "subprocess.Popen[str]", states: Path, pattern: str, how: Ca
 
 
 def test_a_run_that_loses_a_process_goes_on(recipe: Path, in_two: Path, warm_python: Path, tmp_path: Path) -> None:
-    settings = ("out=out", *IN_TWO_PASSES)
+    settings = ("out=out", "checkpointing.every=1", *IN_TWO_PASSES)
     process = launched(warm_python, recipe, tmp_path, *settings)
     family: list[psutil.Process] = []
 
@@ -299,7 +302,7 @@ def test_a_run_that_loses_a_process_goes_on(recipe: Path, in_two: Path, warm_pyt
         family.extend(each for each in psutil.process_iter() if is_in(each, tmp_path))
         next(each for each in family if each.environ().get("RANK") == "1").kill()
 
-    said, error = end_of(process, tmp_path / "out.run", "step-0000000[2-5]", kill_one)
+    said, error = end_of(process, tmp_path / "out.run", "step-0000000[1-3]", kill_one)
     assert process.returncode == 2 and not (tmp_path / "out").exists() and "Traceback" not in error
     assert error.splitlines()[-1] == (
         "error: process 1 was ended by SIGKILL; the same command goes on from the last state"
@@ -325,7 +328,7 @@ def is_in(process: psutil.Process, folder: Path) -> bool:
 def test_an_interrupt_is_told_once_with_the_step(recipe: Path, warm_python: Path, tmp_path: Path) -> None:
     process = launched(warm_python, recipe, tmp_path, "out=out", "schedule.steps=5000")
     as_a_terminal_does = partial(os.killpg, process.pid, signal.SIGINT)
-    _, said = end_of(process, tmp_path / "out.run", "step-0000000[4-8]", as_a_terminal_does)
+    _, said = end_of(process, tmp_path / "out.run", "step-0000000[2-8]", as_a_terminal_does)
     assert process.returncode == 130, said
     (line,) = (line for line in said.splitlines() if "interrupted" in line)
     last = RunFolder(tmp_path / "out.run").steps()[-1]
