@@ -111,8 +111,8 @@ class AttentionSites:
         self.scored(attention.linear_scores(one, other, a, self.scale))
 
     def raise_outputs(self, rotated: Mapping[str, Tensor]) -> None:
-        """Raise modules' output bounds to at least ``rotated``, the bounds after rotation. The same exponents scale an
-        output before and after rotation, so both must fit."""
+        """Raise modules' output bounds to at least ``rotated``, the bounds after rotation."""
+        # The same exponents scale an output before and after rotation, so both must fit.
         for path, most in rotated.items():
             bound, square = self.findings.outputs[path]
             self.findings.outputs[path] = (torch.maximum(bound, most), square)

@@ -85,7 +85,7 @@ class Spectra:
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return a store for a rescaled or rounded copy of the weights. It reads this store's bounds and adds none."""
+        """Return a store for a copy of the weights, which reads this store's bounds and adds none to it."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:

@@ -147,7 +147,7 @@ def searched(
 
 
 def batches_for_fp32(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the batches on which the output also runs in fp32: all, or the smallest if the plan is exact."""
+    """Return the batches to run in fp32 too: all, or the smallest if the plan is exact."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))

@@ -222,7 +222,7 @@ class Layout:
 
     @property
     def entrances(self) -> Mapping[str, str]:
-        """Module paths of the norms and linears that read a residual stream, each with the stream's name, in order."""
+        """Paths of the modules that read a residual stream, in order, each with the stream's name."""
         return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
 
     @property

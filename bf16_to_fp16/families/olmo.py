@@ -53,7 +53,7 @@ OLMO3 = replace(
 
 
 def unturned_without_window(config: Mapping[str, Any], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``. If the config has a window, layers without it have no rotary positions."""
+    """Return the parts of layer ``i``, without rotary positions if only other layers have a window."""
     turned = config["sliding_window"] is None or config["layer_types"][i] == llama.SLIDING
     return block(config, i, whole=False, turned=turned)
 

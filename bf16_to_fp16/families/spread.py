@@ -10,7 +10,7 @@ from .signals import Spread
 
 
 def factors_between_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return how many elements without a channel come first, the shape of the others, and how many come last."""
+    """Return the numbers of elements without a channel at both ends, and the shape between them."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after

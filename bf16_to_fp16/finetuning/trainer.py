@@ -344,12 +344,12 @@ class Trainer:
 
     @property
     def kept(self) -> int:
-        """The step whose weights the run returns if it ends now: the one that ``nearest`` chooses, or the last."""
+        """The step whose weights the run returns if it ends now."""
         step = nearest(self.recipe, self.position.evaluations)
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return step ``kept``'s weights in the first process, {} in others or after a return to 0. All call it."""
+        """Return step ``kept``'s weights in the first process; {} in others, and after a return to 0."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}

@@ -199,7 +199,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
 
 
 def values_of(output: Any) -> Tensor:
-    """Return an output's logits, a span head's start and end as [rows, positions, 2], or else the first tensor."""
+    """Return an output's logits, of a span head [rows, positions, 2], or else its first tensor."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     return output["logits"] if "logits" in output else output[0]

@@ -143,7 +143,7 @@ def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def is_sum_of_positions(args: Iterable[Any]) -> bool:
-    """Return whether a matrix product has a constant factor, as sums over positions do and attention scores do not."""
+    """Return whether a matrix product has a constant factor, which attention scores have not."""
     return any(isinstance(x, Tensor) and (origin := origin_of(x)) is not None and origin.constant for x in args)
 
 

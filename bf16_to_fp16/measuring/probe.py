@@ -261,14 +261,14 @@ def few_rows(config: Any) -> Batch:
 
 
 def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
-    """Return ids [rows, length] as one unpadded batch. A decoder gets the same ids, shifted behind its start token."""
+    """Return ids [rows, length] as one unpadded batch; a decoder gets them after its start token."""
     started = ids.roll(1, dims=1)
     started[:, 0] = stock.decoder_start(config)
     return _with_end_token(config, _unpadded(config, kinds.RANDOM, description, ids, started))
 
 
 def _with_start_or_end(config: Any, ids: list[int], most: int) -> list[int]:
-    """Return at most ``most`` ids: the start token and ``ids`` or, without a start token, ``ids`` and the end token."""
+    """Return at most ``most`` ids, with the start token or, if there is none, the end token."""
     first = stock.first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *stock.end_ids(config)][-most:]
 

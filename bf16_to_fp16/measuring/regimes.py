@@ -209,7 +209,7 @@ class _Runs:
         self.norms: NormMeters = {}
 
     def run_on(self, batch: Batch, loss_scale: float | None = None) -> Callable[[nn.Module], None]:
-        """Add a batch; return a function that runs a model on it and records sites. loss_scale: adds a backward."""
+        """Add a batch; return a function that runs a model on it. loss_scale: adds a backward."""
         self.inputs.append(batch)
         return partial(self._run, len(self.inputs) - 1, loss_scale)
 

@@ -91,7 +91,7 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def ready(model: Any) -> Any:
-    """Split a model's fused experts in place, and let a sequence classifier without a pad token run several rows."""
+    """Split a model's fused experts in place; let a classifier without a pad token run several rows."""
     if takes_one_row(model):
         model.config.get_text_config().pad_token_id = NO_PADDING
     return experts_apart(model, of_model_type(model.config.model_type))
