@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import yaml
-from support import exhaustive, tiny
+from support import brief, exhaustive, tiny
 from support.learner import recipe_tree, rows_of, saved
 from support.program import refused
 from torch import Tensor
@@ -290,6 +290,7 @@ def test_a_run_on_a_card_without_bf16_says_so_and_never_uses_it(
     on_a((7, 0), monkeypatch)
     source = saved(tmp_path / "source", 30, dtype=torch.bfloat16)
     monkeypatch.setattr(run, "check_start", lambda *_: False)
+    brief.evaluate_briefly(monkeypatch)
     monkeypatch.setattr("bf16_to_fp16.finetuning.trainer.FITTING_STEPS", 2)
     tree = recipe_tree(source, tmp_path / "out") | {"device": "cpu", "schedule": {"steps": 3}}
     recipe = Recipe.model_validate(tree | {"evaluation": {"every": 100}})

@@ -190,6 +190,7 @@ def test_a_python_block_compiles_and_its_names_exist(code: str) -> None:
         exec(line, {})
 
 
+@pytest.mark.usefixtures("first_batch")
 def test_the_python_of_the_pages_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert cli.main(["convert", DEMO, "flan-t5-base-fp16"]) == 0

@@ -1,11 +1,9 @@
 """The ways that people go, by the commands that the docs print, in an empty folder. Two further ones:
-``test_wheel.py`` and ``test_vllm_plugin.py``."""
+``test_wheel.py`` and ``test_vllm_plugin.py``; recipes that are launched: ``finetuning/test_launch.py``."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import torch
 import yaml
 from huggingface_hub import snapshot_download
 from support.hub_server import HubServer
-from support.launching import ON_CPU
 from support.learner import recipe_tree, saved
 from support.tiny import save
 
@@ -23,6 +20,7 @@ from bf16_to_fp16.cli import main
 from bf16_to_fp16.measuring.stock import load
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("first_batch")
 Program = Callable[..., str]
 
 
@@ -112,13 +110,11 @@ def test_a_trainer_ends_where_it_would_from_the_original_and_at_its_scale(here: 
     assert distance(logits("mine-fp16", torch.float16), logits("converted-finetuned")) < 0.01
 
 
-def test_a_recipe_is_launched_and_published(here: Path, program: Program, hub: HubServer, warm_python: Path) -> None:
+def test_a_recipe_is_run_and_published(here: Path, program: Program, hub: HubServer) -> None:
     tree = recipe_tree(here / "model", Path("mine-fp16")) | {"schedule": {"steps": 6, "learning_rate": 3e-4}}
     Path("recipe.yaml").write_text(yaml.safe_dump(tree))
-    launch = [str(warm_python), "-m", "bf16_to_fp16", "launch", "recipe.yaml", "--gpus", "2", "--run"]
-    done = subprocess.run(launch, env=os.environ | ON_CPU, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert report("mine-fp16")["finetune"]["processes"] == 2
+    program("finetune", "recipe.yaml", "--set", "device=cpu")
+    assert report("mine-fp16")["finetune"]["steps"] == 6
     program("verify", "mine-fp16")
     program("publish", "mine-fp16", "me/mine-fp16", "-y", "--endpoint", hub.endpoint)
     down = snapshot_download("me/mine-fp16", endpoint=hub.endpoint)

@@ -79,7 +79,7 @@ T5 = {"model_type": "t5", "architectures": ["T5EncoderModel"], "num_layers": 2, 
 T5 |= {"d_model": 8, "d_ff": 8, "vocab_size": 9}
 
 
-def answers(lines: Sequence[str]) -> str:
+def answers(python: Path, lines: Sequence[str]) -> str:
     """Return what command lines say in one new process: of each its errors and its status."""
     code = f"""
 import sys
@@ -88,11 +88,11 @@ for line in {list(lines)}:
     print(line, main(line.split()), sep=": ", file=sys.stderr)
 """
     environment = os.environ | {"HF_TOKEN": "hf_none"}  # for ``publish``
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([python, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.stderr
 
 
-def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path) -> None:
+def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path, warm_python: Path) -> None:
     damage: dict[str, tuple[dict[str, object], str]] = {
         "other": ({"model_type": "bert"}, "is not supported"),
         "quantised": ({"quantization_config": {"bits": 4}}, "the checkpoint is quantised"),
@@ -126,7 +126,7 @@ def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path) -> None:
     sources = (*said, "file.gguf", "with_config", "alone")
     broken = tuple(f"{command} {tmp_path / name}" for command in ("certify", "convert --dry-run") for name in sources)
     wanted = [f"{line}: {status}" for status, lines in (*ANSWERED_AT_ONCE, (2, broken)) for line in lines]
-    stderr = answers([line.partition(": ")[0] for line in wanted])
+    stderr = answers(warm_python, [line.partition(": ")[0] for line in wanted])
     assert [line for line in stderr.splitlines() if not line.startswith("error: ")] == wanted, stderr
     quantised = (tmp_path / "file.gguf", *(tmp_path / name / "file.gguf" for name in sources[-2:]))
     told = [words for _, words in said.values()] + [f"{file}: GGUF holds quantised weights" for file in quantised]
@@ -137,7 +137,7 @@ def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path) -> None:
     assert [place for place in places if place not in stderr] == []
 
 
-def test_what_convert_did_not_write_is_refused(tmp_path: Path) -> None:
+def test_what_convert_did_not_write_is_refused(tmp_path: Path, warm_python: Path) -> None:
     source = {"sha256": {}, "config_changes": {}, "dtype": "BF16", "dtypes": {}, "made": [], "path": "other"}
     report: dict[str, object] = {"schema": 1, "verdict": "safe", "source": source, "output": {"files": []}}
     report |= {"plan": {"family": "t5"}, "certificate": {"sites": []}, "target": "half"}
@@ -183,7 +183,7 @@ def test_what_convert_did_not_write_is_refused(tmp_path: Path) -> None:
     }
     named = re.compile(rf"\b({'|'.join({name.partition('/')[0] for name in files} | {'OUT'})})(?= |$)")
     lines = {named.sub(lambda name: str(tmp_path / name[0]), line): words for line, words in told.items()}
-    said = answers(list(lines)).splitlines()
+    said = answers(warm_python, list(lines)).splitlines()
     assert said[1::2] == [f"{line}: 2" for line in lines]
     assert [words for words, line in zip(lines.values(), said[::2], strict=True) if words not in line] == []
 

@@ -14,8 +14,8 @@ from support import exhaustive, tiny
 from bf16_to_fp16 import convert, verify
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.families.known import spare_padding
-from bf16_to_fp16.measuring import id_choice
-from bf16_to_fp16.measuring.batch import Batch, is_blind, run_batch, without_blind_padding
+from bf16_to_fp16.measuring import id_choice, probe
+from bf16_to_fp16.measuring.batch import PADDED, RANDOM, SHORT, Batch, is_blind, run_batch, without_blind_padding
 from bf16_to_fp16.measuring.observer import SiteObserver
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regimes import audit_model
@@ -86,6 +86,7 @@ SAID = {
 }
 
 
+@pytest.mark.usefixtures("first_batch")
 @pytest.mark.parametrize("kind", SAID)
 def test_verdict_card_and_page_say_for_which_padding_they_stand(kind: str, tmp_path: Path) -> None:
     source = tiny.save(tiny.small(kind), tmp_path / "source")
@@ -127,8 +128,16 @@ def with_low_scores(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(["embeddinggemma"], ["embeddinggemma", "llama", "mistral"]))
-def test_an_audit_runs_blind_padding_where_a_claim_needs_it(kind: str, whole_probe_once: None, tmp_path: Path) -> None:
+def test_an_audit_runs_blind_padding_where_a_claim_needs_it(
+    kind: str, whole_probe_once: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """So what bounds alone call safe is not called unsafe by a run, nor by one that is repeated."""
+    gather = probe.audit_batches
+
+    def padded(*given: Any, **options: Any) -> list[Batch]:
+        return [batch for batch in gather(*given, **options) if batch.kind in (PADDED, RANDOM, SHORT)]
+
+    monkeypatch.setattr(probe, "audit_batches", padded)
     model = with_low_scores(kind)
     source = tiny.save(model, tmp_path / "source")
     inputs = batches(model.config, None, None)
