@@ -1,4 +1,4 @@
-"""Write JSON, which has neither infinity nor NaN."""
+"""Write JSON. It has no infinity and no NaN, so they become ±the largest double and null."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x| that fp16 must represent; in a broken regime, the fp32 value if known."""
+        """The largest |x| that fp16 must represent; if sites overflowed, the largest of theirs, in fp32 if known."""
         broken = self.broken_sites
         limited = [site for site in broken if site.limit is not None] or broken
         return max((site.reached for site in limited), default=self.amax)
@@ -211,8 +211,8 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """The largest |x| found at a site. ``random``, ``tokens``, ``embeddings`` (mixtures of tokens): in fp32. ``half``:
-    in fp16. ``worst``: the largest of all."""
+    """The largest |x| at a site: in fp32 from ``random`` inputs, found ``tokens``, and found mixtures of tokens'
+    ``embeddings``. ``half``: in fp16 from what was found. ``worst``: of all."""
 
     name: str
     worst: NumberOrNaN

@@ -84,9 +84,9 @@ def rounded(times: float) -> float:
 class Arithmetic:
     """The assumptions of a certificate about arithmetic and inputs.
 
-    Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, but for
-    ``splits``. Norms and softmax compute in fp32, LayerNorm as ``norm_units`` says. Each row of attention sees at least
-    one position."""
+    Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, except
+    ``splits`` fp16 sums. Norms and softmax compute in fp32, a LayerNorm's statistics to within ``norm_units``. Each row
+    of attention sees at least one position."""
 
     max_length: int = MAX_LENGTH  # most positions of a sequence
     splits: int = SPLITS  # most partial sums of a matrix product that are rounded to fp16 and added in fp16

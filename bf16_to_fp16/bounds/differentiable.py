@@ -300,7 +300,7 @@ class _Walk(LiveWeights):
         self.bounds[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
-        """Record query·key products, scores with position bias, and how far a mask must lower scores; each by head."""
+        """Record bounds by head: of query·key products, of biased scores, and of how far a mask must lower a score."""
         # Where the mask is −inf there is no third site.
         sites = [f"{sublayer.at}:scores", sublayer.joining, *(() if sublayer.radius else (f"{sublayer.at}:masked",))]
         if self.wants(*sites):

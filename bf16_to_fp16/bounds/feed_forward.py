@@ -96,7 +96,7 @@ class GatedNeurons:
         return both, both
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the bounds of ``rows`` divided by ``scale``."""
+        """Return the bounds that ``rows`` multiplies by ``self.scale``, fp64 [d]."""
         dtype = working_dtype(out)
         unit_size = self.size / self.scale
         caps, size = self.caps.to(dtype), unit_size.to(dtype)

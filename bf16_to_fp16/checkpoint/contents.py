@@ -129,7 +129,7 @@ def check_sentence_encoder(folder: Path) -> None:
         known = is_below and name in KNOWN_MODULES if i else not is_below and name == ENCODER
         if not known or not kind.startswith(NAMESPACE):
             raise UserError(
-                f"{folder / MODULES}: {kind or 'no class'!r} in {path or '.'!r} is not known: first must come"
-                f" sentence-transformers' {ENCODER} in the folder itself, then any of {', '.join(KNOWN_MODULES)},"
-                f" each in its own folder; remove {MODULES} to convert the encoder alone"
+                f"{folder / MODULES}: {kind or 'no class'!r} in {path or '.'!r} does not fit: the first module must"
+                f" be sentence-transformers' {ENCODER} in the folder itself, and the others any of"
+                f" {', '.join(KNOWN_MODULES)}, each in its own folder; remove {MODULES} to convert the encoder alone"
             )

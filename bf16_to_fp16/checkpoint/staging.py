@@ -80,7 +80,7 @@ def check_ours(out: Path) -> None:
 def check_file(path: Path, mend: str) -> None:
     parent = path.absolute().parent
     if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
-        raise UserError(f"{path}: cannot be written there; {mend}")
+        raise UserError(f"{path} cannot be written; {mend}")
     if path.is_file() and not is_report(path):
         raise UserError(f"{path} exists and is no report of this program, or lies in a checkpoint; {mend}")
 

@@ -193,7 +193,7 @@ class MadeSafe:
 
 
 def takers_of_embeddings(model: Any) -> list[nn.Module]:
-    """Return the modules that may receive ``inputs_embeds``: the model and its encoder, as ``generate`` calls it."""
+    """Return the modules that may get ``inputs_embeds``: the model, and its encoder, which ``generate`` calls first."""
     encoder = model.get_encoder() if model.config.is_encoder_decoder else model
     return [model] if encoder is model or not isinstance(encoder, nn.Module) else [model, encoder]
 

@@ -1,8 +1,8 @@
 """OLMo 2, OLMo 3 and EXAONE 4: as Llama, but with a norm behind each sublayer, and none before.
 
-Linears read the stream itself, so v's, gate's and up's columns are divided by its power of two. The outputs of q, k and
-output projections have it, since norms with the same eps read them. The gains of the norm behind a sublayer bound its
-contribution to the stream."""
+Linears read the stream itself, so columns of v, gate and up are divided by the stream's power of two. The outputs of q,
+k and output projections are multiplied by it, since the norms behind them share the config's eps. The gains of the norm
+behind a sublayer bound its contribution to the stream."""
 
 from __future__ import annotations
 

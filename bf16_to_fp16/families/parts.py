@@ -259,7 +259,7 @@ def experts(wiring: Experts, declared: Sequence[Part], *others: Tensor, biased: 
 
 
 def projector(wiring: Projector, last: str, *tensors: Tensor, size: str = "vision") -> Part:
-    """Return the declaration of a projector. last: its last module. size: the name of its norm's width."""
+    """Return a projector's declaration. last: its last module. size: its norm's width, a key of ``Family.sizes``."""
     stream = Signal(RESIDUAL, Kind.RESIDUAL, "model", (output_of(last),))
     return Part((stream, Signal(wiring.norm, Kind.FIXED, size, (output_of(wiring.norm),))), tensors, wiring)
 

@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
     @property
     def has_one_exponent(self) -> bool:
-        """Whether one exponent can serve all channels, so that axes of any length can carry the signal."""
+        """Whether one exponent can scale all channels. Then the signal may lie on axes of different lengths."""
         return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 

@@ -263,7 +263,7 @@ class ActivationPenalty:
     # -- after the forward --------------------------------------------------------------------------------------------
 
     def _joined(self, site: str) -> Tensor:
-        """Return log2 of a site's smooth maximum over all its runs since the last call."""
+        """Return log2 of a site's smooth maximum over all forwards since the penalty was last called."""
         terms = self._terms[site]
         if len(terms) == 1:
             return terms[0]

@@ -103,7 +103,7 @@ class AnyModel:
 
 
 def lost_weights(model: Any) -> list[Site]:
-    """Return a site for each weight that has inf or NaN: the probe may not read the row where they are."""
+    """Return a site for each weight that has inf or NaN, since the probe's inputs may miss that row."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
     return [
         Site(_site_of(n), dtype, FP16_MAX, math.inf, calls=1, nonfinite=count) for n, dtype, count in counts if count

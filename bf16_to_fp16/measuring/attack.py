@@ -310,7 +310,7 @@ class _Watch:
         self.hooks.enter_context(module.register_forward_hook(lambda _, *seen: hook(*seen)))
 
     def prepare_experts(self, sublayer: Experts, inputs: Any, output: Any) -> None:
-        """Set each expert's site values to 0, [rows, positions, channels]; note its tokens in ``taken``."""
+        """Fill each expert's sites with 0, [rows, positions, channels]. ``note`` then sets its tokens, by ``taken``."""
         values, layout = self.values, self.layout
         chosen, weights = output[0].bool(), output[1]
         if sublayer.chosen:  # of tokens of all rows

@@ -207,7 +207,7 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Turn the head off in batches over the budget ``_PROBE_LOGITS``. The first random and first short one keep it."""
+    """Turn the head off in batches past ``_PROBE_LOGITS``, but never in the first of kind ``RANDOM`` or ``SHORT``."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}

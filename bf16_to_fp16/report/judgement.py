@@ -73,7 +73,7 @@ def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeEntry], plan: Plan, *, proven: bool
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry for each signal that the plan leaves over its limit; if nothing was run, none if ``proven``."""
+    """Return an entry for each signal that the plan leaves over its limit; none if ``proven`` and nothing ran."""
     return [
         schema.UnsafeEntry(
             signal=each.signal,

@@ -215,7 +215,7 @@ def next_command(
 def finetuning_of(
     source: str, out: str, regimes: Mapping[str, RegimeEntry], target: str | None, subfolder: str | None
 ) -> str:
-    """Return the command of a finetune with the shortest recipe. regimes: the audit's; empty if nothing ran."""
+    """Return a remedy: a regime that did not break, or a finetune by a minimal recipe. regimes: {} if no audit ran."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     if target not in (None, AUTO, TIERS[0].target):
         recipe["target"] = target
