@@ -80,7 +80,7 @@ def over_limit(value: float, limit: float = FP16_MAX) -> str:
 
 
 def headroom_by_bound(bits: float) -> str:
-    """Return the text of a bound's headroom; if negative, "5.6 × over", rounded up, or "none" under −23 bits."""
+    """Return the text of a bound's headroom. Below 0 it is "5.6 × over", rounded up; below −23 bits "none"."""
     return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{rounded_up(2.0**-bits, 2):,g} × over"
 
 

@@ -114,7 +114,7 @@ class Arithmetic:
     @property
     def floor(self) -> float:
         """Absolute error of a matrix product whose partial sums and result may be subnormal. With ``sums16`` each
-        product may be subnormal too, and the error grows by ``growth``."""
+        product may be subnormal, and ``growth`` multiplies the error."""
         if not self.sums16 or not self.tiny:
             return (self.splits + 2) * self.tiny
         longest = max(LONGEST_SUM, self.max_length)

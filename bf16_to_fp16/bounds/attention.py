@@ -85,8 +85,8 @@ def summed_scores(
     """Return the bounds of query·key products, with the rounding of their sums.
 
     exact: bound of exact products. partial: bound of their partial sums. error: the most that errors of query and key
-    add. span: bound of the difference between two exact products of one query. terms: by channel, the query's bound
-    plus the key's, fp64 [heads, channels]. The others are fp64 [heads]."""
+    add. span: bound of the difference between two exact products of one query. terms: bounds of |query| + |key|, for
+    subnormals, fp64 [heads, channels]. The others are fp64 [heads]."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial

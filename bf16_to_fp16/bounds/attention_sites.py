@@ -90,7 +90,7 @@ class AttentionSites:
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
 
     def normed_values(self, linear: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
-        """Return the bounds of normed values, written as a linear with an identity matrix, and their mean squares."""
+        """Record the values' norm; return its output's bounds (as an identity linear's) and mean squares."""
         source, _ = self.head_norm(self.sublayer.value_norm, linear, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)

@@ -300,7 +300,7 @@ class _Walk(LiveWeights):
         self.bounds[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
-        """Record bounds by head: of query·key products, of biased scores, and of how far a mask must lower a score."""
+        """Record bounds by head: of query·key products, of biased scores, and of the drop that takes a weight to 0."""
         # Where the mask is −inf there is no third site.
         sites = [f"{sublayer.at}:scores", sublayer.joining, *(() if sublayer.radius else (f"{sublayer.at}:masked",))]
         if self.wants(*sites):

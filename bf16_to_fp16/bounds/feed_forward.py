@@ -52,7 +52,7 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 
 
 class GatedNeurons:
-    """Neurons Φ(x)·x·y behind a gate: x = u·n, y = w·n, shifts and biases included (``homogeneous``)."""
+    """Gated neurons Φ(x)·x·y of a norm's output n: gate x = u·n, linear y = w·n, biases included."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -140,7 +140,7 @@ class GatedNeurons:
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
-        """Return a lower bound on the result of ``row``: the largest contribution of a single neuron."""
+        """Return the least that ``row`` can return for ``out``: its largest term of one neuron."""
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:

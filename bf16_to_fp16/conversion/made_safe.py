@@ -151,7 +151,7 @@ class MadeSafe:
             )
         mark = model.get_base_model().__dict__.get(MARK)
         if mark is None or mark.plan != self.plan:
-            raise UserError(f"the adapter's model is not at this plan's scale; {OTHER_SCALE}")
+            raise UserError(f"the adapter's model is not scaled by this plan; {OTHER_SCALE}")
         out, adapters = Path(out), list(model.peft_config)
         check_out(out, force=force)
         with tempfile.TemporaryDirectory() as folder:
@@ -170,7 +170,7 @@ class MadeSafe:
         told_by_eps = layout.family.eps_key is not None and self.plan.residual_exponent != 0
         if mark is None and told_by_eps and layout.eps == self.plan.eps:
             return
-        raise UserError(f"{type(model).__name__} is not at this plan's scale; {OTHER_SCALE}")
+        raise UserError(f"{type(model).__name__} is not scaled by this plan; {OTHER_SCALE}")
 
     def follow(
         self, optimizer: torch.optim.Optimizer, model: Any, *, max_grad_norm: float | None = None

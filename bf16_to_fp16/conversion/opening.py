@@ -22,8 +22,8 @@ from ..wording import counted
 def opened_with_notes(
     source: str | Path, subfolder: str | None, progress: Progress, *, as_class: str | None = None, proof: bool = True
 ) -> Checkpoint:
-    """Open a source; its config is checked before large weights are fetched. as_class: the class to take instead of the
-    config's. proof: accept only classes that have bounds."""
+    """Check a source's config, then fetch and open its weights and print notes on them. as_class: replaces the config's
+    class. proof: accept only classes that have bounds."""
     folder = local_source(source) or fetched(str(source), SMALL_FILES)[0]
     if folder.is_dir():
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)

@@ -111,7 +111,7 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return ``plan`` composed with the exact part of ``start``, the plan before training. Print ``start``'s edits."""
+    """Return ``plan`` composed with ``start``, the plan before training, less ``start``'s edits. Print these."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StockAttributes:
-    """Stock modules' attributes whose values the bounds need, an attention's unless stated otherwise; "" for none."""
+    """Names of stock modules' attributes that the bounds read, the attention's if no comment follows; "" for none."""
 
     head_size: str
     heads: str = ""

@@ -29,7 +29,7 @@ class Fp16Callback(TrainerCallback):
 
     ``make_fp16_safe`` rescales the model at once; its fp32 outputs stay the same. Logs get the mean ``penalty``, and
     ``headroom_bits``: the least log2(limit / largest value) of any site since the last log. After training, the first
-    process converts the model, at the original's scale, to ``out``. ``result`` then is what ``convert`` returned.
+    process undoes the rescaling in a copy and converts that to ``out``. ``result`` is what ``convert`` returned.
 
     out: None to skip the conversion. headroom_bits: the distance from fp16's limit that the penalty enforces at every
     site. rescale: False to leave the model's scale, as for a model of no known family. options: of ``convert``.

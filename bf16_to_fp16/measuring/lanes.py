@@ -34,7 +34,7 @@ class _Ended(BaseException):
 
 
 class _Model:
-    """A stock model in one dtype. Lanes run copies that share its parameters. Only the place being run has weights."""
+    """A stock model in one dtype, copied for each lane with shared parameters. Only the block that runs has values."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)

@@ -114,7 +114,7 @@ class Rows:
         return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
 
     def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
-        """Return report entries of the inputs that edits harm, and ``divergences`` on one row of each input."""
+        """Return entries of the inputs that edits harm, and each input's divergence after edits and in bf16."""
         rows = self.of(inputs)
         kl, run = self.divergences(rows)
         order = in_order(kl, run)

@@ -33,7 +33,7 @@ torch's default dtype."""
 
 @cache
 def by_signature(name: str) -> StockClass | None:
-    """Return what the signature of a transformers class tells; None for an unknown name. A class that can generate
+    """Return the ``StockClass`` made from a class's signature; None for an unknown name. A class that can generate
     counts as a language model."""
     import transformers
 

@@ -128,8 +128,8 @@ def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def index_blocks(start: int, stop: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield pieces (start, stop, block, index of its first element in the block) of at most ``chunk`` indices, cut at
-    block borders."""
+    """Cut a range at borders of blocks (of 2³¹ indices), to at most ``chunk``. Yield (start, stop, block, start in the
+    block)."""
     while start < stop:
         block = start >> BLOCK_BITS
         end = min(stop, start + chunk, (block + 1) << BLOCK_BITS)

@@ -118,7 +118,7 @@ def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
 
 
 def cut(reach: Reach, columns: int) -> list[int] | None:
-    """Return exponents of columns that make every row as small as ``reach`` asks; None if too many channels or bits are
+    """Return exponents of columns with which ``reach`` finds no row too large; None if too many columns or bits are
     needed."""
     exponents = torch.zeros(columns, dtype=torch.float64)
     for step in range(MOST_CHANNELS * MOST_BITS):

@@ -242,8 +242,8 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each element's index in a histogram, and its count and squared significand, as one number if ``packed``.
-    0, inf and NaN add 0 at the index ``zero``."""
+    """Return by element: index in a histogram, count, squared significand. ``packed`` puts the last two into one
+    number. 0, inf and NaN count 0 at ``zero``."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)

@@ -121,9 +121,9 @@ class WeightLosses:
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def drift(self, r: int, corrected: bool = True) -> float:
-        """Return the outputs' mean squared relative change, summed over norms whose eps is not scaled with their input.
+        """Return the outputs' mean squared relative change at ``r``, summed over norms whose eps is not scaled.
 
-        A fixed eps changes a token of variance v by √((v + eps) / (v + fixed·4^-r)) − 1. corrected: whether gain
+        ``fixed_eps`` changes a token of variance v by √((v + eps) / (v + fixed_eps·4^-r)) − 1. corrected: whether gain
         corrections remove the mean change, each at the cost of a rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.

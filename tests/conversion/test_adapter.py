@@ -227,7 +227,7 @@ def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(wid
     with pytest.raises(UserError, match="no PEFT model with one adapter"):
         safe.adapter(wrapped, tmp_path / "none")
     safe.undo(loaded := wrapped.unload())
-    with pytest.raises(UserError, match="not at this plan's scale"):
+    with pytest.raises(UserError, match="not scaled by this plan"):
         safe.adapter(peft.get_peft_model(loaded, peft.LoraConfig(target_modules=["q"])), tmp_path / "none")
 
 

@@ -241,7 +241,7 @@ def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_pa
     assert torch.equal(outputs(loaded["undone"])[0], reference)
     drift = float((outputs(loaded["safe"])[0] - reference).abs().max() / reference.abs().max())
     assert 0 < drift < 0.1
-    with pytest.raises(UserError, match="not at this plan's scale"):  # nothing in its config tells
+    with pytest.raises(UserError, match="not scaled by this plan"):  # nothing in its config tells
         safe.undo(loaded["safe"])
 
 
