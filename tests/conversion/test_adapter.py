@@ -197,7 +197,7 @@ def test_biases_of_pegasus_go_with_what_they_are_added_to(tmp_path: Path) -> Non
 @pytest.mark.parametrize("width", [16, 24])
 def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(width: int, tmp_path: Path) -> None:
     """T5 v1.0 multiplies by d^-1/2 before its tied head; a head of its own has that folded in."""
-    model = tiny.small("t5", factor=3000.0, d_model=width)
+    model = tiny.small("t5", factor=3000.0, d_model=width, num_layers=1)
     model.decoder.final_layer_norm.weight.data.mul_(2.0**18)
     source = tiny.save(model, tmp_path / "source")
     result = convert(source, tmp_path / "out", target="half", run_model=False)
@@ -354,7 +354,7 @@ OLD_NAMES = {
 
 @pytest.mark.parametrize("kind", OLD_NAMES)
 def test_an_adapter_with_the_names_of_older_transformers_is_taken_and_keeps_them(kind: str, tmp_path: Path) -> None:
-    source = tiny.save(tiny.build(kind), tmp_path / "source", torch.float32)
+    source = tiny.save(tiny.build(kind, num_hidden_layers=1), tmp_path / "source", torch.float32)
     converted: Any = convert(source, tmp_path / "out", run_model=False, stream=-3).out
     new, old = OLD_NAMES[kind]
     layout = resolve(open_checkpoint(source))

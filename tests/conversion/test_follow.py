@@ -215,7 +215,7 @@ def test_a_trainers_checkpoints_are_safe_ones_from_which_a_run_resumes(tmp_path:
     rows = [{"input_ids": ids, "labels": ids.flip(0)} for ids in batch()["input_ids"]]
 
     def run(steps: int, resume: bool = False) -> tuple[Any, Any]:
-        model = tiny.small("gated", dropout_rate=0.0)
+        model = tiny.small("gated", dropout_rate=0.0, num_layers=1)
         model.config.tie_word_embeddings = False
         safe = make_fp16_safe(model)
         optimizer = safe.follow(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
