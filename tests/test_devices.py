@@ -137,7 +137,7 @@ def test_another_fault_or_a_full_cpu_is_not_tried_again(device: Any, error: Runt
 
 
 HALF: dict[str, Any] = {"regimes": ("half",)}
-SEARCHED = HALF | {"attention": ("eager",), "attack_steps": 2}
+SEARCHED = HALF | {"attention": ("eager",), "attack_steps": 1}
 ENDLESS = 10**9
 RUNS = [
     *((certify, "certificate", {}, room) for room in (0, 3, ENDLESS)),
@@ -164,6 +164,7 @@ def test_what_a_device_gives_is_the_cpus_whenever_it_runs_full(
     assert (f"{STAND_IN} is out of memory: the {part} continues on the CPU" in said.lines) == full
 
 
+@pytest.mark.usefixtures("first_batch")
 def test_a_conversion_on_a_device_that_is_full_says_what_ran_where(source: Path, tmp_path: Path) -> None:
     with stand_in(room=0):
         result = convert(source, tmp_path / "out", device=STAND_IN)

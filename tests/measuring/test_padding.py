@@ -132,12 +132,8 @@ def test_an_audit_runs_blind_padding_where_a_claim_needs_it(
     kind: str, whole_probe_once: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """So what bounds alone call safe is not called unsafe by a run, nor by one that is repeated."""
-    gather = probe.audit_batches
-
-    def padded(*given: Any, **options: Any) -> list[Batch]:
-        return [batch for batch in gather(*given, **options) if batch.kind in (PADDED, RANDOM, SHORT)]
-
-    monkeypatch.setattr(probe, "audit_batches", padded)
+    gather, kinds = probe.audit_batches, (PADDED, RANDOM, SHORT)
+    monkeypatch.setattr(probe, "audit_batches", lambda *a, **k: [b for b in gather(*a, **k) if b.kind in kinds])
     model = with_low_scores(kind)
     source = tiny.save(model, tmp_path / "source")
     inputs = batches(model.config, None, None)

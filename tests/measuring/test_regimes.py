@@ -1,6 +1,7 @@
 """Each regime is what it says, its verdict sees what the logits hide, and gradients are those of a plain backward."""
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from support import exhaustive, masks, tiny
 
 from bf16_to_fp16.cli import main
 from bf16_to_fp16.conversion.audit import audit
-from bf16_to_fp16.measuring import attack, gradients, probe
+from bf16_to_fp16.measuring import gradients, probe
 from bf16_to_fp16.measuring.batch import PADDED, RANDOM, Batch, describe_batches
 from bf16_to_fp16.measuring.gradients import FIRST_EXPONENT, measure_gradients, output_and_loss
 from bf16_to_fp16.measuring.probe import batches
@@ -267,11 +268,9 @@ def test_seed_and_train_mode_reach_inputs_attack_and_model(tmp_path: Path) -> No
     assert not any(":grad" in name for name in half)
 
 
-@pytest.mark.usefixtures("first_batch")
-def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("first_batch", "few_forwards")
+def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Scores that pass the limit in a few steps of search and not on the probe."""
-    for name, number in {"GROUP": 128, "POOL": 1, "FLIPS": 1}.items():
-        monkeypatch.setattr(attack, name, number)
     torch.manual_seed(0)
     model = tiny.t5_encoder(num_layers=1)
     options: dict[str, Any] = {"regimes": ("half",), "attention": ("eager",), "attack_steps": 8}
@@ -283,7 +282,11 @@ def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path, monkeypatch: pytes
     attention = model.encoder.block[0].layer[0].SelfAttention
     for linear in (attention.q, attention.k):
         linear.weight.data.mul_((FP16_MAX / (worst * probed) ** 0.5) ** 0.5)
-    report = audit(tiny.save(model, tmp_path / "large", torch.float32), **options)
+    source, path = tiny.save(model, tmp_path / "large", torch.float32), tmp_path / "report.json"
+    words = ["audit", str(source), "--regime", "half", "--attention", "eager", "--json", str(path), "--attack"]
+    assert [main([*words, steps]) for steps in ("0", "8")] == [2, 1]
+    assert "on an input that 8 gradient steps of search found" in capsys.readouterr().out
+    report = json.loads(path.read_text())
     assert report["regimes"]["half"]["nonfinite"] == report["regimes"]["half"]["saturated"] == 0
     assert report["attack"]["worst_headroom_bits"] < 0 and report["verdict"] == "unsafe"
     reasons = {row["signal"]: row["reason"] for row in report["unsafe"]}

@@ -23,7 +23,6 @@ from bf16_to_fp16.families.wiring import Attention
 from bf16_to_fp16.finetuning.recipe import parse_recipe
 from bf16_to_fp16.finetuning.run import Run, lineage_of
 from bf16_to_fp16.json_text import finite
-from bf16_to_fp16.measuring import attack
 from bf16_to_fp16.measuring.batch import describe_batches
 from bf16_to_fp16.measuring.probe import batches
 from bf16_to_fp16.measuring.regime_results import RegimeResult
@@ -58,9 +57,7 @@ def converted(source: Path) -> Path:
 @pytest.fixture(scope="module")
 def written(source: Path, converted: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ReportObject]:
     """A report of every command as it was made, with everything that it can hold; checked as what is written is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attack, "GROUP", 128)
-        attacked = audit(source, regimes=("half",), attention=("eager",), attack_steps=1)
+    attacked = audit(source, regimes=("half",), attention=("eager",), attack_steps=1)
     torch.manual_seed(0)
     shape = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     other = transformers.BertModel(transformers.BertConfig(**shape, num_attention_heads=4))

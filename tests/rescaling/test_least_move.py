@@ -89,6 +89,7 @@ def test_what_fits_and_is_proven_is_not_moved_at_all(run_model: bool, converted:
         config.pop(CONVERTED_KEY, None)
     done = convert(source, tmp_path / "out", run_model=run_model)
     assert done.report["proof"] == "certified" and not done.plan.moves and not done.plan.centred_keys
+    assert not {"exceptions", "searched"} & done.report.keys()  # without edits
     after = json.loads((tmp_path / "out" / "config.json").read_text())
     assert after.keys() == config.keys()  # no key that tells of a conversion
     assert {key for key in config if after[key] != config[key]} <= {"dtype", "torch_dtype", "tie_word_embeddings"}
