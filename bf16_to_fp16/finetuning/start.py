@@ -31,6 +31,7 @@ from ..rescaling.apply import edited_config, set_dtype, writes
 from ..rescaling.exponents import moved, output_factors
 from ..rescaling.plan import Plan, describe_plan
 from ..targets import MARGIN_BITS
+from ..wording import listed
 from .corpus import Corpus
 from .distillation import arguments
 from .mixed_precision import MixedPrecision
@@ -97,9 +98,9 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     if penalised and before != wanted:
         broken = overflowing(student, given, before, device, progress)
     if broken is not None:
+        keys = ["rescale: true"] * (not recipe.rescale) + ["penalty.form"] * (not penalised) + ["precision: fp32"]
         raise UserError(
-            f"{broken} is not finite before the first step, and nothing would bring it down; set"
-            f" {'' if recipe.rescale else 'rescale: true, '}{'' if penalised else 'penalty.form, or '}precision: fp32"
+            f"{broken} is not finite before the first step, and nothing would bring it down; set {listed(keys, 'or')}"
         )
     return False
 
