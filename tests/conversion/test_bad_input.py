@@ -75,7 +75,7 @@ LORA = {VALUE.replace("weight", "lora_A.weight"): torch.ones(2, 24)}
 IMPOSSIBLE = '{"decoder_start_token_id": 0, "output_hidden_states": [null]}'
 
 ROWS: tuple[tuple[Callable[[Path], object], str, str, str], ...] = (
-    (pickled, "", "pytorch_model.bin", "save it with safetensors where you trust it"),
+    (pickled, "", "pytorch_model.bin", "if you trust it, load it with torch and save it with safetensors"),
     (of_weights(lambda t: t[VALUE][1].fill_(math.nan)), "", VALUE, "use another revision of it or repair the tensor"),
     (of_weights(lambda t: t[VALUE][1].fill_(-math.inf)), "--no-audit", VALUE, "use another revision of the checkpoint"),
     (of_weights(lambda t: t[NORM].zero_()), "", NORM, "fetch it again from the original checkpoint"),
@@ -84,7 +84,7 @@ ROWS: tuple[tuple[Callable[[Path], object], str, str, str], ...] = (
     (of_weights(lambda t: t.pop(VALUE)), "", VALUE, "take the whole original checkpoint"),
     (of_config(auto_map={"AutoConfig": "code.Config"}), "", "auto_map", "give a checkpoint of a stock class"),
     (with_code_of_a_tokenizer, "--data text.txt", "no usable tokenizer", "put the original's tokenizer there"),
-    (of_config(layer_norm_epsilon=1e-40), "", "a norm eps of 1e-40", "write 1e-6 or so"),
+    (of_config(layer_norm_epsilon=1e-40), "", "norm eps of 1e-40", "write 1e-6 or so"),
     (of_config(num_layers=1), "", "encoder.block.1", "check the config's layer counts"),
     (
         lambda source: (source / "generation_config.json").write_text(IMPOSSIBLE),

@@ -125,7 +125,7 @@ def test_bounds_and_plans_are_those_that_nothing_was_kept_for(kind: str, tmp_pat
     for opened in (source, edited):
         read = opened.weights(opened.layout)
         kept = tables if opened is source else tables.without(changed_by(opened.layout, EDITS[kind]))
-        for r, target in PLACES if kind == "gated" else PLACES[:2]:
+        for r, target in PLACES[::2] if kind == "gated" else PLACES[:2]:
             arithmetic = Arithmetic(64, planned=dict.fromkeys(opened.layout.streams, r))
             again, alone = (
                 bound(opened.layout, read, arithmetic, target=target, spectra=spectra)

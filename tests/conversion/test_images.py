@@ -249,7 +249,7 @@ Pairs = dict[str, tuple[Path, Path]]
 
 def loud(kind: str, folder: Path) -> Path:
     """Save a model whose images overflow the stream, of weights that fp16 holds before and after."""
-    model = tiny.build(kind)
+    model = tiny.build(kind, num_hidden_layers=1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if any(f"{path}.weight".endswith(name.removeprefix("model.")) for path in LAST[kind]):
@@ -325,7 +325,7 @@ def test_a_tower_that_overflows_alone_is_named(kind: str, tmp_path: Path, capsys
     if kind == "qwen3_vl":  # what these say does not depend on the family
         audited = audit(out, regimes=("half",), attention=("eager",))
         assert audited["next"] == told and {entry["remedy"] for entry in audited["unsafe"]} == {told}
-        verified = verify(out)
+        verified = verify(out, run_model=False)
         assert verified["problems"][-1]["remedy"] == told
         print_verification(read(Verification, verified))
         assert capsys.readouterr().out.count("get_submodule") == len(paths)
