@@ -291,7 +291,7 @@ PEGASUS_DRAWN |= {"decoder_ffn_dim": range(1, 51), "encoder_layers": (1, 2), "de
 PEGASUS_DRAWN |= {"activation_function": ("relu", "relu", "gelu", "gelu_new", "silu"), "scale_embedding": (False, True)}
 LLAMA_DRAWN: dict[str, Sequence[Any]] = {"hidden_size": (12, 24, 36), "num_attention_heads": (2, 4)}
 LLAMA_DRAWN |= {"num_key_value_heads": (1, 2), "head_dim": (2, 6, 10)}
-LLAMA_DRAWN |= {"intermediate_size": range(1, 51), "num_hidden_layers": (1, 2)}
+LLAMA_DRAWN |= {"intermediate_size": range(1, 51), "num_hidden_layers": (2, 1)}
 VL_SHAPE = {key: value for key, value in LLAMA_SHAPE.items() if key != "head_dim"}
 VL_SHAPE |= {"rope_parameters": MROPE | {"mrope_section": [1, 1, 1]}}
 GEMMA_DRAWN = LLAMA_DRAWN | {"query_pre_attn_scalar": (1, 7, 64)}
