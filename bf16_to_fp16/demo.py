@@ -26,8 +26,8 @@ TEXT = "held_out.txt"
 
 
 def demo(out: Path, *, progress: Progress, show: bool = True) -> list[dict[str, Any]]:
-    """Audit each packaged checkpoint in fp16, convert it into ``out``, and return the reports. Raises UserError, before
-    any work, if ``out`` cannot be written."""
+    """Audit each packaged checkpoint in fp16, convert it into ``out``, and return the conversions' reports. Raises
+    UserError, before any work, if ``out`` cannot be written. show: print the results."""
     for name in CHECKPOINTS:
         check_out(out / name, force=True)
     reports = []

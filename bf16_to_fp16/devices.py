@@ -1,4 +1,4 @@
-"""Find devices by name, and NVIDIA's cards by their driver. Work that exhausts device memory continues on the CPU."""
+"""Find devices by name, and NVIDIA cards by their driver. Work that exhausts a device's memory moves to the CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Card:
 
 
 def cards() -> list[Card]:
-    """Return the driver's cards that ``CUDA_VISIBLE_DEVICES`` leaves visible; none without a driver."""
+    """Return the NVIDIA cards of this machine that ``CUDA_VISIBLE_DEVICES`` leaves visible; [] without a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     asked = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total", "--format=csv,noheader,nounits"]
     try:
@@ -146,7 +146,7 @@ def shown(device: torch.device) -> str:
 
 
 class Device:
-    """A device, with the CPU for work that it cannot run. ``used``: the devices that ran each part of the work."""
+    """A device, and the CPU for work that it cannot run. ``used``: the devices on which each part of the work ran."""
 
     def __init__(self, name: str | torch.device = "auto", progress: Progress | None = None) -> None:
         self.progress = progress or Progress(quiet=True)
@@ -155,8 +155,8 @@ class Device:
         self.used: dict[str, list[str]] = {}
 
     def run(self, part: str, work: Callable[[torch.device], T], *, wide: bool = False) -> T:
-        """Return ``work(device)``. If the device's memory is full, say so and return ``work(cpu)``. wide: whether the
-        work needs fp64, which MPS lacks."""
+        """Return ``work(device)``, or ``work(cpu)`` with a message if the device's memory is full. part: the work's
+        name; once moved, it stays on the CPU. wide: whether the work needs fp64, which MPS lacks."""
         import torch
 
         on_cpu, place = torch.device("cpu"), self.asked
@@ -211,7 +211,7 @@ def products_on(device: Device) -> Iterator[None]:
 
 
 def on_device(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a function of CPU tensors run on the device of ``products_on``, or on the CPU if device memory runs out."""
+    """Make a function of CPU tensors run on the device set by ``products_on``, or on the CPU if its memory runs out."""
 
     @wraps(product)
     def placed(*tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Read and write files: check free space, report disk errors in one line, parse JSON. Imports no torch."""
+"""Read and write files, check free space and parse JSON. Disk errors become one line. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk. Does nothing for a folder on Windows, which cannot open one."""
+    """Flush a file, or a folder's entries, to the disk. On Windows, which cannot open a folder, do nothing for one."""
     if BINARY and path.is_dir():
         return
     descriptor = os.open(path, (os.O_RDWR if BINARY else os.O_RDONLY) | BINARY)
@@ -110,7 +110,8 @@ def sha256_of(file: Path) -> str:
 
 
 def parse_json(data: bytes, file: Path, what: str) -> dict[str, Any]:
-    """Return the JSON object in ``data``; raise UserError if it holds anything else."""
+    """Return the JSON object in ``data``. Raises UserError if ``data`` is anything else. file, what: the file and the
+    name of its content, for error messages."""
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Copy a checkpoint's files other than its weights. Weights in other formats are left out, as they are unconverted."""
+"""Copy a checkpoint's files other than its weights. Weights in other formats stay behind: they are not converted."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ TEMPLATES = "additional_chat_templates"  # a tokenizer's folder
 def carry_over(
     source: Path, target: Path, *, tokenizer: Path | None = None, back: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Copy the files that are neither weights nor code; return the names copied and left out. The model card becomes
-    ``SOURCE_README.md``; ``back`` renames it back. tokenizer: the tokenizer's folder, if elsewhere."""
+    """Copy the files of ``source`` that are neither weights nor code; return the names of those copied and those left
+    out. ``OWN_FILES``, which a conversion writes itself, are skipped. The model card is renamed to
+    ``SOURCE_README.md``. back: rename it to ``README.md`` again. tokenizer: the tokenizer's folder, if elsewhere."""
     carried, left_out = [], []
     folders = {*side_modules(source), TEMPLATES}
     renamed = {"SOURCE_README.md": "README.md"} if back else {"README.md": "SOURCE_README.md"}
@@ -103,7 +104,7 @@ def records(folder: Path, known: Collection[str] = ()) -> list[dict[str, object]
 
 
 def tokenizer_beside(folder: Path, subfolder: str | None) -> Path | None:
-    """Return a text encoder's tokenizer folder in diffusers' layout: ``tokenizer_2`` beside ``text_encoder_2``."""
+    """Return the tokenizer folder of a diffusers text encoder, such as ``tokenizer_2``; None for another subfolder."""
     if subfolder is None or "text_encoder" not in subfolder:
         return None
     return folder.parent / folder.name.replace("text_encoder", "tokenizer")

@@ -1,5 +1,5 @@
-"""Read ranges of weight files as tensors, and find the tensors of a ``torch.save`` file. Weights are not memory-mapped,
-since a mapping kills the process if the file shrinks."""
+"""Read byte ranges of weight files as tensors, and find the tensors in a ``torch.save`` file. Weights are not
+memory-mapped, because a mapping kills the process if the file shrinks."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 
 def record_sizes(file: Path) -> dict[int, int]:
-    """Return the size of each record of an uncompressed zip file, by the offset of its data."""
+    """Return the size in bytes of each record in a zip file, by the offset at which the record's data begin. Raises
+    ValueError for a compressed record, and if the tensors have another byte order than this machine."""
     sizes = {}
     with reading(file) as raw, zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
@@ -76,8 +77,8 @@ def record_sizes(file: Path) -> dict[int, int]:
 
 
 def read_pickle(file: Path) -> dict[str, TensorInfo]:
-    """Return dtype, shape and place of every tensor in a ``torch.save`` file; tensors may share bytes. Raises UserError
-    for an incomplete file, or if it holds more than tensors."""
+    """Return the ``TensorInfo`` (dtype, shape, position in the file) of every tensor in a ``torch.save`` file, by name.
+    Tensors can share bytes. Raises UserError if the file is incomplete or holds more than tensors."""
     resave = "load it with torch and save it with safetensors"
     unreadable = UserError(
         f"{file}: is cut short, compressed, in torch's format from before 2020, or holds more than tensors, which may"

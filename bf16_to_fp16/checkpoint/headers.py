@@ -1,5 +1,5 @@
-"""The headers of safetensors files, checked by safetensors for holes, overlaps and wrong sizes. Imports no torch.
-Format: https://github.com/huggingface/safetensors#format"""
+"""Read the headers of safetensors files. The safetensors library checks them for holes, overlaps and wrong sizes. This
+module imports no torch. Format: https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def check_not_quantised(dtype: str, name: str, file: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return a safetensors file's ``TensorInfo`` by tensor name. Raises UserError if it is for another library."""
+    """Return the ``TensorInfo`` of every tensor in a safetensors file, by name. Raises UserError if the metadata say
+    that another library's weights are in it."""
     tensors, metadata = read_whole_header(file)
     if (made_for := metadata.get("format", "pt")) not in ("pt", "mlx"):  # every transformers reads these as PyTorch's
         raise UserError(
@@ -46,7 +47,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def read_whole_header(file: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """Return a safetensors file's ``TensorInfo`` by tensor name, and its metadata."""
+    """Return the ``TensorInfo`` of every tensor in a safetensors file, by name, and the file's metadata. Raises
+    UserError if the file is damaged or is only a Git LFS pointer."""
     with reading(file) as source:
         beginning = source.read(8)
         if beginning == b"version ":

@@ -1,5 +1,5 @@
-"""Send requests to the Hub, and repeat them while the Hub is busy. Errors of its client become one line with a remedy
-and no token. Imports no torch."""
+"""Send requests to the Hugging Face Hub, and repeat them while it is busy. Errors of the Hub's client become one line
+with a remedy, which never shows the token. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "README.md")
 
 
 def download(source: str, subfolder: str | None, endpoint: str | None = None) -> tuple[Path, str]:
-    """Fetch a repository's small files and the weights that stock code would use; return the folder and its commit."""
+    """Fetch a repository's small files and the weights that transformers would load; return the local folder and its
+    commit. source: a Hub id ``org/name[@revision]``. subfolder: the model's folder in the repository."""
     inside, (folder, commit) = f"{subfolder}/" if subfolder else "", fetched(source, SMALL_FILES, endpoint)
     modules = [f"{name}/*" for name in module_folders(folder)]
     for name in SINGLE_OR_SHARDED:
@@ -156,7 +157,8 @@ def download(source: str, subfolder: str | None, endpoint: str | None = None) ->
 def fetched(
     source: str, patterns: Sequence[str], endpoint: str | None = None, commit: str | None = None
 ) -> tuple[Path, str]:
-    """Fetch the files that match ``patterns``; return the snapshot's folder and its commit."""
+    """Fetch the files of a repository that match the glob ``patterns``; return the local snapshot folder and its
+    commit. source: a Hub id ``org/name[@revision]``. commit: replaces the revision, if given."""
     from huggingface_hub import snapshot_download
 
     repo, _, revision = source.partition("@")
@@ -168,7 +170,7 @@ def fetched(
 
 
 def hub_files(source: str, folder: Path) -> list[str]:
-    """Return the names of a repository's files. Without a network, only those in its snapshot ``folder``."""
+    """Return the names of a repository's files; under HF_HUB_OFFLINE, only those in ``folder``, its local snapshot."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:

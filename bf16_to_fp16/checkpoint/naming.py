@@ -1,5 +1,5 @@
-"""Translate tensor names between files and stock modules. Also the layouts that ``convert`` writes: a folder, or one
-file. Imports no torch."""
+"""Translate tensor names between files and transformers' modules. The layouts that ``convert`` can write are here too:
+a folder or one file. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ WAN_NAMES = (  # of wan/modules/t5.py in https://github.com/Wan-Video/Wan2.1, wh
 
 @dataclass(frozen=True)
 class Naming:
-    """A program's tensor names. ``pairs``: (stock name, name in the file). ``anchors``: names that every file has."""
+    """The tensor names in a program's files. ``title``: the program, for messages. ``anchors``: names that every file
+    has. ``pairs``: the name in transformers and the name in the file, with ``{i}`` for a layer's number."""
 
     title: str
     anchors: tuple[str, ...]
@@ -59,13 +60,15 @@ WITH_IMAGES = {
     ),
     ("visual.", "model.layers."): (("visual.", "model.visual."), ("model.", "model.language_model.")),
 }
-"""By name prefixes that identify LLaVA's and Qwen2.5-VL's files: each prefix in files, and its prefix in modules.
-transformers 4.57 reads a vision tower only by its names in files."""
+"""How files of LLaVA and Qwen2.5-VL name tensors. A key holds two prefixes of names that identify such files. The value
+pairs each prefix in files with its prefix in transformers' modules. transformers 4.57 reads a vision tower only by its
+names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return, by a tensor's name in stock modules, its name in the files if that differs. names: all in the files.
-    classes: of the config. Raises UserError if a tensor has two names in the files."""
+    """Return the names in files, by name in transformers' modules, of the tensors whose two names differ. names: all
+    names in the files. classes: the config's ``architectures``. Raises UserError if files hold both names of a
+    tensor."""
     names = frozenset(names)
     # Such a class has no head, so its module names lack the prefix.
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
@@ -88,7 +91,8 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 
 def name_in_modules(name: str, known: Collection[str]) -> str:
-    """Translate a tensor's name in files to that in modules; keep any other name. known: all names in modules."""
+    """Return the name in transformers' modules of a tensor that files call ``name``; without one, return ``name``.
+    known: all names in modules."""
     if name in known:
         return name
     others = (
@@ -119,7 +123,8 @@ FOLDER_LAYOUT = "hf"  # a folder with stock names; every other layout is one fil
 
 @dataclass(frozen=True)
 class FileLayout:
-    """A one-file value of ``--layout``. ``readers``: who reads it. ``model_type``, ``eps``: set if readers fix them."""
+    """A value of ``--layout`` that writes one file. ``readers``: the programs that read it, for messages.
+    ``model_type``, ``eps``: the only model type and norm eps that these programs support; None for any."""
 
     name: str
     readers: str

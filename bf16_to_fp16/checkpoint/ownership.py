@@ -1,4 +1,4 @@
-"""Find out which folders and reports this program wrote, and so may replace. A folder's record lists its files."""
+"""Find out which folders and reports this program wrote and may replace. A folder's record (JSON) lists its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _REPORT = re.compile(rb'\s*\{\s*"schema": *\d+,')
 
 
 def listed_files(folder: Path) -> dict[str, Mapping[str, Any] | None]:
-    """Return the entries of a folder's record by file name, and None for the record's own name; {} without a record."""
+    """Return the entries of a folder's record, the JSON file that lists what this program wrote there, by file name.
+    The record's own name has the value None. Without a record, return {}."""
     for name in RECORDS:
         try:
             entries = json.loads((folder / name).read_bytes())["output"]["files"]
@@ -43,7 +44,7 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def is_made_from(folder: Path, other: Path) -> bool:
-    """Whether ``folder`` was converted from ``other``, a folder of this program, by the hashes in both records."""
+    """Return whether ``folder`` was converted from ``other``, judged by the hashes in both folders' records."""
     try:
         hashes = set(json.loads((folder / RECORDS[0]).read_bytes())["source"]["sha256"].values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -52,7 +53,8 @@ def is_made_from(folder: Path, other: Path) -> bool:
 
 
 def is_report(file: Path) -> bool:
-    """Whether a new report may replace a file: an empty file or an old report, unless it belongs to a checkpoint."""
+    """Return whether a new report can replace ``file``. It must be empty or an old report, and its folder must hold no
+    checkpoint, pipeline or adapter."""
     if any((file.parent / name).exists() for name in BELONGING):
         return False
     data = file.read_bytes()

@@ -1,5 +1,5 @@
-"""Write a converted folder as one file, with a tool's tensor names. Its metadata hold a summary of the conversion.
-Format: https://github.com/huggingface/safetensors#format"""
+"""Write a converted folder as one safetensors file with another program's tensor names. The file's metadata hold a
+summary of the conversion. Format: https://github.com/huggingface/safetensors#format"""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ COPIED_BYTES = 1 << 22  # bytes copied at a time
 
 
 def check_out_file(out: Path, source: Path | None, *, force: bool) -> None:
-    """Raise UserError unless ``out`` is free or, under ``force``, a file that ``convert --layout`` wrote."""
+    """Raise UserError if the file ``out`` cannot be written. An existing file is accepted only with ``force``, if
+    ``convert --layout`` wrote it and its loss does not harm ``source``."""
     if out.suffix != ".safetensors":
         raise UserError(f"{out}: --layout writes one file; give an output path that ends in .safetensors")
     if out.is_dir():
@@ -70,7 +71,7 @@ def pack(
 
 
 def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
-    """Return the tokenizer that opening extracted from ``file`` to ``folder``; None without one or for Wan's names."""
+    """Return the tokenizer that was extracted from ``file`` into ``folder``; None without one or for Wan's names."""
     inside = folder / SPIECE_FILE
     return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 

@@ -1,5 +1,5 @@
-"""Files of a pipeline in diffusers' layout. Components that are not converted become hard links, which take no space
-and survive moves. Small files, which people edit, are copied."""
+"""Open a diffusion pipeline in diffusers' layout, and bring over the files that are not converted. Large files become
+hard links, which take no space and survive moves. Small files, which people edit, are copied."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSU
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A diffusion pipeline. ``loaded``: (library, class) by component. ``encoders``: the components to convert.
-    ``others``: files outside the encoders, to link or copy. ``left_out``: hidden folders, which are skipped."""
+    """An opened diffusion pipeline. ``kind``: its class. ``loaded``: the library and class of each component (a model,
+    tokenizer or the like), by name. ``encoders``: the components to convert. ``others``: the files outside the
+    encoders, which are linked or copied. ``left_out``: the hidden folders, which are skipped."""
 
     folder: Path
     source: str
@@ -45,8 +46,9 @@ def is_pipeline(folder: Path) -> bool:
 
 
 def open_pipeline(source: str | Path, wanted: Callable[[Mapping[str, Any]], bool]) -> Pipeline | None:
-    """Open a diffusion pipeline; return None for any other source. From the Hub only small files are fetched. wanted:
-    whether to convert a component, given its config.json."""
+    """Open a diffusion pipeline; return None for any other source. From the Hub, only small files are fetched. wanted:
+    a function that decides by a component's config.json whether to convert the component. Raises UserError if the
+    pipeline is converted already or has no component to convert."""
     folder, revision = local_source(source), None
     if folder is not None and not (folder.is_dir() and is_pipeline(folder)):
         return None
@@ -81,7 +83,7 @@ def open_pipeline(source: str | Path, wanted: Callable[[Mapping[str, Any]], bool
 
 
 def components(folder: Path, index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return the library and class of each component that has a folder."""
+    """Return the library and class of each component that has a folder, by name. index: what model_index.json holds."""
     parts = {
         name: (kind[0], kind[1])
         for name, kind in index.items()
@@ -99,7 +101,8 @@ def config_of(folder: Path, name: str) -> dict[str, Any] | None:
 
 
 def files_below(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of all files below a folder, then the names of its hidden folders, which are skipped."""
+    """Return the names of all files below ``folder``, and the names of its hidden folders, whose files are skipped.
+    Raises UserError for a link to a folder, or to a file outside ``folder``."""
     files, hidden = [], []
     for root, folders, names in os.walk(folder):
         here = Path(root).relative_to(folder)
@@ -121,7 +124,8 @@ def variant_of(name: str) -> str | None:
 
 
 def files_loaded(paths: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return the files that the components ``parts`` need; weights if possible as safetensors, without a variant."""
+    """Return those of ``paths`` that a pipeline with the components ``parts`` needs. If possible, a component's weights
+    are safetensors without a variant, such as ``fp16`` in the file's name."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}
     for path in sorted(paths):
@@ -145,7 +149,8 @@ def files_loaded(paths: Iterable[str], parts: Iterable[str]) -> list[str]:
 def bring(
     folder: Path, names: Sequence[str], target: Path, *, advance: Advance = lambda done, total: None
 ) -> dict[str, int]:
-    """Link large files of ``folder`` into ``target`` and copy the others; return the sizes of linked files by name."""
+    """Link large files of ``folder`` into ``target``, copy the others, and return each linked file's size in bytes, by
+    name. advance: called with the number of files done and of all files."""
     links: dict[str, int] = {}
     for number, name in enumerate(names, 1):
         file, place = contained(folder, name), target / name

@@ -20,7 +20,8 @@ from .sources import RESTORE, local_source, own_name, shown, subfolder_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint; the weights stay on disk."""
+    """An opened checkpoint, whose weights stay on disk. ``tensors``: by name in transformers' modules. ``index``: the
+    index's content, None for a single weight file. ``states``: the weight files' state when they were opened."""
 
     folder: Path
     source: str
@@ -47,7 +48,7 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """The source as reports name it: a local folder without its parents."""
+        """The source's name in reports: a Hub id, or a local folder without its parents."""
         if self.revision is not None:
             return self.source
         return "/".join(filter(None, (own_name(self.source), self.subfolder)))

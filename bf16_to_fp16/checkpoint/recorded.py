@@ -29,8 +29,8 @@ NO_PLAN = f"holds no plan of this program; give an {REPORT} that convert wrote"
 
 
 def report_data(path: Path, needed: Mapping[str, str], version: int | None = None) -> dict[str, Any]:
-    """Return a report's JSON. needed: required dotted keys, each with its error message. version: the required
-    schema."""
+    """Read a report and return its JSON object. needed: the dotted keys that it must have, each with the error message
+    if it is missing. version: the schema that it must have, if given."""
     data = read_json(path, "report")
     if version is not None and data.get("schema") != version:
         raise UserError(f"{path}: schema {data.get('schema')!r} is not {version}; use the release that wrote it")
@@ -81,7 +81,7 @@ SUMMARY = "bf16_to_fp16"  # metadata key of one file: its conversion as JSON, wi
 
 
 def summary_of(file: Path) -> dict[str, Any] | None:
-    """Return the summary of the conversion in a file's metadata; None if no conversion wrote the file."""
+    """Return the summary that ``convert --layout`` put into a file's metadata; None if it did not write the file."""
     if not file.is_file():
         raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
     metadata = headers.read_whole_header(file)[1] if file.suffix == ".safetensors" else {}

@@ -19,8 +19,8 @@ from .reader import Checkpoint
 
 @dataclass(frozen=True)
 class Write:
-    """A tensor to write: (x + ``offset``)·``gain``·2^E − ``offset``. E: ``exponent`` + ``row_exponents[i]`` +
-    ``column_exponents[j]``."""
+    """A tensor to write: (x + ``offset``)·``gain``·2^E − ``offset``. x is ``data``, or the source's tensor named
+    ``source``. E is ``exponent`` + ``row_exponents[i]`` + ``column_exponents[j]`` for row i and column j."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class OutFile:
 
 
 def shards(checkpoint: Checkpoint, writes: Sequence[Write], *, one_file: bool) -> list[list[Write]]:
-    """Group the tensors by output file: as in the source, or all in one."""
+    """Group the tensors by output file: all in one, or as in the source, with new tensors in the last file."""
     ordered = sorted(writes, key=lambda write: write.name)
     if one_file:
         return [ordered]
@@ -70,7 +70,8 @@ def shards(checkpoint: Checkpoint, writes: Sequence[Write], *, one_file: bool) -
 
 
 def lay_out(groups: Sequence[Sequence[Write]], folder: Path, names: Mapping[str, str]) -> list[OutFile]:
-    """Return the output files, with an index if they are several. Wider dtypes come first, which aligns all tensors."""
+    """Return the output file of each group of tensors, and an index if there are several. In a file, wider dtypes come
+    first, which aligns all tensors. names: the tensors' names in files, where they differ."""
     files = []
     for number, group in enumerate(groups, 1):
         name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -1,4 +1,4 @@
-"""Open one file of weights (as Forge and Wan's tools store a T5 encoder) as a temporary folder."""
+"""Open a single file of weights as a temporary folder. Forge and Wan's tools store a T5 encoder as such a file."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SCRATCH: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process
 
 
 def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, headers.TensorInfo], tuple[str, ...]]:
-    """Open one file of weights. Return a temporary folder with config and tokenizer, the config, the tensors by stock
-    names, and the assumptions made."""
+    """Open a single file of a T5 encoder's weights as a temporary folder with its config and tokenizer. Return the
+    folder, the config, the tensors by their names in transformers, and notes on what was assumed."""
     safetensors = file.suffix in (".safetensors", ".sft")
     every = headers.read_whole_header(file)[0] if safetensors else formats.read_pickle(file)
     if not every:
@@ -88,7 +88,8 @@ DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float6
 
 
 def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> dict[str, Any]:
-    """Return the stock config that an encoder's tensors imply. Raises UserError if a matrix for it is missing."""
+    """Infer an encoder's config from the names and shapes of its tensors. Raises UserError if a needed matrix is
+    missing. where: the file, for error messages."""
 
     def sizes(name: str) -> tuple[int, int]:
         info = tensors.get(name)
@@ -133,7 +134,7 @@ def inferred_config(tensors: Mapping[str, headers.TensorInfo], where: str) -> di
 
 
 def recorded_config(config: Mapping[str, Any], tensors: Mapping[str, headers.TensorInfo]) -> dict[str, Any]:
-    """Return the recorded config with the class that fits the tensors: the encoder's class if no decoder is there."""
+    """Return a file's recorded config with the class that fits the tensors: an encoder's if there is no decoder."""
     read = dict(config)
     model_type = str(read.get("model_type"))
     if model_type in CLASSES:

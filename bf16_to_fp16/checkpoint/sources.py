@@ -33,7 +33,8 @@ def local_path(name: str | Path) -> Path:
 
 
 def local_folder(source: str | Path, wanted: str = CHECKPOINT) -> Path | None:
-    """Return the folder that a source names, None for a Hub id. wanted: the kind of source, for error messages."""
+    """Return the local folder that ``source`` names, or None if ``source`` is a Hub id. Raises UserError for anything
+    else. wanted: a description of what to give, for error messages."""
     folder = local_path(source)
     if folder.is_dir():
         return folder
@@ -78,8 +79,8 @@ def subfolder_of(folder: Path, name: str) -> Path:
 
 
 def contained(folder: Path, name: str) -> Path:
-    """Return the path of a file in ``folder``; raise UserError if it leads outside. In the Hub's cache, ``blobs`` of
-    the same repository count as inside."""
+    """Return the path of the file ``name`` in ``folder``. Raises UserError if the name or a link leads outside. In the
+    Hub's cache, the folder ``blobs`` of the same repository counts as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
         raise UserError(f"{folder}: file name {shown(name)} is not inside the folder; {RESTORE}")

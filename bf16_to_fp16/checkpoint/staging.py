@@ -1,4 +1,4 @@
-"""Build the output folder under a temporary name beside its place, then rename it, so that it is never incomplete."""
+"""Build the output folder under a temporary name beside its final path, then rename it. So it is never incomplete."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MACHINE = f"{zlib.crc32(platform.node().encode()):08x}"
 
 
 def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
-    """Raise UserError unless a folder can be made at ``out`` without harm to a source."""
+    """Raise UserError unless a folder can be written at ``out`` without harm to a source. force: allow it to replace a
+    folder that this program wrote."""
     with writing(out, ELSEWHERE):
         there = out.is_dir() and not out.is_symlink()
         if not there and (out.exists() or out.is_symlink()):
@@ -48,8 +49,8 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
 
 
 def check_apart(out: Path, source: str | Path | None) -> None:
-    """Raise UserError if replacing ``out`` would harm the source: if the two overlap, also by links in the source, or
-    the source is a conversion of ``out``."""
+    """Raise UserError if replacing ``out`` would harm ``source``. It would if one contains the other, if a link in
+    ``source`` leads into ``out``, or if ``source`` was converted from ``out``."""
     source = None if source is None else Path(source).expanduser()
     if source is None or not source.exists():
         return
@@ -61,7 +62,7 @@ def check_apart(out: Path, source: str | Path | None) -> None:
 
 
 def overlap(one: Path, other: Path) -> bool:
-    """Whether one path is or contains the other, by ``samefile``: on most Macs, names that differ in case are one."""
+    """Return whether one path is or contains the other, by ``samefile``, because most Macs ignore the case of names."""
 
     def same(a: Path, b: Path) -> bool:
         return a == b or (os.path.exists(a) and os.path.exists(b) and os.path.samefile(a, b))
@@ -87,7 +88,8 @@ def check_file(path: Path, mend: str) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; the file there then replaces ``path``. Devices and links are written directly."""
+    """Yield a temporary path, and replace ``path`` by the file written there when the block succeeds. Where that is
+    impossible, as for a device or a link, yield ``path`` itself."""
     if path.is_symlink() or (path.exists() and not (path.is_file() and os.access(path.absolute().parent, os.W_OK))):
         yield path
         return
@@ -103,7 +105,8 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch(out: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``out``, which is removed at the end unless the block has renamed it."""
+    """Yield an empty temporary folder beside ``out``. It is removed when the block ends, unless the block has renamed
+    it. Such folders of processes that no longer run are removed first."""
     out = out.absolute()
     work = _beside(out)
     try:
@@ -129,7 +132,8 @@ def sweep(out: Path) -> None:
 
 @contextmanager
 def staged(out: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield an empty folder that replaces ``out`` when the block succeeds, and is removed when it fails."""
+    """Yield an empty folder, which replaces ``out`` when the block succeeds and is removed when it fails. force:
+    whether it may replace a folder that this program wrote and that is not empty."""
     out = out.absolute()
     with scratch(out) as work:
         try:

@@ -1,5 +1,5 @@
-"""Stream weights into safetensors files: read, scale, round, count, hash. Each chunk goes through all steps while it is
-in the cache."""
+"""Stream weights into safetensors files: read, scale, round, count and hash them. Each chunk goes through all steps
+while it is in the processor's cache."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ FLUSHED = 1 << 26  # bytes between two calls of fsync, so that the disk works at
 MOST_WAITING = 8  # jobs in the queue of the hashing thread
 
 FP32_REACH = 100
-"""Largest sum of exponents for which fp32 is wide enough: a value beyond its 2⁻¹²⁶ or 2¹²⁸ at any step ends below 2⁻²⁶
-or above 2²⁸, outside fp16."""
+"""The largest sum of exponents, without signs, for which fp32 is wide enough to scale values for fp16. A value that
+leaves fp32's range, 2⁻¹²⁶ to 2¹²⁸, at any step ends below 2⁻²⁶ or above 2²⁸, which is outside fp16."""
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class TensorStats:
-    """Counts of written elements."""
+    """Counts of a tensor's written elements."""
 
     elements: int
     lossless: int  # finite and equal to the scaled value
@@ -70,8 +70,9 @@ def write_fp16(
     hashes: bool = True,
     advance: Callable[[int, int], None] | None = None,
 ) -> Written:
-    """Write tensors as safetensors into ``folder``. A value beyond fp16 becomes inf and is counted. If writing fails,
-    the new files are removed. advance: called with the bytes done and the total."""
+    """Write tensors as safetensors files into ``folder``; return their counts and the files' sizes and hashes. A value
+    beyond fp16 becomes inf and is counted. If writing fails, the new files are removed. one_file: write one file,
+    instead of files as in the source. advance: called with the bytes done and the total."""
     files = lay_out(shards(checkpoint, writes, one_file=one_file), folder, checkpoint.stored_names)
     stats = {write.name: TensorStats(0, 0, 0, 0, 0, 0.0, 0) for write in writes}
     records: list[FileRecord] = []
@@ -119,7 +120,7 @@ def write_fp16(
 def converted(
     write: Write, checkpoint: Checkpoint, sources: Mapping[Path, FileIO], stats: dict[str, TensorStats]
 ) -> Iterator[memoryview]:
-    """Yield a tensor's converted bytes in chunks, and add its counts to ``stats``."""
+    """Yield a tensor's converted bytes in chunks, and add its counts to ``stats``. sources: the source's open files."""
     if write.data is None:
         info = checkpoint.tensors[str(write.source)]
     dtype = SAFETENSORS_DTYPES[info.dtype] if write.data is None else write.data.dtype
@@ -151,7 +152,8 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Scale a chunk in place. Return its values and a mask of their zeros before scaling, with an offset after it."""
+    """Scale a chunk of a tensor in place. Return the values, and a mask of those that were 0 before scaling; with an
+    offset, of those that are 0 after it. rows, columns: the chunk's part of the tensor."""
     zero = np.equal(values.numpy(), 0)
     if write.offset:  # adding 0 would turn -0 into 0
         values += write.offset
@@ -171,7 +173,7 @@ def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> t
 
 
 def powers_of_two(exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return 2^exponents; for whole exponents exactly, which torch.ldexp does not guarantee."""
+    """Return 2^exponents. They are exact for whole exponents, which torch.ldexp does not guarantee."""
     whole = exponents.floor()
     fractions = np.exp2((exponents - whole).double().numpy())
     return torch.from_numpy(np.ldexp(fractions, whole.to(torch.int32).numpy())).to(dtype)

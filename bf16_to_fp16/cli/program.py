@@ -28,7 +28,7 @@ from .training import finetune_command, launch_command, recipe_command
 
 
 class _Commands(Ordered):
-    """The group of all commands. When a pipe's reader closes it, click would exit with 1, which here means "unsafe"."""
+    """The group of all commands. On a closed pipe it exits with ``UNREAD``, because click's 1 means "unsafe" here."""
 
     def invoke(self, context: click.Context) -> Any:
         try:
@@ -93,7 +93,7 @@ def demo_command(out: Path, json_file: str | None) -> int:
 
 
 def refusing_shared_paths(command: click.Command) -> Callable[..., Any]:
-    """Return a command's callback that refuses to write a report to the path of another argument."""
+    """Wrap a command's callback so that it raises UserError if a report's path is given for another argument too."""
     run = command.callback
     assert run is not None
     paths = {p.name: p.opts[0] for p in command.params if isinstance(p.type, click.Path) and p.name is not None}

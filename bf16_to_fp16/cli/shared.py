@@ -56,7 +56,7 @@ class Ordered(click.Group):
 
 
 def checked_target(target: Any, option: str) -> Any:
-    """Return ``target``. Raise UserError, before the work begins, if a report cannot be written there."""
+    """Return ``target``, a report's path. Raises UserError if it cannot be written. option: named in the error."""
     if target is None or (str(target) == "-" and option == "--json"):
         return target
     if str(target) == "-":
@@ -66,7 +66,8 @@ def checked_target(target: Any, option: str) -> Any:
 
 
 def write_result(target: str | None, data: Mapping[str, Any]) -> bool:
-    """Write a report to ``target``; return whether standard output is free for text."""
+    """Write a report as JSON to ``target``: a path, ``-`` for standard output, or None for nowhere. Return whether
+    standard output is still free for text."""
     if target is None:
         return True
     data = {"schema": SCHEMA, **data}

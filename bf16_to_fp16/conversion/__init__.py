@@ -1,1 +1,1 @@
-"""The commands, and the steps of a conversion that several commands share."""
+"""The functions behind the commands, and the steps of a conversion that several of them share."""

@@ -1,4 +1,4 @@
-"""Rescale an adapter by the plan of a converted checkpoint, or back by the plan's inverse. No model is run."""
+"""Rescale a LoRA adapter by a converted checkpoint's plan, or back by the plan's inverse. No model is run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .undo import config_before
 
 @dataclass(frozen=True)
 class ConvertedAdapter:
-    """The result of ``convert_adapter``. ``base``: the checkpoint that the written adapter is for."""
+    """The result of ``convert_adapter``. ``base``: the checkpoint that the adapter is now for. ``notes``: warnings."""
 
     out: Path
     base: str
@@ -45,12 +45,13 @@ class ConvertedAdapter:
 def convert_adapter(
     adapter: str | Path, out: str | Path, base: str | Path, *, back: bool = False, force: bool = False
 ) -> ConvertedAdapter:
-    """Write a LoRA adapter that was trained on the source of ``base`` for use on ``base``; return the result.
+    """Rescale a LoRA adapter that was trained on the source of ``base`` so that it fits ``base``, and write it to
+    ``out``.
 
-    base: a folder that ``convert`` wrote. back: the other direction, from ``base`` to its source. With an exact plan
-    both checkpoints with their adapters compute the same function. No certificate covers them. Raises UserError for
-    another kind of adapter, a pickle, an adapter that needs no rescaling, or a tensor that cannot be rescaled; ``out``
-    is then not written."""
+    base: a folder that ``convert`` wrote. back: the adapter was trained on ``base``; rescale it for the source instead.
+    With an exact plan both checkpoints with their adapters compute the same function. No certificate covers them.
+    Raises UserError for another kind of adapter, a pickle, an adapter that needs no rescaling, or a tensor that cannot
+    be rescaled; ``out`` is then not written."""
     adapter, out, base = Path(adapter), Path(out), written_folder(base)
     config = config_for(adapter, base, back=back)
     check_out(out, adapter, base, force=force)

@@ -1,4 +1,4 @@
-"""The command ``audit``: run a checkpoint in its regimes, measure every site, and search for the worst input."""
+"""The command ``audit``: run a checkpoint in fp16, measure every operation's output, and search for the worst input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint to audit, and its inputs."""
+    """A model to audit. ``run``: returns each regime's results on ``inputs``. ``converted``: whether by ``convert``."""
 
     family: str
     attention: Sequence[str]
@@ -93,11 +93,12 @@ def audit(
     device: str | torch.device = "auto",
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Run ``source`` (folder, file of weights or Hub id) in ``regimes`` and return the report.
+    """Run ``source`` (a folder, a file of weights or a Hub id) in fp16 and return the report.
 
-    data: text to run besides the built-in probe. train_mode: run with dropout, and a backward pass under a loss scale.
-    attack_steps: gradient steps of a search for each site's worst input. seed: of the probe. device: auto, cpu, cuda,
-    cuda:N or mps. Raises UserError for unusable input."""
+    regimes: the ways to run: ``stock`` (loaded in fp16), ``amp`` (fp32 weights under autocast) and ``half`` (every
+    parameter in fp16). data: text to run besides the built-in probe. train_mode: run with dropout, and a backward pass
+    under a loss scale. attack_steps: gradient steps of a search for each site's worst input. seed: of the probe.
+    device: auto, cpu, cuda, cuda:N or mps. Raises UserError for unusable input."""
     # As many parameters as the command has options.
     progress = progress_of(progress)
     if attack_steps is not None and attack_steps < 1:
@@ -148,7 +149,7 @@ def proof_entries(
     device: Device,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Bound the checkpoint, and attack it if ``attack_steps`` is given. Return the report's entries on both."""
+    """Bound every site and, given ``attack_steps``, search for its worst input; return the report's entries on both."""
     proven, adversary = dict[str, Any](), None
     certificate, tiers = bounded(checkpoint, layout, BOUNDED_FOR, Arithmetic(), device, progress, tiers=converted)
     if attack_steps is not None:

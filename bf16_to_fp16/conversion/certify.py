@@ -33,12 +33,12 @@ def certify(
     device: str | torch.device = "auto",
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Bound every site of ``source`` (folder, file of weights or Hub id) for every input, from its weights in fp16;
-    return the report.
+    """Bound every site of ``source`` (a folder, a file of weights or a Hub id) for any input, and return the report.
 
-    Nothing is run. max_length: positions for which the bounds hold. target: ``half``, ``norm-safe`` (norms square the
-    stream in fp16), ``fp16-accumulate`` (every sum in fp16) or ``train`` (dropout, and the derivative of the cube in
-    tanh-GELU). device: for large matrix products. Raises UserError for unusable input."""
+    The bounds follow from the weights in fp16; nothing is run. max_length: the most positions for which they hold.
+    target: ``half``, ``norm-safe`` (norms square the stream in fp16), ``fp16-accumulate`` (every sum in fp16) or
+    ``train`` (dropout, and the derivative of the cube in tanh-GELU). device: where large matrix products are computed.
+    Raises UserError for unusable input."""
     progress = progress_of(progress)
     arithmetic = Arithmetic(max_length)  # refuses an impossible length
     on = Device(device, progress)

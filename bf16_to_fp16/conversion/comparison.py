@@ -1,5 +1,5 @@
-"""Compare a report with results that are computed again, within the rounding of another machine. Compare also a
-checkpoint with its original under the recorded plan (the check ``replay``)."""
+"""Compare a report with results that are computed again, allowing for another machine's rounding. The check ``replay``
+applies the recorded plan to the original checkpoint again and compares the result with the converted one."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def other_weights(original: Checkpoint, report: Report) -> Iterator[tuple[str, s
 def replay_differences(
     original: Checkpoint, layout: Layout, plan: Plan, checkpoint: Checkpoint, report: Report
 ) -> Iterator[tuple[str, str]]:
-    """Apply the plan to the original; yield how the result differs from the checkpoint, in bytes, config and files."""
+    """Apply the plan to the original again; yield (name, reason) for each difference from ``checkpoint`` and its
+    report. Tensors' bytes, the config, copied files, and the report's entries on weights and source are compared."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-replay-") as scratch:
         written = write_fp16(original, writes(original, layout, plan), Path(scratch), hashes=False)
         write_json(Path(scratch, "config.json"), checkpoint.config)
@@ -89,7 +90,8 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Yield copied files that differ from the original's. Yield files of only one side if stock code reads them."""
+    """Yield (name, reason) for each copied file that differs from the original's. A file that only one side has counts
+    if it is in a sub-folder, or if transformers reads it (``OBEYED``)."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
@@ -100,7 +102,7 @@ def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -
 
 
 def near(key: str, recorded: float, again: float) -> bool:
-    """Return whether two numbers of a report agree within their key's tolerance, 1e-9 by default."""
+    """Return whether two numbers of a report agree within their key's tolerance, a relative 1e-9 by default."""
     if math.isnan(recorded) or math.isnan(again):
         return math.isnan(recorded) and math.isnan(again)
     recorded, again = (max(-1e300, min(value, 1e300)) for value in (recorded, again))  # JSON has no infinity
@@ -119,7 +121,8 @@ def near(key: str, recorded: float, again: float) -> bool:
 
 
 def differences(entry: Any, again: Any, key: str) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, reason) for every difference between two report entries. Table rows are matched by name."""
+    """Yield (dotted key, reason) for each difference between two report entries. Rows of tables are matched by name.
+    entry, again: the entry ``key`` as recorded and as computed again."""
     if key.endswith(".observed"):  # by a run, which a certificate computed again has not
         return
     if is_table(entry) and is_table(again):

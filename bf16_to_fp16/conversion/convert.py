@@ -1,5 +1,5 @@
-"""The command ``convert``: from a bf16 checkpoint to a rescaled fp16 checkpoint with its report. ``out`` appears only
-after the last step."""
+"""The command ``convert``: make a rescaled fp16 checkpoint and its report from a bf16 checkpoint. The output appears at
+``out`` only after the last step."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ from .planning import Opened, decide, open_source, replayed
 
 @dataclass(frozen=True)
 class Conversion:
-    """The result of ``convert``. report: its keys are in docs/report.md. nbytes: size of the weights, after a dry run.
-    next: the report's next command, with full paths so that it runs."""
+    """The result of ``convert``. ``report``: explained in docs/report.md. ``planned``: what the planner returned; None
+    for a replayed plan. ``nbytes``: the size of the weights, after a dry run. ``next``: the next command that the
+    report names, with full paths so that it runs."""
 
     report: Mapping[str, Any] = field(repr=False)
     out: Path | None
@@ -75,11 +76,10 @@ def convert(
     progress: Progress | bool | None = None,
     **options: Any,
 ) -> Conversion:
-    """Convert ``source`` (folder, file of weights or Hub id) to an fp16 checkpoint at ``out``; return the report and
-    its measurements.
+    """Convert ``source`` (a folder, a file of weights or a Hub id) to an fp16 checkpoint at ``out``, and judge it.
 
-    options: the fields of ``Options``. dry_run: plan only, write nothing. force: replace an existing ``out``. Raises
-    UserError for unusable input; ``out`` is then not written."""
+    options: the fields of ``Options``. dry_run: make the plan and write nothing. force: replace an existing ``out``.
+    Raises UserError for unusable input; ``out`` is then not written."""
     place = Destination(Path(out), force=force, dry_run=dry_run)
     return convert_by(Options(**options), source, place, progress=progress)
 
@@ -213,8 +213,8 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
 
 
 def convert_to_file(options: Options, source: str | Path, place: Destination, progress: Progress) -> Conversion:
-    """Convert to a temporary folder, then pack it into one file. The folder is beside the file, so the disk must hold
-    the weights twice."""
+    """Convert to a temporary folder beside ``place.out``, and pack that folder into one file. The disk must hold the
+    weights twice."""
     check_out_file(place.out, Path(source), force=place.force)
     layout = LAYOUTS[options.layout]
     with scratch(place.out) as work:
@@ -256,7 +256,7 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
 
 
 def write_report(work: Path, report: Report) -> Report:
-    """Write page, card and report to ``work``; return the report with page and card among its listed files."""
+    """Write the HTML page, the model card and the report to ``work``; return the report, which lists page and card."""
     # Read back as from the file, so that anyone can make page and card again from it.
     stored = read(Report, json.loads(as_json(dump(report))))
     write_page(work / PAGE, stored)

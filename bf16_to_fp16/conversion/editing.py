@@ -1,4 +1,5 @@
-"""Choose edits where no exact plan is enough: factors that change the function, but as little as will do."""
+"""Choose edits where no exact plan is enough. An edit is a factor that does not cancel, so the function changes a
+bit."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents that bring one signal under its limit."""
+    """The exponents that bring a signal, the values scaled by one exponent of the plan, under its limit."""
 
     proven: OfChannels  # for any input; the same as ``observed`` if no exponents can do that
     observed: OfChannels | None  # for the observed values; None if these are under the limit already
@@ -73,8 +74,9 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, NeededExponents]:
-    """Return, by signal, the exponents of edits that bring bounds under their limits. Where no exponent can, only
-    observed values are brought under. margin_bits: headroom kept above observed values."""
+    """Return, by signal, the exponents of edits that bring its bound under its limit. Where no exponents can do that,
+    they bring only observed values under it. bounds, ranges: the largest values for any input, and those observed.
+    margin_bits: the headroom that observed values keep."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     needed = {}
@@ -91,7 +93,8 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the attentions to centre: their scores may overflow, or their position biases have a large midpoint."""
+    """Return the paths of attentions to centre: to subtract a part of keys or position biases that softmax ignores.
+    Their scores can overflow, or their position biases have a midpoint of ``LARGE_BIAS`` or more."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def useful(attention: Attention) -> bool:
@@ -104,8 +107,8 @@ def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """The source's fp32 outputs on some inputs. bf16: the divergence of its bf16 outputs from them. price: the unit of
-    edits' divergence."""
+    """The source's fp32 outputs on some inputs, to compare edited outputs with. ``bf16``: how far its bf16 outputs
+    diverge from them. ``price``: the divergence that makes a ``Cost.share`` of 1."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
@@ -124,8 +127,8 @@ class ReferenceOutputs:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of edits. ``divergence``: from the unedited source, on the conversion's inputs. ``share``: divergence
-    divided by ``ReferenceOutputs.price``, on these inputs or on text, whichever is larger."""
+    """The cost of edits. ``divergence``: how far they move the source's outputs on the conversion's inputs. ``share``:
+    this divided by ``ReferenceOutputs.price``, or the same on text if that is larger."""
 
     divergence: float
     share: float
@@ -158,8 +161,8 @@ class Trial:
         return in_step(self.layout, cuts)
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
-        """Return the cost of each trial, all in one pass over the files. what: the trials' name in progress lines.
-        number: how many edits are compared in all."""
+        """Return the cost of each trial (edits' exponents, by signal), in one pass over the weight files. what:
+        describes the trials in progress lines. number: how many edits are compared in all; many run on fewer inputs."""
         plans = [dict(trial) for trial in trials]
         # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
@@ -194,8 +197,8 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
-    """Return the edits (inexact rescalings) that bring all signals under their limits; None if they cost too much.
-    max_kl: a divergence to allow if some observed values need edits."""
+    """Return edits that bring all signals under their limits, as cheap as possible; None if they cost too much. max_kl:
+    a divergence that is allowed in any case if some observed values need edits."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     # No limit if the observed values need the same edits as the bounds.
@@ -216,8 +219,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits and their costs, by signal. An edit scales columns instead of rows if that costs less. Columns
-    tried together share one cost. The costs are None if rows cost over ``allowed``."""
+    """Return edits of a weight's rows, or of its columns where that costs less, and their costs, by signal. Columns
+    that were tried together share one cost. The costs are None if those of rows are over ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -249,7 +252,7 @@ def rows_or_columns(
 
 
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
-    """Return ``needed`` with one exponent for all logits or one for each, and whether that separates a tied head."""
+    """Return ``needed`` with one exponent for all logits or one for each, and whether this unties the head."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False
@@ -274,7 +277,7 @@ def scaled_by(logits: Tensor, exponents: OfChannels) -> Tensor:
 
 
 def outputs_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progress: Progress) -> list[ReferenceOutputs]:
-    """Return the source's outputs on the packaged text; [] without a usable tokenizer."""
+    """Run the source on the packaged text and return the outputs, or [] if it has no usable tokenizer."""
     if not has_tokenizer(checkpoint.folder):
         return []
     try:

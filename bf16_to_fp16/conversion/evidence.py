@@ -1,4 +1,5 @@
-"""The certificate, audit and fidelity of a written checkpoint, measured from its files."""
+"""Measure a written checkpoint from its files: its certificate, its audit, and its fidelity (nearness to its
+source)."""
 
 from __future__ import annotations
 
@@ -147,7 +148,7 @@ def searched(
 
 
 def batches_for_fp32(inputs: list[Batch], layout: Layout, plan: Plan) -> list[Batch]:
-    """Return the batches to run in fp32 too: all, or the smallest if the plan is exact."""
+    """Return the batches to run in fp32 too. They are all of ``inputs``, or only the smallest if the plan is exact."""
     if plan.drift is not None or edits_of(layout, plan).exponents:
         return inputs
     return smallest_batches(compared(inputs))
@@ -176,8 +177,8 @@ def compare(
     inputs: Sequence[Batch],
     in_fp32: Sequence[Batch],
 ) -> tuple[Fidelity, Plan]:
-    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and measured drift. inputs,
-    in_fp32: the batches run in fp16 and in fp32."""
+    """Return a written checkpoint's fidelity to its source, and its plan with the predicted and measured drift, if any.
+    ran: the outputs of the checkpoint. inputs, in_fp32: the batches that ran in fp16 and in fp32."""
 
     def distance(expected: Outputs, outputs: Outputs, bf16: Outputs | None = None) -> Fidelity:
         return fidelity(expected, bf16, outputs, probabilities=layout.gives_probabilities)

@@ -25,7 +25,8 @@ def present_files(folder: Path) -> list[str]:
 
 
 def check_hashes(folder: Path, report: Report, *, advance: Any = None) -> Iterator[tuple[str, ...]]:
-    """Yield (name, reason) of listed files that are missing or changed, and (name, reason, remedy) of unlisted ones."""
+    """Yield (name, reason) for each file of the report that is missing or changed. Files that the report does not list
+    follow as (name, reason, remedy). advance: called with the bytes done and the total."""
     listed = {entry.name: entry for entry in report.output.files}
     if not any(name.endswith(".safetensors") for name in listed) or "config.json" not in listed:
         yield REPORT, "lists no weights or no config.json"
@@ -46,8 +47,8 @@ def check_hashes(folder: Path, report: Report, *, advance: Any = None) -> Iterat
 
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield what ``convert`` never writes: listed files that are code or in unknown folders, and tensors that the class
-    does not read."""
+    """Yield what ``convert`` never writes, with a reason: listed files that are code or in unknown folders, and tensors
+    that the class does not read."""
     folders = {*side_modules(checkpoint.folder), TEMPLATES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
@@ -63,7 +64,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
 
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield weight files that stock code reads but the report does not list, or that are listed but not read."""
+    """Yield, with a reason, weight files that transformers reads but the report lacks, and listed ones left unread."""
     listed = {entry.name for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
     yield from ((name, UNLISTED) for name in read if name not in listed)

@@ -1,4 +1,4 @@
-"""A model rescaled by ``make_fp16_safe``: training it, undoing the rescaling, saving it, and its adapters."""
+"""A model rescaled by ``make_fp16_safe``: train it, undo the rescaling, save the model, and write its LoRA adapters."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ OTHER_SCALE = "it was undone already, or another call of make_fp16_safe rescaled
 class MadeSafe:
     """The result of ``make_fp16_safe``; ``str`` gives a summary.
 
-    plan: the powers of two, including a converted folder's. certified: whether no input can overflow the fp16 model
-    before training. headroom_bits: log2(limit / bound) at ``tightest``, the site with the least. eps: the source's eps
-    of norms. originals: the source's key biases and position-bias tables that were centred. tables: the centred tables.
-    outputs: by output, log2 of its factor, for all channels or for each; logits keep their values. inputs: log2 of the
-    factor that ``inputs_embeds`` needs. passed: an observed signal that stays over 65504, or ""."""
+    plan: the powers of two that scale the weights, including those of a converted folder that was loaded. certified:
+    whether no input can overflow the fp16 model before training. headroom_bits: log2(limit / bound) at ``tightest``,
+    the site with the least. eps: the eps of norms in the source. originals: the source's key biases and position-bias
+    tables that were centred (a part that softmax ignores was subtracted). tables: these tables after centring. outputs:
+    by output, the log2 of its factor, for all channels or for each; logits keep their values. inputs: the log2 of the
+    factor that ``inputs_embeds`` needs. passed: an observed signal that stays over 65504, or "". head_gain: the factor
+    that a conversion put into a separated head. original: the name of the source."""
 
     plan: Plan = field(repr=False)
     target: str
@@ -89,7 +91,7 @@ class MadeSafe:
         return f"{done}. {proof}{scale}"
 
     def mark(self, model: Any) -> None:
-        """Attach this result to the model, which then warns of its scale if saved or given ``inputs_embeds``."""
+        """Attach this result to the model, which then warns when it is saved rescaled or is given ``inputs_embeds``."""
         model.__dict__[MARK] = self
         if self.plan.moves:
             model.__dict__[SAVES] = partial(save_as_it_is, model)
@@ -99,11 +101,11 @@ class MadeSafe:
                 module.register_forward_pre_hook(warn, with_kwargs=True)
 
     def undo(self, model: Any) -> Any:
-        """Bring ``model`` back to the source's scale in place, exactly, whether trained or not, and return it. The
+        """Undo the rescaling of ``model`` in place, exactly, whether it was trained or not, and return ``model``. The
         config gets the source's eps back.
 
-        model: the model made safe, a copy, or one loaded from a folder that was saved before ``undo``. Raises UserError
-        for any other model, and for one in fp16 or with an adapter."""
+        model: the model that was made safe, a copy of it, or one loaded from a folder to which it was saved. Raises
+        UserError for any other model, and for one in fp16 or with an adapter."""
         check_plain(model, "write it with adapter(model, OUT), and undo what unload() or merge_and_unload() returns")
         check_whole(model)
         if self.changed:
@@ -133,14 +135,13 @@ class MadeSafe:
         return model
 
     def save(self, model: Any, out: str | Path, **options: Any) -> None:
-        """Save a copy of ``model`` at the source's scale by the copy's ``save_pretrained(out, **options)``. Raises
-        UserError as ``undo`` does."""
+        """Save a copy of ``model`` at the source's scale by ``save_pretrained``. Raises UserError as ``undo`` does."""
         self.undo(copy.deepcopy(model)).save_pretrained(out, **options)
 
     def adapter(self, model: Any, out: str | Path, *, force: bool = False) -> Path:
-        """Rescale an adapter for the original model, write it to ``out`` and return ``out``. model: the PEFT model
-        around the model made safe. Raises UserError as ``convert_adapter`` does, for several adapters or none, and for
-        a model at another scale."""
+        """Rescale the adapter of ``model`` for the original model, write it to ``out`` and return ``out``. model: the
+        PEFT model around the model that was made safe. Raises UserError as ``convert_adapter`` does, for several
+        adapters or none, and for a model that this plan did not scale."""
         if self.layout is None:
             raise UserError(
                 "a pickled or copied result cannot write an adapter; use the one that make_fp16_safe returned"
@@ -178,9 +179,9 @@ class MadeSafe:
         """Make ``optimizer`` take exactly the steps that it would take without the rescaling, and return it.
 
         Call this once, before the first step. max_grad_norm: clip the gradients to this L2 norm at the source's scale,
-        summed in the optimizer's order. Do not clip elsewhere. Parameters that were not rescaled are stepped as they
-        are. Raises UserError where ``model`` is not at the plan's scale and for a norm that is not positive. A step
-        raises UserError for sharded parameters (FSDP, ZeRO-3), for copies of them (ZeRO-1 and 2), and after a step that
+        summed in the optimizer's order; do not clip them elsewhere. Parameters that were not rescaled are stepped as
+        usual. Raises UserError if this plan did not scale ``model``, or if the norm is not positive. A step raises
+        UserError for sharded parameters (FSDP, ZeRO-3), for copies of them (ZeRO-1 and 2), and after a step that
         failed."""
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
         exponents = {}
@@ -243,7 +244,7 @@ def check_plain(model: Any, remedy: str) -> None:
 
 @contextmanager
 def on_the_cpu(model: Any) -> Iterator[None]:
-    """Move a model to the CPU for the block. Raises UserError if it is spread over devices or lacks values."""
+    """Move a model to the CPU for the block. Raises UserError if it is on several devices or its values are missing."""
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UserError(

@@ -50,17 +50,16 @@ from .undo import with_start
 def make_fp16_safe(
     model: Any, *, target: str = "train", margin_bits: float = MARGIN_BITS, max_length: int = MAX_LENGTH
 ) -> MadeSafe:
-    """Rescale a stock fp32 model in memory so that it can be trained under fp16 AMP; return the result, with ``undo``.
+    """Rescale a transformers model in fp32 in memory, so that it can be trained under fp16 AMP.
 
-    The fp32 outputs keep every bit, except that gains stored minus an offset (Gemma's) are rounded to fp32. ``undo``
-    restores every weight bit for bit; after training it keeps the trained function exactly. The config's eps changes
-    with the weights. Call ``undo`` before you save a Pegasus, whose config has no eps. For ``train``, norms behind
-    linears get an eps that no config holds: call ``undo`` before you save such a model, if bits must be equal.
-
-    target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights. margin_bits: headroom
-    kept to each limit on the built-in probe. max_length: positions for which the certificate holds. A model that was
-    made safe before, or already has a certificate, is not changed. Raises UserError for a model of no known family, in
-    16 bits, with an adapter, or spread over devices."""
+    The result's ``undo`` restores every weight bit for bit; after training it keeps the trained function exactly. The
+    fp32 outputs keep every bit, except that gains stored minus an offset (Gemma's) are rounded to fp32. The config's
+    eps changes with the weights. Call ``undo`` before you save a Pegasus, whose config has no eps. With ``train``,
+    norms behind linears get an eps that no config can hold: if a saved model must be equal in every bit, call ``undo``
+    before you save it. target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights.
+    margin_bits: the headroom that values of the built-in probe keep. max_length: the most positions for which the
+    certificate holds. A model that was made safe before, or is certified as it is, is not changed. Raises UserError for
+    a model of no known family, in 16 bits, with an adapter, or spread over devices."""
     check_asked(target, margin_bits)
     check_plain(model, "call make_fp16_safe before get_peft_model")
     check_known(model)
@@ -108,8 +107,8 @@ def plan_of(
     target: str,
     margin_bits: float,
 ) -> tuple[Plan, str]:
-    """Return the plan, and the name of an observed signal that it leaves over 65504, or "". If the weights already have
-    a certificate, the plan has no exponents."""
+    """Return the plan for a model, and the name of an observed signal that the plan leaves over 65504, or "". The plan
+    has no exponents if the weights are certified as they are."""
     if is_certified(layout, rounded(source, layout), arithmetic, target, spectra.for_others()):
         return Plan(family=layout.family.name, eps=layout.eps), ""
     unscaled, weights = replace(arithmetic, planned={}), source_weights(source, layout)
@@ -121,8 +120,8 @@ def plan_of(
 
 
 def fields_for_undo(model: Any, source: ModelTensors, layout: Layout, moved: Plan) -> dict[str, Any]:
-    """Return the fields of ``MadeSafe`` that ``undo`` and ``adapter`` use. For a model loaded from a converted folder
-    they lead back to the source of that folder."""
+    """Return the fields of ``MadeSafe`` with which ``undo`` and ``adapter`` restore the source's scale. For a model
+    loaded from a converted folder, that is the scale before the conversion."""
     originals = {name: source.read(name).clone() for name in centred_tensors(layout, moved.centred_keys)}
     mark, name = getattr(model.config, CONVERTED_KEY, None), str(model.name_or_path)
     if mark is None:
@@ -145,7 +144,7 @@ def fields_for_undo(model: Any, source: ModelTensors, layout: Layout, moved: Pla
 
 
 def rounded(source: ModelTensors, layout: Layout, plan: Plan | None = None) -> TensorReader:
-    """Return a reader of the weights, rescaled by ``plan`` if given and rounded to fp16 as autocast does."""
+    """Return a function that reads a weight, rescaled by ``plan`` if given, and rounded to fp16 as autocast does."""
 
     def own(name: str) -> torch.Tensor:
         return stored(source, layout.tensors[name])
@@ -190,7 +189,7 @@ def check_known(model: Any) -> None:
 
 
 def model_around(model: Any) -> Any:
-    """Return the larger model around this one; None if there is none, or if it reads only this model's last states."""
+    """Return the model that contains ``model``; None without one, or if it reads only the last states of ``model``."""
     from transformers import PreTrainedModel
 
     config = model.config
@@ -208,12 +207,12 @@ def model_around(model: Any) -> Any:
 def rescale(
     model: Any, inputs: list[Batch] | None = None, *, target: str = "half", margin_bits: float = MARGIN_BITS
 ) -> Plan:
-    """Rescale a stock fp32 model in place, exactly, by the best plan for ``inputs``, and return the plan.
+    """Rescale a transformers model in fp32 in place, exactly, by the best plan for ``inputs``, and return the plan.
 
-    inputs: from ``measuring.probe.batches``; by default the built-in probe. The fp32 outputs keep every bit, except
-    that gains stored minus an offset (Gemma's) are rounded to fp32. The norms' eps attributes are scaled; before
-    saving, set ``plan.eps`` in ``model.config`` too. Raises UserError for a model of no known family, or whose modules
-    do not match its config."""
+    inputs: batches of ``measuring.probe.batches``; by default the built-in probe. The fp32 outputs keep every bit,
+    except that gains stored minus an offset (Gemma's) are rounded to fp32. The norms' eps attributes are scaled; before
+    you save the model, set ``plan.eps`` in ``model.config`` too. Raises UserError for a model of no known family, or
+    whose modules do not match its config."""
     check_asked(target, margin_bits)
     source, layout = opened(model)
     ranges = observed(model, source, layout, inputs)
@@ -274,8 +273,8 @@ def observed_plan(
     margin_bits: float,
     bounds: Mapping[str, ModuleRange] | None = None,
 ) -> Plan:
-    """Return the best plan for observed ranges and, given ``bounds``, for any input. It is exact, because every norm's
-    eps can be rescaled in memory."""
+    """Return the best exact plan for observed ``ranges`` and, if ``bounds`` are given, for any input. A plan can be
+    exact here, because every norm's eps can be rescaled in memory."""
     weights = source_weights(source, layout)
     plan = make_plan(layout, weights, ranges, target=target, margin_bits=margin_bits, bounds=bounds).plan
     if target == "train":

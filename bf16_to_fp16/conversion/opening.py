@@ -22,8 +22,8 @@ from ..wording import counted
 def opened_with_notes(
     source: str | Path, subfolder: str | None, progress: Progress, *, as_class: str | None = None, proof: bool = True
 ) -> Checkpoint:
-    """Check a source's config, then fetch and open its weights and print notes on them. as_class: replaces the config's
-    class. proof: accept only classes that have bounds."""
+    """Check a source's config, then fetch and open its weights and print notes on what was assumed. as_class: the class
+    to use instead of the config's. proof: accept only classes that have bounds."""
     folder = local_source(source) or fetched(str(source), SMALL_FILES)[0]
     if folder.is_dir():
         folder = folder if subfolder is None else subfolder_of(folder, subfolder)
@@ -48,8 +48,8 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
 
 
 def layout_with_notes(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
-    """Return the checkpoint's layout; print notes on tensors that its class does not read. max_length: also print notes
-    on the proof, and raise UserError where nothing can be proven."""
+    """Return the layout, which says what each tensor is; print notes on tensors that the class does not read.
+    max_length: print notes on what the proof leaves out too, and raise UserError if nothing can be proven."""
     layout = agreed_layout(checkpoint)
     if max_length is not None:
         check_bounded(layout, checkpoint.source)

@@ -195,7 +195,7 @@ class Options:
             chosen.naming.from_stock(name)  # raises for a tensor without a name there
 
     def held_eps(self, layout: Layout) -> float | None:
-        """Return the fixed eps of the program that will read the output; None if that program follows the config."""
+        """Return the norms' eps in the program that will read the output; None if it takes the config's eps."""
         if layout.family.eps_key is None:
             return None
         own = LAYOUTS[self.layout].eps if self.layout in LAYOUTS else None
@@ -212,10 +212,10 @@ class Options:
 
 
 FLAGS: Mapping[str, Flag] = {each.name: each.metadata["flag"] for each in fields(Options) if each.metadata}
-"""The command-line flags by name of their field."""
+"""The command-line flags, by the name of their field in ``Options``."""
 
 PUBLISHED = tuple(name for name in FLAGS if name != "device")
-"""The fields shown in a report's command line: all that change the output."""
+"""The fields that are shown in a report's command line: all that change the output."""
 
 
 @dataclass(frozen=True)
@@ -231,8 +231,8 @@ class Destination:
 
 @dataclass(frozen=True)
 class Provenance:
-    """How a trained checkpoint came about. original: the checkpoint before training. judge: completes the report.
-    search: attacks the named sites."""
+    """Where a trained checkpoint comes from. ``original``: the checkpoint before training. ``judge``: a function that
+    adds the recipe's goals to the report. ``search``: a function that attacks the named sites of a folder's model."""
 
     command: str
     lineage: Lineage

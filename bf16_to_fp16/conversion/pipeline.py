@@ -1,5 +1,5 @@
-"""Convert whole diffusion pipelines: convert every supported text encoder, link or copy the other files. Each converted
-sub-folder is a checkpoint by itself, and ``fp16_pipeline.json`` lists all of them."""
+"""Convert whole diffusion pipelines: convert every supported text encoder, and link or copy the other files. Each
+converted sub-folder is a checkpoint by itself, and ``fp16_pipeline.json`` lists all of them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ QwenImageEditInpaint QwenImageEditPlus QwenImageImg2Img QwenImageInpaint QwenIma
 SanaImageToVideo SanaPAG SanaSprint SanaSprintImg2Img SanaVideo SanaWM
 """
 READ_AT_THE_END = frozenset(f"{name}Pipeline" for name in _LAST_STATES.split())
-"""Pipeline classes that read only the last states of an encoder of one stack, by the source of diffusers 0.42.1."""
+"""Pipeline classes of diffusers 0.42.1 that read only the last states of a text encoder with one stack of layers."""
 READ_INSIDE = frozenset({"LongCatAudioDiTPipeline"})
-"""Pipeline classes that read inner states of an encoder from a family with two stacks."""
+"""Pipeline classes that read inner states of a text encoder whose family also has a decoder."""
 
 
 @dataclass(frozen=True)
 class PipelineConversion:
-    """The result of ``convert_pipeline``. After a dry run the report is empty and ``out`` None."""
+    """The result of ``convert_pipeline``. After a dry run, ``report`` is empty and ``out`` is None."""
 
     report: Mapping[str, Any] = field(repr=False)
     out: Path | None
@@ -65,11 +65,11 @@ def convert_pipeline(
     progress: Progress | bool | None = None,
     **options: Any,
 ) -> PipelineConversion:
-    """Convert every supported text encoder of a diffusion pipeline (folder or Hub id), and link the other files into
+    """Convert every supported text encoder of a diffusion pipeline (folder or Hub id); link or copy the other files to
     ``out``.
 
-    options: the fields of ``Options``. force: replace an existing ``out``. Raises UserError where an encoder cannot be
-    converted; ``out`` is then not written."""
+    options: the fields of ``Options``. dry_run: make the plans and write nothing. force: replace an existing ``out``.
+    Raises UserError where an encoder cannot be converted; ``out`` is then not written."""
     progress, settings = progress_of(progress), Options(**options)
     settings.check()
     pipeline = open_pipeline(source, is_known)
@@ -163,8 +163,8 @@ def alone(pipeline: Pipeline, name: str) -> str:
 
 
 def encoder_options(options: Options, pipeline: Pipeline, name: str) -> Options:
-    """Return one encoder's options. The stream keeps its scale if the pipeline may read inner states. Raises UserError
-    if the class that the pipeline loads has a decoder or does not fit the config."""
+    """Return the options for the text encoder ``name``. Its stream keeps its scale if the pipeline may read inner
+    states. Raises UserError if the class that the pipeline loads has a decoder or does not fit the config."""
     config = config_of(pipeline.folder, name) or {}
     (library, loaded), known = pipeline.loaded[name], names_of(family_of(config))
     # T5 and MT5 are the same code, so that the classes of each load the other's config.

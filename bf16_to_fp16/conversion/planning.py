@@ -60,13 +60,14 @@ from .options import Destination, Options
 
 ACCEPTABLE_DRIFT = 1 / 128  # largest share of bf16's divergence that a fixed eps may cause for a proof: half of fp16's
 MANY_TABLES, FEW_TABLES = 1 << 29, 1 << 26
-"""Bytes of loss tables kept for the next plan: five plans may be made with LayerNorm's fixed eps, else one or two."""
+"""How many bytes of loss tables are kept for the next plan. ``MANY_TABLES`` is for models with LayerNorm, whose fixed
+eps can take five plans; other models take one or two."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A source to convert. ``inputs``: the batches to run, none with ``--no-audit``. ``edits``: the edits that
-    ``weights`` applies, if any. ``before``: for an edited source, the unedited one."""
+    """A source opened for conversion. ``inputs``: the batches to run, none with ``--no-audit``. ``edits``: the edits
+    that ``weights`` applies, if any. ``before``: the source without these edits."""
 
     checkpoint: Checkpoint
     layout: Layout
@@ -132,7 +133,7 @@ def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decid
 
 
 def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
-    """Choose the plan for the target. If no exact plan is enough, choose edits, and a plan for the edited source."""
+    """Choose the plan. If no exact plan is enough for the target, choose edits, and a plan for the edited source."""
     tables = Tables(MANY_TABLES if opened.layout.family.centred_norm else FEW_TABLES)
     observed = None
     if options.run_model:
@@ -143,7 +144,8 @@ def decide(opened: Opened, options: Options, progress: Progress) -> Decided:
 
 
 def with_needed_edits(source: Search, decided: Decided) -> Decided:
-    """Return the plan, with edits where no exact plan is enough. Keys are centred first, which is exact."""
+    """Return the decision, with edits where no exact plan is enough. Attention is centred first, which is exact: a part
+    of keys or position biases that softmax ignores is subtracted."""
     search, opened, exponents = source, source.opened, bounds_of(decided).exponents
     shared = attentions_to_centre(opened.layout, opened.weights(opened.layout), bounds_of(decided).ranges)
     centring = Plan(family=opened.layout.family.name, centred_keys=shared)
@@ -176,7 +178,7 @@ def bounds_of(decided: Decided) -> SourceBounds:
 
 @dataclass(frozen=True)
 class Search:
-    """Chooses plans for one source, which may be edited."""
+    """Chooses plans for one source, which may be an edited one."""
 
     opened: Opened
     options: Options
@@ -196,7 +198,7 @@ class Search:
         return Decided(layout, plan, target, planned, self.unedited, ranges_edited=edited, bounds=bounds)
 
     def bounds(self, layout: Layout, exponents: Mapping[str, int]) -> SourceBounds:
-        """Bound every site as if only the streams were rescaled, by ``exponents``. Subnormals count as exact."""
+        """Bound every site as if only the streams were rescaled, by ``exponents``, and subnormals were exact."""
         opened, target = self.opened, self.options.target
         name = "source" if opened.edits is None else "edited source"
         with self.progress.step(f"Bounding every site of the {name} {WHERE[target]}") as advance:
@@ -206,7 +208,8 @@ class Search:
         return SourceBounds(certificate.ranges, exponents, frozenset(immovable))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
-        """Return the best plan with its layout and bounds. A tied head is separated if that exceeds limits less."""
+        """Return the best plan, its layout and its bounds. A tied head is separated if limits are exceeded less
+        then."""
 
         def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
             fallbacks = len(planned.fallbacks) if self.options.prove else 0
@@ -222,7 +225,7 @@ class Search:
         return layout, planned, bounds
 
     def plan_for(self, layout: Layout) -> tuple[Planned, SourceBounds]:
-        """Return a layout's plan and its bounds."""
+        """Return the best plan for a layout, and the bounds that it was made from."""
         # LayerNorm's eps does not scale with the stream, so bounds hold only up to the exponents that they assume.
         # Repeat with larger ones, until no stream's new exponent exceeds the assumed one.
         start = self.start if layout.family.centred_norm else {}
@@ -240,7 +243,7 @@ class Search:
         return planned, bounds
 
     def bounded_and_planned(self, layout: Layout, exponents: Mapping[str, int]) -> tuple[Planned, SourceBounds]:
-        """Bound a layout with its streams rescaled by ``exponents``, and plan by these bounds."""
+        """Return a plan and the bounds that it was made from, with the streams rescaled by ``exponents``."""
         options, bounds = self.options, self.bounds(layout, exponents)
         with self.progress.step(f"Planning the exponents for use {WHERE[options.target]}") as advance:
             planned = self.planned(layout, bounds.ranges, advance=advance)
@@ -290,8 +293,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return ``decided``. If it is for training and rounded gains drift further than bf16, return a plan without
-        the margin that ``train`` adds."""
+        """Return ``decided``, or a plan without the margin that ``train`` adds. That is if rounding the gains of norms
+        for this margin makes the outputs drift further than bf16."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         drift = self.drift(decided.layout, decided.plan)

@@ -1,4 +1,4 @@
-"""Upload a converted folder to the Hub in one commit, after ``verify``. An interrupted run can continue."""
+"""Upload a converted folder to the Hub in one commit, after the checks of ``verify``. A stopped upload can continue."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def entry_of(name: str, file: Path | bytes) -> FileEntry:
 
 
 def prepare(folder: str | Path, *, allow_unsafe: bool = False, progress: Progress | bool | None = None) -> Upload:
-    """Check a converted folder as ``verify`` does and return it ready for upload. A card that the user edited is kept.
-    allow_unsafe: accept an unsafe checkpoint, and say so in report, page and card. Raises UserError for a folder that
-    is not what its report says, and for an unsafe checkpoint."""
+    """Check a converted folder as ``verify`` does, and return it ready for upload. A model card that the user edited is
+    kept. allow_unsafe: accept an unsafe checkpoint, and say so in report, page and card. Raises UserError for a folder
+    that is not what its report says, and for an unsafe checkpoint."""
     progress, folder = progress_of(progress), written_folder(folder)
     report = read_written(folder)
     verified = Verified(folder, report, Device("auto"), progress, run_model=bool(report.regimes))
@@ -116,11 +116,11 @@ def publish(
     confirm: Any = None,
     progress: Progress | bool | None = None,
 ) -> dict[str, Any]:
-    """Upload a converted folder to a Hub repository.
+    """Upload a converted folder to a Hub repository, and return a report on the upload.
 
     public: allow a public repository. Without it a new repository is private, and an existing public one is refused.
-    force: replace files with other content. dry_run: only check. confirm: asked before anything is sent; False stops.
-    Raises UserError; no message contains the token."""
+    force: replace files with other content. dry_run: check the folder and send nothing. confirm: a function that gets
+    the ``Upload`` before anything is sent and returns whether to go on. Raises UserError, without the token."""
     # As many parameters as the command has options.
     from huggingface_hub import HfApi, constants, get_token
 
@@ -158,7 +158,7 @@ def send(
     api: Any, repo: str, upload: Upload, progress: Progress, *,
     revision: str | None, public: bool, create_pr: bool, force: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """Commit the files that the repository lacks. Its many parameters are those of ``publish``."""
+    """Upload in one commit the files that the repository lacks. The many parameters are those of ``publish``."""
     from huggingface_hub import CommitOperationAdd
 
     repo = repo if "/" in repo else f"{api.whoami()['name']}/{repo}"
@@ -194,7 +194,8 @@ def send(
 
 
 def check_other_content(repo: str, held: dict[str, Any], names: list[str], missing: list[str], force: bool) -> None:
-    """Raise UserError if a repository has other content than an earlier upload of the same files."""
+    """Raise UserError if a repository has content that is not from an earlier upload of the same files, unless
+    ``force``. Even then, raise it for weights that would be loaded instead of the shards. held: its files by name."""
     same = set(names) - set(missing)
     # People edit these, or another run of the same conversion writes them anew.
     renewed = {CARD, REPORT, PAGE} if REPORT in held else set()
@@ -233,7 +234,7 @@ def is_held(item: FileEntry, entry: Any, file: Path | bytes) -> bool:
 
 @contextmanager
 def transfers(api: Any) -> Iterator[None]:
-    """Within the block, upload by LFS unless the server is the Hub: others may lack Xet, the client's default."""
+    """Upload by Git LFS in the block, unless the server is the Hub. Others may lack Xet, the client's default."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_DISABLE_XET

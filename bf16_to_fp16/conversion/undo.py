@@ -42,12 +42,12 @@ def undo(
     """Write a converted folder's weights to ``out`` at the source's scale, and return ``out``.
 
     plan: the converted folder that ``folder`` was trained from, or its report; only if your own script trained
-    ``folder``. Weights are then fp32, or bf16 where that is exact. Edits and centred biases then stay, and a message
-    names them.
+    ``folder``. The weights are then written in fp32, or in bf16 where that is exact. Edits and centred biases stay, and
+    a message names them.
 
-    Without ``plan``, weights that the conversion did not round come back bit for bit. Only the sign of a 0 may differ,
-    in a rescaled gain stored minus 1. Added tensors are left out, replaced ones come from the report, dropped ones stay
-    missing. Raises UserError if the folder has no plan."""
+    Without ``plan``, weights that the conversion did not round come back bit for bit. Only the sign of a 0 can differ,
+    in a rescaled gain stored minus 1. Tensors that the conversion added are left out, those that it replaced come from
+    the report, and those that it dropped stay missing. Raises UserError if the folder has no plan."""
     progress, out = progress_of(progress), Path(out)
     if plan is not None:
         return undo_trained(written_folder(folder), out, Path(plan), force=force, progress=progress)
@@ -105,13 +105,13 @@ def undo_trained(folder: Path, out: Path, recorded: Path, *, force: bool, progre
 
 
 def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
-    """Print the changes of the function that no power of two can undo."""
+    """Print the edits and the centred biases of ``plan``, which no power of two can undo."""
     if kept := [edit.site for edit in listed_edits(layout, plan).values()] + plan.centred_keys:
         progress.say(f"These edits stay, since undo cannot remove them: {listed(kept)}")
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return ``plan`` composed with ``start``, the plan before training, less ``start``'s edits. Print these."""
+    """Return ``start``, the plan before training, without its edits and composed with ``plan``. Print these edits."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)
@@ -119,12 +119,13 @@ def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progres
 
 
 def class_before(origin: Source) -> str | None:
-    """Return the source's class; None if it was not changed, or cannot be restored because tensors were dropped."""
+    """Return the source's class; None if it is unchanged, or if dropped tensors keep it from being restored."""
     return None if origin.dropped else origin.class_in("before")
 
 
 def write_weights(checkpoint: Checkpoint, report: Report, work: Path, progress: Progress) -> Written:
-    """Write the weights to ``work`` after undoing the plan and, for a finetune, the plan with which it started."""
+    """Write a checkpoint's weights to ``work`` with its plan undone and, for a finetune, with the plan before it
+    undone."""
     plan, origin, start = report.of_plan, report.source, report.start
     assert origin.dtype is not None  # ``read_written`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16

@@ -1,4 +1,4 @@
-"""The command ``verify``: compute a checkpoint's report again by ``convert``'s functions, and compare the two."""
+"""The command ``verify``: compute a checkpoint's report again by ``convert``'s functions, and compare both reports."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ CHECKS = ("files", "plan", "replay", "certificate", "audit", "fidelity", "tiers"
 
 @dataclass
 class Verified:
-    """What ``verify`` is given and what it finds. ``original``: the source, if given. ``run_model``: run the audit."""
+    """The input and the findings of ``verify``. ``original``: the source, if given. ``checks``: passed, failed or not
+    run, by name. ``sections``: the parts of the report that were computed again."""
 
     folder: Path
     report: schema.Report
@@ -95,9 +96,10 @@ def verify(
 ) -> dict[str, Any]:
     """Check a converted folder or Hub repository against its report and return every difference.
 
-    original: the source, to check ``replay`` and ``fidelity`` too. data: text to audit beside the probe. run_model:
-    False skips the audit. ``verdict`` is "safe" if nothing differs and the report says safe. Raises UserError for
-    anything that this program did not convert."""
+    original: the checkpoint that was converted; with it, the checks ``replay`` (of the plan) and ``fidelity`` (of the
+    outputs) are made too. data: text to audit besides the probe. run_model: False skips the audit. ``verdict`` is
+    "safe" if nothing differs and the report says safe. Raises UserError for anything that this program did not
+    convert."""
     progress = progress_of(progress)
     check_data(data, run_model=run_model)
     if original is not None:
@@ -256,7 +258,8 @@ def run_again(checkpoint: Checkpoint, verified: Verified, before: Layout | None)
 
 
 def check_audit(again: Rerun, verified: Verified) -> Iterator[tuple[str, ...]]:
-    """Yield the unsafe sites; without any, and on the same inputs, the differences from the report's audit."""
+    """Yield the audit's unsafe sites. If there are none, and inputs are the same, yield how the report's audit
+    differs."""
     report, entries = verified.report, again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
@@ -303,7 +306,8 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, verified: Verified
 ) -> Iterator[tuple[str, str]]:
-    """Search for input that edits harm. Yield the worst id and set of ids, if the report has none half as bad."""
+    """Search for input that edits harm. Yield the worst token id, and the worst set of ids, if it is more than twice as
+    far from the source as any that the report lists."""
     report = verified.report
     rare = searched(original, checkpoint, before, report.of_plan, verified.progress)
     if rare is None:

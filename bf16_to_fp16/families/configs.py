@@ -17,7 +17,7 @@ BOTH_WAYS = (True, "all")  # values of ``use_bidirectional_attention`` with whic
 LABEL_DROPOUT = 0.1  # of stock classifiers whose config has none
 
 OF_WHOLE = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
-"""Sizes of Gemma 4's full attention, with the keys that ``per_layer_config`` has for them."""
+"""Config keys of sizes that Gemma 4's full attention has, and their keys in transformers' ``per_layer_config``."""
 
 
 def full_config(family: Family, config: Mapping[str, object]) -> Mapping[str, Any]:
@@ -102,7 +102,7 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> dict[s
 
 
 def config_value(family: Family, config: Mapping[str, object], key: str) -> object:
-    """Return the value that stock code takes for a config key."""
+    """Return the value of a config key as transformers reads it, with defaults."""
     return looked_up(full_config(family, config), key)
 
 
@@ -112,14 +112,15 @@ def number_of(family: Family, config: Mapping[str, object], key: str, asked: str
 
 
 def whole_number(key: str, number: object, asked: str, *, least: int = 1) -> int:
-    """Return ``number``; raise UserError unless it is an int in [``least``, 2³¹). asked: what the message asks for."""
+    """Return ``number``. Raises UserError unless it is an int in [``least``, 2³¹). asked: its description there."""
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
         raise UserError(f"config.json: {key!r} is {shown(number)}, not {asked}; take it from the original checkpoint")
     return number
 
 
 def positive(key: str, value: object, asked: str, *, allow_zero: bool = False) -> float:
-    """Return ``value`` as a float; raise UserError unless it is finite and over 0. asked: what the message asks for."""
+    """Return ``value`` as a float. Raises UserError unless it is finite and over 0, or 0 under ``allow_zero``. asked:
+    its description in the message."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or allow_zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))

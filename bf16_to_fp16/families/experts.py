@@ -1,5 +1,5 @@
-"""Give each expert of a stock model its own modules, named as in checkpoint files, where transformers 5 fuses them. The
-product with gate and up projection becomes two; no other changes."""
+"""Split the experts that transformers 5 fuses into modules of their own, named as in checkpoint files. Instead of one
+product with gate and up projection there are two; nothing else changes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class ExpertsApart(nn.ModuleList):
         self.train(gathered.training)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """Return the output for x [tokens, width]. chosen (experts' ids), weights: [tokens, experts per token]."""
+        """Return the weighted sum of the experts' outputs for x [tokens, width]. chosen, weights: the ids and the
+        weights of each token's experts, [tokens, experts per token]."""
         joined = torch.zeros_like(x)
         for number, expert in enumerate(self):
             if chosen.is_meta:  # routing needs values
@@ -49,7 +50,7 @@ class ExpertsApart(nn.ModuleList):
 
 
 def experts_apart(model: Any, family: Family | None) -> Any:
-    """Split a stock model's fused experts in place if the files of its family store each expert separately."""
+    """Split a model's fused experts in place, if its family's files store each separately, and return the model."""
     stored = None if family is None else family.stored_experts
     if stored is None:
         return model

@@ -32,8 +32,9 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
-    """Return a config's layout, without tensors and signals, and its stacks' parts. tensors: how many the checkpoint
-    has; None declares at most ``EARLY`` layers of a stack. Raises UserError for a bad config.json."""
+    """Return a config's layout, without tensors and signals, and the declared parts (sublayers and the like) of its
+    stacks. tensors: the number of tensors in the checkpoint; None declares at most ``EARLY`` layers of a stack. Raises
+    UserError for a bad config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
         if (value := config_value(family, config, key)) != only:
@@ -71,7 +72,7 @@ def blocks(stack: Stack, family: Family, config: Mapping[str, object], tensors: 
 
 
 def check_flags(family: Family, config: Mapping[str, object]) -> None:
-    """Raise UserError for a dropout outside [0, 1), or ``tie_encoder_decoder``."""
+    """Raise UserError if a dropout rate is outside [0, 1), or if ``tie_encoder_decoder`` is set."""
     for key in sorted({*family.dropout.values()}):
         rate = config_value(family, config, key)
         if isinstance(rate, (int, float)) and not 0 <= rate < 1:

@@ -1,14 +1,14 @@
 """Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack, as in Llama, with these differences.
 
-Gemma 3 has norms before and after every sublayer, and of queries and keys, with one eps. So rescaling multiplies all
-their inputs by the stream's power of two. Gains are stored minus 1, so multiplying a gain rounds it; only gains that
-must change do.
+Gemma 3 has norms before and after every sublayer, and of queries and keys, all with one eps. So rescaling multiplies
+all inputs of norms by the stream's power of two. Gains are stored minus 1, and multiplying one rounds it. So only the
+gains that must change are multiplied.
 
-Gemma 2 has no norms of queries and keys, which have exponents as in Llama. Rescaling leaves the scores unchanged, so
-their soft cap acts as before.
+Gemma 2 has no norms of queries and keys, so queries and keys have exponents, as in Llama. Rescaling leaves the scores
+unchanged, so their soft cap acts as before.
 
 Gemma has no soft caps, and a norm only before each sublayer. So the stream's power of two multiplies the output
-projections themselves. Only gains before a tied head are multiplied, and rounded."""
+projections themselves. Only the gains before a tied head are multiplied, and rounded."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no pl
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: whether queries and keys have norms. cap: key of the scores' soft
-    cap."""
+    """Return the declared sublayers of layer ``i``. normed: whether queries and keys have norms. cap: the config key of
+    the scores' soft cap."""
     llama.check_window(config)
     at = f"layers.{i}"
     own = {"post_norm": f"{at}.post_attention_layernorm", "scale": "query_pre_attn_scalar", "cap": cap}
@@ -76,7 +76,7 @@ GEMMA3 = replace(
 
 
 def projector(config: Mapping[str, object]) -> Sequence[Part]:
-    """Return the projector's parts. Its outputs replace the scaled embeddings of image tokens in the stream."""
+    """Return the declaration of the projector, whose outputs replace image tokens' scaled embeddings in the stream."""
     at = "multi_modal_projector"
     norm, weight = f"{at}.mm_soft_emb_norm", f"{at}.mm_input_projection_weight"
     wiring = Projector(

@@ -1,13 +1,13 @@
 """GLM-4-0414, GLM-4 and GLM-4.5: causal language models, as Llama, with these differences.
 
-GLM-4-0414 and GLM-4 have a fused ``gate_up_proj``, the gate's rows first; only those of the up projection are rescaled
-exactly. GLM-4-0414 also has a norm after each sublayer. Rotary positions rotate channels 2i and 2i + 1 of each head's
-first half. Exponents and bounds treat the other channels as pairs too.
+GLM-4-0414 and GLM-4 have a fused ``gate_up_proj``, the gate's rows first; only the rows of the up projection can be
+rescaled exactly. GLM-4-0414 also has a norm after each sublayer. Rotary positions rotate channels 2i and 2i + 1 of each
+head's first half. Exponents and bounds treat the other channels as pairs too.
 
-GLM-4.5 has routed experts and a shared one behind its first layers. The router computes in fp32. A token's weights are
-sigmoids of its logits, divided by their sum if the config says so, and multiplied by the config's factor. Their sum is
-at most that factor or, without the division, that factor times the number of experts per token. A correction, kept in
-fp32, counts for the choice alone. Half of each head is rotated, in Llama's pairs of channels."""
+GLM-4.5 has routed experts and a shared one, except in its first layers. The router computes in fp32. The weights of a
+token's experts are sigmoids of the router's logits, divided by their sum if the config says so, and multiplied by the
+config's factor. Their sum is at most that factor or, without the division, that factor times the number of experts per
+token. A correction, in fp32, only affects which experts are chosen. Half of each head is rotated, in Llama's pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARTIAL = "partial_rotary_factor"
 
 
 def block(config: Mapping[str, object], i: int, *, behind: bool = True) -> Sequence[Part]:
-    """Return the parts of layer ``i``. behind: whether a norm follows each sublayer."""
+    """Return the declared sublayers of layer ``i``. behind: whether a norm follows each sublayer."""
     at = f"layers.{i}"
     style = Style(biased=llama.QUERIES_KEYS_VALUES if config["attention_bias"] else ())
     wiring = llama.wired_attention(
@@ -56,8 +56,8 @@ UNEVEN = 42  # head_dim of the stock defaults, 4096 / 96, from which only names 
 
 
 def rotated_channels(config: Mapping[str, Any]) -> int:
-    """Return how many channels of a head rotary positions rotate, 0 for all. Raises UserError for channels that cannot
-    form pairs."""
+    """Return the number of channels in a head that rotary positions rotate, 0 for all. Raises UserError if these
+    channels cannot form pairs."""
     part, size = config["rope_parameters"][PARTIAL], llama.number(config, "head_dim")
     turned = int(size * part)
     if not 0 < turned <= size or (turned % 2 and size != UNEVEN):

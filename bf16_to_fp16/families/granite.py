@@ -1,4 +1,4 @@
-"""Granite: as Llama, with four numbers from its config. Three multiply the embedding, the sublayers' outputs and
+"""Granite: as Llama, with four factors from its config. Three multiply the embedding, the sublayers' outputs and
 (instead of head_dim^-1/2) the scores; the fourth divides the logits."""
 
 from __future__ import annotations

@@ -85,13 +85,13 @@ def class_of(config: Mapping[str, object]) -> StockClass:
 
 
 def placed_family(config: Mapping[str, object]) -> Family:
-    """Return a config's family, its module paths prefixed as in the stock class that the config names."""
+    """Return a config's family, with module paths as in the transformers class that the config names."""
     return family_inside(family_of(config), class_of(config).body)
 
 
 def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return a stock class whose name for the embedding is among the tensors, if the config's class has another name
-    for it; else None."""
+    """Return a class under whose name for the embedding ``tensors`` hold it, if the config's class has another name;
+    else None. Classes of one family can differ in such names."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
@@ -101,7 +101,7 @@ def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Return whether a config's ``model_type`` and first class, if any, are supported; UserError for wrong types."""
+    """Return whether a config's ``model_type`` and first class, if any, are known. Raises UserError for wrong types."""
     family = of_model_type(model_type_of(config))
     return family is not None and all(name in names_of(family) for name in architectures(config)[:1])
 
@@ -122,10 +122,10 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return the least right padding with which a padded encoder row stays finite in fp16: 0 for any, inf for none.
+    """Return how many padding tokens keep a padded encoder row finite in fp16: 0 if any number does, inf if none does.
 
-    Under a mask of −inf, padding that attends to no position is NaN, and so is what attends to it. Where blocks are
-    summed, a whole block of padding gives it a sum to attend to."""
+    Padding is on the right. Under a mask of −inf, padding that attends to no position becomes NaN, and so does what
+    attends to it. Where a layer sums up blocks, a whole block of padding gives it a sum to attend to."""
     family = of_model_type(config.get("model_type"))
     if family is None:
         return 0
@@ -144,7 +144,7 @@ def padding_entry(config: Mapping[str, object]) -> int | None:
 
 
 def may_be_absent(family: Family) -> frozenset[str]:
-    """Return the names of tensors that stock code computes or zeroes if a file lacks them."""
+    """Return the names of tensors that transformers computes or sets to 0 if a file lacks them."""
     parts = (*family.ends, family.tied_head, family.untied_head)
     return frozenset(t.name for part in parts for t in part.tensors if t.absent)
 
