@@ -1,6 +1,6 @@
 """Make bf16 checkpoints of T5, Pegasus, Gemma and others safe in fp16.
 
-The names below are the public interface, each imported at its first use."""
+The names in ``__all__`` are the public interface. Each is imported at its first use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Entry point of ``python -m bf16_to_fp16`` and ``bf16-to-fp16``. An uncaught exception is a bug: status 70, traceback
-in a file."""
+"""Entry point of ``python -m bf16_to_fp16`` and of the command ``bf16-to-fp16``. An uncaught exception is a bug: its
+traceback is written to a file, and the exit status is 70."""
 
 import gc
 import io
@@ -46,7 +46,8 @@ def main() -> int:
 
 
 def open_closed_streams() -> None:
-    """Open closed standard streams on os.devnull. Else files opened later get their numbers, and what is printed."""
+    """Open each closed standard stream on os.devnull. Otherwise a file opened later would take the stream's number and
+    receive what the program prints."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -1,6 +1,7 @@
 """Find spikes, divergences and plateaus in a training loss.
 
-A loss is compared with the level of the calm losses before it. Slow events are found in medians of chunks."""
+Each loss is compared with the level of the calm losses before it, which are those outside spikes. Slow divergences and
+plateaus are found in the medians of chunks of calm losses."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ class _Chunk(NamedTuple):
 
 
 class Detector:
-    """Takes a training run's losses one by one with ``update``, and collects spikes and the like in ``events``."""
+    """Finds spikes, divergences and plateaus in the losses given to ``update``, and collects them in ``events``."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []  # in the order of their discovery
@@ -93,9 +94,10 @@ class Detector:
     # -- spikes
 
     def _level_and_deviation(self) -> tuple[float, float]:
-        """Return the level of the calm losses and the robust standard deviation around it.
+        """Return the median of the calm losses and the robust standard deviation around it.
 
-        On a steep fall both come from a line through the losses."""
+        On a steep fall, the deviation is around a line through the losses. The level is then the line's end, but at
+        least the lowest of the last ``FAST`` losses."""
         losses = self._calm
         level, spread = _median_and_spread(losses)
         half = len(losses) // 2
@@ -155,7 +157,8 @@ class Detector:
     # -- slow events
 
     def _slow_rise(self) -> None:
-        """Record a gradual divergence: two consecutive chunks far above the lowest chunk."""
+        """Record a divergence once two consecutive chunks have medians far above the lowest median. Later calls update
+        its size and record its end."""
         chunk = self._chunks[-1]
         if self._lowest is None or chunk.median < self._lowest.median:
             self._lowest, self._rising = chunk, 0
@@ -174,7 +177,9 @@ class Detector:
             self._drift = self._found("Divergence", self._lowest.end, rise)
 
     def _plateau_check(self) -> None:
-        """Record a plateau: the line through some chunks' medians changes by at most ``_FLAT``, its error included."""
+        """Record a plateau once the medians of the last chunks neither fall nor rise clearly. The change of a line
+        through them, plus twice its standard error, is then at most ``_FLAT`` of their median. Later calls record the
+        plateau's end."""
         level, flat = self._chunks[-1].median, self._flat
         if self._plateau is not None:
             self._plateau.size = (flat - level) / abs(flat) if flat else 0.0
@@ -202,7 +207,7 @@ def _median_and_spread(losses: list[float]) -> tuple[float, float]:
 
 
 def _fall(values: list[float]) -> tuple[float, float]:
-    """Return the fall of a least-squares line from first to last value, and its standard error."""
+    """Return the fall of a least-squares line from the first value to the last, and the standard error of that fall."""
     places = range(len(values))
     slope, start = statistics.linear_regression(places, values)
     rest = math.fsum((value - start - slope * place) ** 2 for place, value in zip(places, values, strict=True))
@@ -211,8 +216,8 @@ def _fall(values: list[float]) -> tuple[float, float]:
 
 
 def events(losses: Iterable[tuple[int, float]]) -> list[Event]:
-    """Return a loss curve's spikes, divergences and plateaus, sorted by start. A step number below the one before is a
-    restart: earlier losses from that step on are dropped."""
+    """Return the spikes, divergences and plateaus in (step, loss) pairs, sorted by their first steps. A step number
+    below the one before it marks a restart, which replaces the earlier losses from that step on."""
     curve: list[tuple[int, float]] = []
     for step, loss in losses:
         if curve and step < curve[-1][0]:

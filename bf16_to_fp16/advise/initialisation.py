@@ -1,4 +1,4 @@
-"""Initial standard deviations of weights, and how far a checkpoint's weights are from them. A weight's root mean square
+"""Compare a checkpoint's weights with the standard deviations of their initialisation. A tensor's root mean square
 counts as its standard deviation."""
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ def rules_for(hidden: int) -> dict[str, Any]:
 
 
 def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
-    """Return each tensor's standard deviation in stock initialisation, or a constant's magnitude. Tensors of zeros are
-    left out. Raises UserError if stock code cannot make the model."""
+    """Return the standard deviation with which transformers initialises each parameter, by name. A parameter filled
+    with a constant has the constant's magnitude instead. Parameters filled with zeros or copies are left out. Raises
+    UserError if transformers cannot build the model from its config."""
     import torch
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,11 +74,13 @@ def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
 def advise_init(
     source: str | Path, *, subfolder: str | None = None, progress: Progress | bool | None = None
 ) -> dict[str, Any]:
-    """Return two published standard deviations for a hidden size, and compare a checkpoint's weights with its family's.
+    """Compare a checkpoint's weights with its family's initialisation, and return the result with two published rules.
 
-    source: folder or Hub id, or a hidden size such as "14336". In ``tensors``, ``times`` is ``rms`` over the family's
-    ``own_rule``. ``far`` is true beyond a factor of 4 either way, and for inf or NaN. Raises UserError for an
-    unreadable source or an unknown family."""
+    source: a folder, a Hub id, or a hidden size such as "14336", for which only the rules are returned. ``rules`` has
+    the published standard deviations for the hidden size. In ``tensors``, ``own_rule`` is the standard deviation with
+    which transformers initialises a tensor, and ``times`` is the tensor's ``rms`` divided by ``own_rule``. ``far`` is
+    true beyond a factor of 4 either way, and for inf or NaN. Raises UserError for an unknown family, or a source that
+    is unreadable or has no config."""
     text = str(source)
     if text.isdecimal() and not Path(text).exists():
         return {"mode": "init", "source": None, "tensors": [], "far": [], "rules": rules_for(int(text))}

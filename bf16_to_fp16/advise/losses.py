@@ -1,4 +1,5 @@
-"""Read losses from the log of a run (a transformers Trainer's state, JSONL or CSV), and find the events in them."""
+"""Read the losses of a training run from its log, and find spikes, divergences and plateaus in them. A log is a
+transformers Trainer's state, JSONL or CSV."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ KINDS = "give a trainer_state.json, .csv or .jsonl (wandb exports CSV)"
 
 
 def read_log(path: str | Path) -> list[tuple[int, float]]:
-    """Return the (step, loss) rows of a CSV, JSONL or ``trainer_state.json`` file, or of the log in a folder. Raises
-    UserError where no losses can be read."""
+    """Return the (step, loss) rows of a CSV, JSONL or ``trainer_state.json`` file. If ``path`` is a folder, its newest
+    log is read, or else the newest in its ``checkpoint-*`` folders. Raises UserError if no losses can be read."""
     path = Path(path)
     if path.is_dir():
         names = ("log.jsonl", "trainer_state.json", "checkpoint-*/trainer_state.json")
@@ -85,8 +86,9 @@ def _curve(rows: list[Mapping[str, Any]]) -> list[tuple[int, float]]:
 def advise_losses(log: str | Path) -> dict[str, Any]:
     """Return the spikes, divergences and plateaus of a training log, each with its usual cause.
 
-    log: as for ``read_log``. In ``events``, ``end`` is None for an event still going on. ``size`` is None if losses are
-    NaN or infinite. Raises UserError for an unreadable log, or fewer than 32 losses without events."""
+    log: a file or folder that ``read_log`` can read. In ``events``, ``end`` is None for an event that lasts to the end
+    of the log. ``size`` is how far the loss rose, or the share by which it fell in a plateau; it is None if losses are
+    NaN or infinite. Raises UserError for an unreadable log, or for fewer than 32 losses without events."""
     curve = read_log(log)
     anomalies = events(curve)
     if len(curve) < WINDOW // 2 and not anomalies:

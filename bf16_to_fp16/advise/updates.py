@@ -1,4 +1,5 @@
-"""Find weights that a small update leaves unchanged: one below half the gap of 16-bit values is lost in rounding."""
+"""Find the weights that an update leaves unchanged because rounding loses it. That happens if an update is smaller than
+half the gap between a 16-bit value and the next."""
 
 from __future__ import annotations
 
@@ -66,10 +67,12 @@ def advise_updates(
 ) -> dict[str, Any]:
     """Return the fraction of a checkpoint's weights that an optimizer's update would leave unchanged, with advice.
 
-    rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: of the weights, "bf16" or "fp16".
-    In ``layers`` and ``total``, ``stalled`` counts the unchanged elements, ``overflow`` those not finite in ``dtype``.
-    ``rate_for_half`` is the rate at which half the finite elements change. Raises UserError for a rate that is not
-    positive and finite, an unknown optimizer or dtype, or an unreadable source."""
+    rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: the weights' format in training,
+    "bf16" or "fp16". In ``layers`` and ``total``, ``stalled`` is the number of elements that stay unchanged, and
+    ``overflow`` the number of elements that are not finite in ``dtype``. ``rate_for_half`` is the lowest rate at which
+    half the finite elements change. ``advice`` lists remedies, and is empty if at most half of the elements stay
+    unchanged. Raises UserError for a rate that is not positive and finite, an unknown optimizer or dtype, or an
+    unreadable source."""
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
     for name, given, known in (("optimizer", optimizer, OPTIMIZERS), ("dtype", dtype, FORMATS)):
@@ -96,7 +99,8 @@ def advise_updates(
 
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
-    """Return how many elements overflow the format, and a count of the others by the least rate that changes them."""
+    """Return how many elements of a tensor are not finite in ``dtype``, and a histogram of the others. The histogram
+    has the number of elements for each lowest learning rate at which an update changes them."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):
@@ -114,7 +118,7 @@ def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tu
 
 
 def half_gap_exponents(x: Tensor, dtype: str) -> Tensor:
-    """Return log₂ of half the gap between each fp32 value and the format's next larger one, as int64."""
+    """Return log₂ of half the gap between each value and the next larger magnitude in ``dtype``, as int64."""
     _, bits, least = FORMATS[dtype]
     binade = torch.frexp(x).exponent.to(torch.int64) - 1
     return torch.where(x == 0, least, binade.clamp(min=least)) - bits

@@ -1,4 +1,4 @@
-"""Read a checkpoint's weights for the advice, one tensor at a time."""
+"""Read a checkpoint's weights one tensor at a time, for the advice on updates and on initial weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PIECE = 1 << 20  # elements that are widened together
 
 
 def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint:
-    """Open a checkpoint as ``open_checkpoint`` does, or a single ``.safetensors`` or ``.bin`` file without a config."""
+    """Open a checkpoint with ``open_checkpoint``, or a single ``.safetensors`` or ``.bin`` file, which needs no config.
+    Raises UserError for any other file."""
     path = Path(source).expanduser()
     if subfolder is None and path.is_file():
         if path.suffix not in (".safetensors", ".bin"):
@@ -30,7 +31,7 @@ def open_weights(source: str | Path, subfolder: str | None = None) -> Checkpoint
 
 
 def floating_names(checkpoint: Checkpoint, progress: Progress | bool | None) -> Iterator[str]:
-    """Yield the names of floating tensors and show progress; raise UserError if there are none."""
+    """Yield the names of a checkpoint's floating-point tensors and show progress. Raises UserError if it has none."""
     names = [name for name, info in checkpoint.tensors.items() if info.dtype in FLOATING_DTYPES]
     if not names:
         raise UserError(f"{checkpoint.source}: it holds no floating tensors; give a checkpoint's weights")

@@ -1,3 +1,4 @@
-"""The certificate: a bound at every site of a model, for every input, from its weights alone.
+"""The certificate: bounds of a model's values for any input, computed from its weights alone.
 
-``certificate`` walks along the residual stream and calls one module for each part of a sublayer."""
+Every site, which is one operation's output, has a bound. The module ``certificate`` walks along the residual stream and
+calls one module for each part of a sublayer, that is of an attention or a feed-forward."""

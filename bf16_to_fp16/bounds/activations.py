@@ -1,4 +1,4 @@
-"""The activations that have bounds; models with any other are refused. Imports no torch."""
+"""Constants of the activations that have bounds. Models with another activation are refused. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13, "gelu_new": 1.13, "gelu_pytorch_tanh": 1.
 
 
 def check_bounded(layout: Layout, folder: str = "") -> None:
-    """Raise UserError for an eps below fp32's range or an activation without a bound. folder: where config.json is."""
+    """Raise UserError if a norm's eps is below fp32's smallest normal number or an activation has no bound. folder: the
+    folder of config.json, named in the message."""
     where = f"{folder}/config.json".removeprefix("/")
     if layout.eps < 2.0**-126:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The error that fp16 arithmetic adds to a bound.
+"""Bounds of the errors that rounding to fp16 adds.
 
 Rounding x gives x·(1 + δ) + η with |δ| ≤ ``UNIT`` and |η| ≤ ``TINY`` (Higham, Accuracy and Stability of Numerical
 Algorithms, 2.1)."""
@@ -29,8 +29,8 @@ COMPUTED = 1 + 2.0**-18
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Switch off TF32, bf16 products and autocast within the block. With any of them on, matrix products round their
-    factors to bf16, fp16 or TF32, which no bound covers."""
+    """Switch off TF32, bf16 matrix products and autocast within a ``with`` block or a decorated function. Otherwise
+    matrix products may round their factors to TF32, bf16 or fp16, an error that no bound covers."""
     import torch  # slow to load, and options are checked without it
 
     # torch before 2.9 has only the one setting, for every device.
@@ -57,9 +57,10 @@ def full_precision() -> Iterator[None]:
 
 
 def growth(terms: int) -> float:
-    """Return a bound of the ratio of a sum made in fp16, or of any part of it, to the sum of its terms' magnitudes.
+    """Return an upper bound on the ratio of a sum computed in fp16 to the sum of its terms' magnitudes.
 
-    It holds for every tree of additions, for one further term (a bias), and for terms that are rounded products."""
+    It also holds for partial sums. The additions may be in any order and grouping, a bias may be a further term, and
+    the terms may be rounded products."""
     # Let G(n) be the largest ratio for n terms, and u = 2⁻¹¹. For parts a, b ≥ 0 a computed sum is at most
     # (1 + u)·(a + b). It is also at most a + 2b and 2a + b, since a + b is rounded by no more than its distance from a
     # or b. Subnormals add exactly. No term passes more than n − 1 additions, so G(n) ≤ (1 + u)ⁿ⁻¹.
@@ -73,7 +74,8 @@ def growth(terms: int) -> float:
 
 
 def rounded(times: float) -> float:
-    """Return (1 + ``UNIT``)^times, a value's largest growth by ``times`` roundings to fp16; inf past fp64's range."""
+    """Return (1 + ``UNIT``)^times, the largest growth of a value by ``times`` roundings to fp16. It is inf past fp64's
+    range."""
     try:
         return (1 + UNIT) ** times
     except OverflowError:
@@ -85,8 +87,8 @@ class Arithmetic:
     """The assumptions of a certificate about arithmetic and inputs.
 
     Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, except
-    ``splits`` fp16 sums. Norms and softmax compute in fp32, a LayerNorm's statistics to within ``norm_units``. Each row
-    of attention sees at least one position."""
+    that ``splits`` partial sums may be rounded to fp16 and added there. Norms and softmax compute in fp32, where a
+    LayerNorm's statistics are off by at most ``norm_units``. Each query of an attention sees at least one position."""
 
     max_length: int = MAX_LENGTH  # most positions of a sequence
     splits: int = SPLITS  # most partial sums of a matrix product that are rounded to fp16 and added in fp16
@@ -103,18 +105,18 @@ class Arithmetic:
 
     @property
     def unit(self) -> float:
-        """Relative error of one rounding to fp16."""
+        """The largest relative error of one rounding to a normal fp16 number; 0 in exact arithmetic."""
         return 0.0 if self.exact else UNIT
 
     @property
     def tiny(self) -> float:
-        """Absolute error of one rounding to fp16 among the subnormals."""
+        """The largest absolute error of one rounding to a subnormal fp16 number; 0 if it is ignored."""
         return 0.0 if self.exact or self.planned is not None else TINY
 
     @property
     def floor(self) -> float:
-        """Absolute error of a matrix product whose partial sums and result may be subnormal. With ``sums16`` each
-        product may be subnormal, and ``growth`` multiplies the error."""
+        """The largest absolute error of a matrix product's element if its partial sums and the result may be subnormal.
+        With ``sums16`` each product may be subnormal too, and the factor ``growth`` multiplies these errors."""
         if not self.sums16 or not self.tiny:
             return (self.splits + 2) * self.tiny
         longest = max(LONGEST_SUM, self.max_length)
@@ -131,7 +133,7 @@ class Arithmetic:
 
     @property
     def attention_sum(self) -> float:
-        """Largest sum of a row of attention weights after softmax has rounded them."""
+        """The largest sum of one query's attention weights after softmax has rounded them."""
         if self.exact:
             return 1.0
         # Partial sums of what is positive only grow, so each addition loses at most a unit of the whole. In fp16 no sum
@@ -140,8 +142,9 @@ class Arithmetic:
         return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
 
     def norm_factor(self, width: int) -> float:
-        """Return a bound of the ratio of an RMS norm's output length to √width, computed in fp16; inf where rounding
-        could leave a mean square of 0. The mean square must be over ``NORM_FLOOR``."""
+        """Return an upper bound on ‖n‖₂/√width for the normalised vector n of an RMS norm, 1 if norms compute in fp32.
+        In fp16 it is inf if rounding could leave a mean square of 0; the input's mean square must be over
+        ``NORM_FLOOR``."""
         if not self.norms16:
             return 1.0
         # Squares, sum, mean and root are in fp16. Each addition loses up to ``UNIT`` times the final sum, each
@@ -151,23 +154,23 @@ class Arithmetic:
         return (1 + UNIT) ** 2 / math.sqrt(left) if left > 0 else math.inf
 
     def rounded(self, values: Tensor) -> Tensor:
-        """Return a bound of |x| after one more rounding, for |x| up to ``values``."""
+        """Return a bound of |x| after one rounding to fp16, for |x| up to ``values``."""
         return values * (1 + self.unit) + self.tiny
 
     def rounded_length(self, length: float, width: int) -> float:
-        """Return a bound of ‖x‖₂ after one more rounding of each of its ``width`` components."""
+        """Return a bound of ‖x‖₂ after each of ``width`` components is rounded, for ‖x‖₂ up to ``length``."""
         return (length * (1 + self.unit) + self.tiny * math.sqrt(width)) * COMPUTED
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return a matrix product's bound after its last two roundings. values: its bound before them."""
+        """Return a matrix product's bounds with its last two roundings. values: the bounds without them."""
         return values * (1 + self.unit) ** 2 + self.floor
 
 
 def norm_units(width: int) -> float:
-    """Return how far a LayerNorm's mean and standard deviation may be off in fp32, in units of 2⁻²⁴·mean|x|.
+    """Return the largest error of a LayerNorm's mean and standard deviation in fp32, in units of 2⁻²⁴·mean|x|.
 
-    It covers kernels that square the deviations that they divide, and torch's. Errors relative to a deviation are in
-    ``NORM_ERROR``."""
+    It covers torch's kernels, and kernels that square the same deviations from the mean that they divide. Errors
+    relative to a deviation are counted in ``NORM_ERROR`` instead."""
     # A kernel that squares the same deviations that it later divides needs no allowance: both contain the mean's error.
     # Torch's kernels merge the means and the sums of squares of groups, by Welford's and Chan's updates
     # (``moments_utils.h``, ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit.
@@ -199,7 +202,7 @@ def norm_units(width: int) -> float:
 
 
 def largest(values: Tensor | float) -> float:
-    """Return the largest element; inf if one is NaN, which only weights beyond fp16's range cause."""
+    """Return the largest element, or inf if an element is NaN. Only weights beyond fp16's range can cause NaN."""
     if isinstance(values, float):
         return values
     top = float(values.max()) if values.numel() else 0.0

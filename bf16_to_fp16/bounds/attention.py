@@ -1,8 +1,8 @@
 """Bounds of an attention: its scores, its context and its output projection.
 
-Queries and keys are linear maps of norms' outputs, of a length up to √d for d channels. Let A be a weight times its
-norm's gain. A head's scores are at most d times the spectral norm of AqᵀAk. With rotary positions take AqᵀRAk, for the
-worst rotation R."""
+Queries and keys are linear maps of a norm's output, a vector of a length up to √d for d channels, times a gain. Let Aq
+and Ak be a head's query and key weights times that gain. Scores are then at most d times the spectral norm of AqᵀAk.
+With rotary positions this matrix becomes AqᵀRAk, for the worst rotation R."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ the score, or to the position bias first."""
 
 @dataclass(frozen=True)
 class ScoreBounds:
-    """Bounds of scores by head, fp64 [heads]. ``product``: of query·key. ``partial``: of its partial sums. ``span``: of
-    the difference between two scaled scores of one query."""
+    """Bounds of an attention's scores, fp64 [heads]. ``product`` bounds query·key, and ``partial`` the partial sums of
+    that product. ``span`` bounds the difference between two scores of one query, after their scale."""
 
     product: Tensor
     partial: Tensor
@@ -47,8 +47,8 @@ class ScoreBounds:
 def score_bounds(
     query: LinearBound, key: LinearBound, heads: int, arithmetic: Arithmetic, scale: float = 1.0
 ) -> ScoreBounds:
-    """Return bounds of each head's query·key products in fp16. Several query heads may share one key head. scale: the
-    factor on the finished products."""
+    """Return bounds of each head's query·key products in fp16, without rotary positions. heads: the number of query
+    heads, of which several may share one key head. scale: the factor on the finished products."""
     a = arithmetic
     size = query.norms.numel() // heads
     group = query.norms.numel() // key.norms.numel()
@@ -82,11 +82,12 @@ def score_bounds(
 def summed_scores(
     exact: Tensor, error: Tensor, partial: Tensor, span: Tensor, terms: Tensor, scale: float, arithmetic: Arithmetic
 ) -> ScoreBounds:
-    """Return the bounds of query·key products, with the rounding of their sums.
+    """Return bounds of query·key products that include the rounding of their sums.
 
-    exact: bound of exact products. partial: bound of their partial sums. error: the most that errors of query and key
-    add. span: bound of the difference between two exact products of one query. terms: bounds of |query| + |key|, for
-    subnormals, fp64 [heads, channels]. The others are fp64 [heads]."""
+    exact: bounds of the products without rounding. error: the most that errors of query and key add to them. partial:
+    bounds of partial sums. span: bounds of the difference between two exact products of one query. terms: bounds of
+    |query| + |key|, fp64 [heads, channels], for errors from subnormals. scale: the factor on the products. The other
+    tensors are fp64 [heads]."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial
@@ -105,11 +106,11 @@ ANGLES = 2.0**-20  # how far cos² + sin² may be from 1 in fp32, and cos and si
 
 @dataclass(frozen=True)
 class RotatedNorm:
-    """Queries or keys after their norm and their rotary positions. Tensors have one row if all heads have the same
-    norm.
+    """Bounds of queries or keys after their norm and their rotary positions. Tensors have one row if all heads have the
+    same norm.
 
-    The length of pair p is at most ``gain``_p·|n_p| + ``absolute``_p. Here n_p is a part of a vector n with ‖n‖₂ ≤
-    ``radius``."""
+    Rotary positions turn channels in pairs. The length of pair p is at most ``gain``_p·|n_p| + ``absolute``_p, where
+    n_p is the pair's part of a vector n with ‖n‖₂ ≤ ``radius``."""
 
     gain: Tensor  # fp64 [heads, pairs]
     absolute: Tensor  # fp64 [heads, pairs]
@@ -118,8 +119,8 @@ class RotatedNorm:
 
 
 def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
-    """Return a bound of a rotated channel's error: a factor on the length of its pair, and a constant to add. The
-    vector of both channels is off by at most √2 times that bound."""
+    """Return a factor f and a constant c that bound the error of a channel after rotation. The error is at most f·l +
+    c, where l is the length of the channel's pair. The error of the whole pair is at most √2 times as long."""
     a = arithmetic
     if a.exact:
         return 0.0, 0.0
@@ -131,8 +132,8 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
 
 
 def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotary) -> RotatedNorm:
-    """Return the bounds of a norm's output after rotation. Only ``rotation_error`` and ``rotary.factor`` change the
-    length of a pair of channels. heads: how many heads the norm spans."""
+    """Return the bounds of a norm's output after rotary positions. A pair of channels keeps its length, except for
+    ``rotary.factor`` and ``rotation_error``. heads: the number of heads that the norm spans."""
     factor, order = rotary.factor, pair_order(len(source.gain) // heads, rotary).to(source.gain.device)
 
     def largest_of_pairs(values: Tensor) -> Tensor:
@@ -149,10 +150,11 @@ def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary:
 
 
 def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of each head's query·key products, both normalised and then rotated by any angles.
+    """Return bounds of each head's query·key products, for queries and keys that are normalised and then rotated by any
+    angles.
 
-    By Cauchy-Schwarz the sum over pairs is at most both radii times a pair's largest gain_q·gain_k, plus terms with
-    ``absolute``."""
+    By Cauchy-Schwarz a product is at most both radii times the largest gain_q·gain_k of a pair, plus terms with
+    ``absolute``. scale: the factor on the products."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
@@ -170,9 +172,10 @@ def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Ar
 
 @dataclass(frozen=True)
 class RotatedLinear:
-    """Queries or keys that come from a linear without a norm, after their rotary positions.
+    """Bounds of queries or keys that come from a linear without a norm, after their rotary positions.
 
-    A pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift. A rotation keeps the pair's length."""
+    Before rotation a pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift. A rotation keeps the pair's
+    length."""
 
     grams: tuple[Tensor, ...]  # by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in pair_order
     shifts: Tensor  # fp64 [heads, channels], in pair_order
@@ -183,8 +186,8 @@ class RotatedLinear:
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:
-    """Return the indices of a head's channels by pair, [size]: the first of each pair, then the second of each pair.
-    Unrotated channels form pairs too."""
+    """Return the indices of a head's channels, [size], sorted by the pairs that rotary positions turn: the first
+    channel of each pair, then the second of each. Channels that are not rotated form pairs too."""
     channels = torch.arange(size)
     if rotary.interleaved:
         return channels.view(-1, 2).t().flatten()
@@ -226,7 +229,8 @@ def rotated_linear(
 
 
 def query_growth(rotary: Rotary, length: int) -> float:
-    """Return the largest factor by which stock code scales queries by position, over up to ``length`` positions."""
+    """Return the largest factor by which stock code multiplies a query for its position, over up to ``length``
+    positions."""
     if rotary.growth is None:
         return 1.0
     growth, positions = rotary.growth
@@ -234,7 +238,8 @@ def query_growth(rotary: Rotary, length: int) -> float:
 
 
 def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of each head's query·key products after rotation by any angles."""
+    """Return bounds of each head's query·key products after rotation by any angles, for queries and keys without norms.
+    scale: the factor on the products."""
     heads, group = len(query.peaks), len(query.peaks) // len(key.peaks)
     exact, error = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
     for h in range(heads):
@@ -259,7 +264,8 @@ def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmet
 
 
 def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, float]:
-    """Return bounds of ‖D·A·n‖ and ‖D·(A·n + c)‖ for ‖n‖ ≤ 1, A·Aᵀ = ``gram``, c = ``shift``, D = diag(``factors``)."""
+    """Return upper bounds on ‖D·A·n‖ and ‖D·(A·n + c)‖ over all n with ‖n‖ ≤ 1. A·Aᵀ is ``gram``, c is ``shift`` and D
+    is diag(``factors``)."""
     scaled, fixed = outer_scaled(gram, factors), shift * factors
     long, added = math.sqrt(largest_eigenvalue(scaled)), float(fixed.norm())
     if not (long > 0 and 0 < added < math.inf and long < math.inf):
@@ -273,8 +279,8 @@ def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Capped:
-    """Bounds of the steps of a soft cap c·tanh(x/c), in x's shape: ``quotient``, ``tanh``, ``result``. ``error``: the
-    result's error from rounding."""
+    """Bounds of the three steps of a soft cap c·tanh(x/c), in the shape of x. ``error`` bounds the result's rounding
+    error."""
 
     quotient: Tensor
     tanh: Tensor
@@ -283,7 +289,7 @@ class Capped:
 
 
 def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
-    """Return bounds of the steps of a soft cap for |x| up to ``values``."""
+    """Return bounds of the steps of a soft cap cap·tanh(x/cap), for |x| up to ``values``."""
     a = arithmetic
     # Each step grows with x, so its bound is the step applied to the bound before it, rounded once.
     quotient = a.rounded(values / cap) * COMPUTED
@@ -296,17 +302,16 @@ def soft_capped(values: Tensor, cap: float, arithmetic: Arithmetic) -> Capped:
 
 
 def capped_span(span: Tensor, capped: Capped) -> Tensor:
-    """Return a bound of the difference between two scores of one query after a soft cap. span: the bound before it."""
+    """Return ``span``, a bound of the difference between two scores of one query, after a soft cap."""
     # The slope of a cap is at most 1, and both scores lie between −``result`` and ``result``.
     return torch.minimum(span + 2 * capped.error, 2 * capped.result)
 
 
 def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return how far a mask must lower masked scores so that they get no weight, fp64 [heads]. A fully masked row is
-    not covered.
+    """Return how far a mask must lower scores so that masked positions get an attention weight of 0, fp64 [heads].
 
-    span: bound of the difference between two scores of one query. scores: bound of |score|. bias: position biases
-    [buckets, heads]."""
+    span: bounds of the difference between two scores of one query. scores: bounds of |score|. bias: position biases
+    [buckets, heads]. A query whose positions are all masked is not covered."""
     a = arithmetic
     # Stock masks only add −65504. If the weights of all masked positions sum to less than 2⁻²⁵, each is 0 in fp16.
     reach = (26 + math.log2(a.max_length)) * math.log(2)
@@ -320,7 +325,7 @@ def masked_span(span: Tensor, scores: Tensor, bias: Tensor | None, arithmetic: A
 
 @dataclass(frozen=True)
 class Context:
-    """An attention's context: the sum over positions of values times attention weights."""
+    """Bounds of an attention's context, which is the sum over positions of values times attention weights."""
 
     values: LinearBound
     total: float  # the largest sum of one row's weights after rounding and dropout; none is negative
@@ -329,7 +334,8 @@ class Context:
 
 
 def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Context:
-    """Return the bounds of values summed with attention weights. keep: 1 − p of the weights' dropout, rounded down."""
+    """Return the bounds of an attention's context, which sums values times attention weights. keep: 1 − p for dropout
+    of the weights with probability p, rounded down."""
     a = arithmetic
     total = a.attention_sum
     if keep != 1.0:
@@ -341,7 +347,8 @@ def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Contex
 def attention_output(
     context: Context, weight: Tensor, bias: Tensor | None, heads: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of an attention's output projection. weight: [d, inner]. bias: [d]."""
+    """Return the bounds of an attention's output projection. weight: [d, inner]. bias: [d]. heads: the queries'
+    heads."""
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
     size = weight.shape[1] // heads

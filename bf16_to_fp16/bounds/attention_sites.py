@@ -1,4 +1,4 @@
-"""Bound and record the sites of an attention: its linears, rotation, scores by head, context and output projection."""
+"""Bound and record the sites of an attention: linears, rotation, scores of each head, context and output projection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .module_findings import ModuleFindings, Normed, Projected
 
 
 class AttentionSites:
-    """Bounds the sites of one attention and records the bounds in ``findings``."""
+    """Computes the bounds of one attention's sites and records them in ``findings``."""
 
     def __init__(self, findings: ModuleFindings, sublayer: Attention) -> None:
         self.findings, self.sublayer, self.a = findings, sublayer, findings.arithmetic
@@ -31,7 +31,8 @@ class AttentionSites:
         self.seen_at_once = replace(self.a, max_length=layout.most_keys(sublayer, self.a.max_length))
 
     def output(self, source: Normed, memory: Normed | None) -> Projected:
-        """Bound and record all sites; return the output projection's bounds. memory: the encoder's output."""
+        """Bound and record all sites; return the bounds of the output projection. source: the attention's input.
+        memory: the encoder's output, which cross-attention reads."""
         sublayer, findings = self.sublayer, self.findings
         other = memory if sublayer.memory else self.summed(*source) if sublayer.block else source
         assert other is not None
@@ -58,7 +59,8 @@ class AttentionSites:
         return findings.project(sublayer.output, weight, projection, entering, mean_square)
 
     def summed(self, source: NormOutput, square: Tensor) -> Normed:
-        """Record LongT5's block sums and their norm; return bounds that hold for a token and for a normed block sum."""
+        """Record the sums over blocks of tokens that LongT5's global attention reads, and their norm. Return bounds
+        that hold for a token and for a normalised sum. square: mean squares of ``source``."""
         size, length = self.findings.layout.positions_per_sum(self.sublayer), self.a.max_length
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)
@@ -67,7 +69,8 @@ class AttentionSites:
         return either(source, normed), torch.maximum(square, normed_square)
 
     def scores(self, query: tuple[LinearBound, Tensor], key: tuple[LinearBound, Tensor]) -> None:
-        """Record the scores. query, key: bounds and mean squares of the linear's output."""
+        """Record the sites from queries and keys to attention weights. query, key: bounds and mean squares of linears'
+        outputs."""
         sublayer, rotary = self.sublayer, self.sublayer.rotary
         if rotary is None:
             self.scored(attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale))
@@ -82,21 +85,21 @@ class AttentionSites:
             self.rotated_scores(rotary, query[0], key[0])
 
     def head_norm(self, path: str, linear: LinearBound, square: Tensor, heads: int) -> tuple[NormOutput, int]:
-        """Record the norm of queries, keys or values; return its output and the number of heads that it spans. square:
-        mean squares of the norm's input."""
+        """Record a norm of queries, keys or values; return its output and the number of heads that it spans. linear,
+        square: bounds and mean squares of the norm's input."""
         together = heads if self.sublayer.norms_whole else 1
         bound, square = (x.view(heads // together, -1) for x in (linear.bound, square))
         longest = float(bound.norm(dim=1).max())
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
 
     def normed_values(self, linear: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
-        """Record the values' norm; return its output's bounds (as an identity linear's) and mean squares."""
+        """Record the norm of the values; return bounds and mean squares of an identity linear on its output."""
         source, _ = self.head_norm(self.sublayer.value_norm, linear, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)
 
     def rotated_scores(self, rotary: Rotary, query: LinearBound, key: LinearBound) -> None:
-        """Record rotated queries and keys that have no norms, and their scores."""
+        """Record the rotation of queries and keys that have no norms, and the sites of their scores."""
         sublayer, a = self.sublayer, self.a
         one = attention.rotated_linear(query, self.heads, rotary, a, attention.query_growth(rotary, a.max_length))
         other = attention.rotated_linear(key, self.kv_heads, rotary, a)
@@ -111,7 +114,7 @@ class AttentionSites:
         self.scored(attention.linear_scores(one, other, a, self.scale))
 
     def raise_outputs(self, rotated: Mapping[str, Tensor]) -> None:
-        """Raise modules' output bounds to at least ``rotated``, the bounds after rotation."""
+        """Raise modules' recorded output bounds to at least their bounds after rotation, which are ``rotated``."""
         # The same exponents scale an output before and after rotation, so both must fit.
         for path, most in rotated.items():
             bound, square = self.findings.outputs[path]
@@ -126,7 +129,7 @@ class AttentionSites:
             self.note(f"{self.sublayer.at}:{operation}", SiteKind.ROTATION, most)
 
     def scored(self, scores: attention.ScoreBounds) -> None:
-        """Record the sites from query·key products to attention weights."""
+        """Record the sites from query·key products to attention weights. scores: the products' bounds."""
         sublayer, findings = self.sublayer, self.findings
         self.note(f"{sublayer.at}:scores", SiteKind.SCORES, scores.product, scores.partial)
         scaled = self.rounded(scores.product * self.scale) if sublayer.scaled else scores.product
@@ -158,7 +161,7 @@ class AttentionSites:
         findings.scores[sublayer.at] = ScoreRange(largest(product), largest(torch.maximum(biased, top)), excess)
 
     def position_bias(self) -> Tensor:
-        """Return the largest position bias of each head; 0 without bias tables."""
+        """Record the position biases; return the largest magnitude for each head. It is 0 without tables of biases."""
         offset = torch.zeros(self.heads, dtype=torch.float64)
         for name in filter(None, (self.sublayer.bias, self.sublayer.block_bias)):
             table = self.findings.tensor(name)
@@ -170,6 +173,6 @@ class AttentionSites:
 
 
 def excess_bits(values: Tensor, fixed: Tensor | float = 0.0) -> Tensor:
-    """Return how many bits ``values`` must lose so that ``values`` + ``fixed`` fits fp16; inf if ``fixed`` fills it."""
+    """Return log₂ of the factor by which ``values`` must shrink so that ``values`` + ``fixed`` fits fp16."""
     room = (PROOF_LIMIT - torch.as_tensor(fixed, dtype=torch.float64)).clamp(min=0)
-    return (values / room).nan_to_num(nan=1.0, posinf=torch.inf).clamp(min=1).log2()
+    return (values / room).nan_to_num(nan=1.0, posinf=torch.inf).clamp(min=1).log2()  # inf without room

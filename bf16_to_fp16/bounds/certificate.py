@@ -1,8 +1,8 @@
-"""The bounds of one model: a walk along its residual stream, which bounds every site.
+"""Bound every site of one model in a walk along its residual stream.
 
 A norm turns any input into n with ‖n‖₂ ≤ √d, times the gain. So every sublayer has a bounded input, and the stream is
-at most the embedding plus the most that sublayers add. Roundings add terms to a bound: where large products cancel, a
-factor would be too small."""
+at most the embedding plus the most that sublayers add. Rounding errors are added to a bound as terms: a factor on it
+would be too small where large products cancel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .spectral import Spectra
 
 
 def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
-    """Record the sites of the head. source: the last norm's output."""
+    """Record the sites of a model's head, the linears that give logits or classes. source: the last norm's output."""
     (final, square), layout, a, note = source, findings.layout, findings.arithmetic, findings.note
     scale, keep = layout.head_scale, findings.kept("head") if head.dropout else 1.0
     if scale != 1.0:
@@ -79,7 +79,7 @@ def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
 
 
 def linear_on_norm(findings: ModuleFindings, linear: HeadLinear, source: Normed) -> tuple[Tensor, Tensor]:
-    """Record a head's first linear; return the bounds and expected mean squares of its outputs."""
+    """Record a head's first linear; return the bounds and mean squares of its outputs. source: the norm's output."""
     table, bias = findings.checked(linear.weight, findings.read(linear.weight)), findings.tensor(linear.bias)
     final, square = source
     bounds, partials, expected, start = [], [], [], 0
@@ -135,7 +135,8 @@ class _StreamWalk(ModuleFindings):
         return feed_forward_sites(self, sublayer, source)
 
     def begin(self, ends: StackEnds) -> None:
-        """Start the residual stream from the embedding's largest entries, or from the first norm's output."""
+        """Record the embedding's sites and set the stream's first bounds. These come from the embedding's largest
+        entries, or from the output of a norm on it."""
         a = self.arithmetic
         amax, square, length = self.table(self.layout.table(ends))
         self.note(f"{ends.embedding}:embedding", SiteKind.EMBEDDING, amax)
@@ -173,8 +174,8 @@ class _StreamWalk(ModuleFindings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Record a projector; return bounds and mean squares of its output. The input is any fp16 vector, before a
-        LayerNorm with mean |x| up to ``MOST_MEAN``."""
+        """Record a projector, which brings another model's outputs into the stream; return bounds and mean squares of
+        its output. Its input is any fp16 vector, before a LayerNorm one with mean |x| up to ``MOST_MEAN``."""
         width = self.layout.input_width(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         unknown, longest = torch.ones_like(entering), FP16_MAX * math.sqrt(width)
@@ -210,15 +211,16 @@ class _StreamWalk(ModuleFindings):
             head_sites(self, self.layout.head, (final, square))
 
     def read_by(self, path: str) -> Normed:
-        """Return a sublayer's input with its mean squares: the output of the norm at ``path``, or the stream for ""."""
+        """Record the norm at ``path``; return its output with mean squares. For an empty ``path`` return the stream
+        itself."""
         if not path:
             return stream_itself(self.stream_axes, self.stream), self.stream_square
         length = min(float(self.stream.norm()), self.stream_norm)
         return self.normalised(path, self.stream, self.stream_square, length)
 
     def join(self, sublayer: Sublayer, branch: Projection, expected: Tensor) -> None:
-        """Add a projection's output to the stream, through the post-norm if any. expected: the output's mean
-        squares."""
+        """Add a sublayer's output to the stream, through the post-norm if there is one. branch, expected: bounds and
+        mean squares of the output projection."""
         axes = None
         if sublayer.post_norm:
             length = min(branch.length, float(branch.bound.norm()))
@@ -235,8 +237,8 @@ class _StreamWalk(ModuleFindings):
             self.note(w.add, SiteKind.RESIDUAL, self.stream)
 
     def add(self, sublayer: Sublayer, projection: Projection, square: Tensor, axes: Tensor | None) -> None:
-        """Add a sublayer's output to the stream. square: the output's mean squares. axes: squared axes of an ellipsoid
-        that holds the output, if known."""
+        """Add a sublayer's output to the stream's bounds. projection, square: bounds and mean squares of the output.
+        axes: the squared axes of an ellipsoid that contains the output, if known."""
         keep, branch = min(self.kept("stream"), self.kept("branch")), projection.bound
         width = branch.numel()
         length = min(projection.length, float(branch.norm())) / keep * (1 + self.arithmetic.unit)
@@ -262,7 +264,7 @@ class _StreamWalk(ModuleFindings):
         self.note(sublayer.add, SiteKind.RESIDUAL, self.stream)
 
     def multiply(self, sublayer: FeedForward) -> None:
-        """Scale the stream by the learned scalar at the end of a layer."""
+        """Multiply the stream's bounds by the learned scalar at the end of a layer."""
         scalar, a = self.tensor(sublayer.scalar), self.arithmetic
         assert scalar is not None
         factor, width = largest(scalar.abs().double()), self.stream.numel()
@@ -285,12 +287,14 @@ def bound(
     advance: Callable[[int, int], None] | None = None,
     until_one_fails: bool = False,
 ) -> Certificate:
-    """Return the certificate of a layout's model with the given weights.
+    """Return the certificate of the model that ``layout`` describes, with the given weights.
 
-    target: ``norm-safe`` adds the squares of the stream, for norms in fp16. ``fp16-accumulate`` makes every sum in fp16
-    as well. ``train`` adds dropout, and limits gate pre-activations to 147.8 under gelu_new. spectra: bounds of
-    eigenvalues of nearly equal weights. advance: called with the sublayers done and all. Raises UserError for an
-    unknown target, or an activation without a bound."""
+    target: the arithmetic to bound. "norm-safe" adds the squares of the stream, for norms in fp16. "fp16-accumulate"
+    also makes every sum in fp16. "train" adds dropout, and limits a gate's output before gelu_new to 147.8. refine: the
+    number of rows of a feed-forward's output that may get a tighter bound each. spectra: bounds of eigenvalues of
+    nearly equal weights. advance: called with the number of sublayers done and of all. until_one_fails: whether to stop
+    after a sublayer with a site over its limit. Raises UserError for an unknown target, or an activation without a
+    bound."""
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
     limits: dict[str, float] = {}
@@ -307,12 +311,13 @@ def bound(
 
 
 def is_certified(layout: Layout, weights: TensorReader, arithmetic: Arithmetic, target: str, spectra: Spectra) -> bool:
-    """Return whether the certificate for ``target`` holds. The walk stops at the first site over its limit."""
+    """Return whether the certificate for ``target`` holds, ending the walk at the first sublayer that fails."""
     return bound(layout, weights, arithmetic, target=target, spectra=spectra, until_one_fails=True).holds
 
 
 def fp16_weights(checkpoint: TensorSource, layout: Layout) -> TensorReader:
-    """Return a reader of a checkpoint's weights, rounded to fp16. A gain with an offset is in fp32, offset included."""
+    """Return a function that reads a tensor by its name, rounded to fp16. A norm's gain to which stock code adds an
+    offset is read in fp32, with the offset added."""
 
     def read(name: str) -> Tensor:
         tensor = layout.tensors[name]

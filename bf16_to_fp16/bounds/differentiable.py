@@ -1,5 +1,5 @@
-"""Bounds of the sites that rescaling cannot lower, as differentiable functions of the weights in training: fp32, on the
-weights' device."""
+"""Bounds of the sites that rescaling cannot lower, as differentiable functions of the weights of a model in training.
+They are computed in fp32 on the weights' device."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ Owner = tuple[str, Callable[[Tensor], Tensor]]
 
 
 class DifferentiableBounds:
-    """Bounds of the sites that only training can lower, named as in the audit. weights: returns a tensor's present
-    value. stream: whether to bound the residual stream, too."""
+    """Computes bounds of the sites that only training can lower, under the names that the audit gives them. weights: a
+    function that returns a tensor's present value. stream: whether to bound the residual stream too."""
 
     def __init__(self, layout: Layout, weights: TensorReader, *, stream: bool = False) -> None:
         self.layout, self.read, self.arithmetic, self.stream = layout, weights, Arithmetic(), stream
@@ -58,15 +58,17 @@ class DifferentiableBounds:
 
     @full_precision()
     def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return the bounds by site, one for each row, head or channel: fp32, without a graph. again: reuse the last
-        means of LayerNorms' inputs, for weights that have hardly changed."""
+        """Return the bounds of each site in fp32 without a graph, one for each row, head or channel. only: the sites to
+        bound. again: whether to reuse the last bounds of LayerNorms' input means, for weights that have hardly
+        changed."""
         wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again
             return _Walk(*live, self.fixed, self.stream, wanted).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return, by site, the tensors by which training may lower the site's bound. Pre-norms' gains are left out."""
+        """Return the tensors by which training may lower a site's bound, for each site. The gains of norms before
+        sublayers are left out."""
         layout, owners = self.layout, dict[str, list[Owner]]()
 
         def linear(path: str, view: Callable[[Tensor], Tensor]) -> list[Owner]:
@@ -109,16 +111,16 @@ class DifferentiableBounds:
 
     @full_precision()
     def at(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the bounds of chosen elements by site, with an autograd graph. wanted: the elements' indices by site.
-        The means of LayerNorms' inputs are taken from the last ``measure``."""
+        """Return the bounds of chosen elements with an autograd graph. wanted: the elements' indices by site."""
+        # LayerNorms' input means are those that the last ``measure`` found.
         live = self.layout, self.read, self.arithmetic, self.means, False
         return _Walk(*live, self.fixed, self.stream, wanted).run()
 
 
 @dataclass(eq=False)
 class _Walk(LiveWeights):
-    """Computes the bounds in one pass. fixed: linears and norms whose outputs no exponent scales. wanted: by site, the
-    elements to bound; None for all."""
+    """Computes the bounds in one pass along the residual stream. fixed: the linears and norms whose outputs no exponent
+    of a plan scales. wanted: the indices of the elements to bound, by site; None for all."""
 
     fixed: Collection[str]
     with_stream: bool
@@ -155,7 +157,8 @@ class _Walk(LiveWeights):
         return self.bounds
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
-        """Record the sites of the head, and the final norm's if no exponent scales its output."""
+        """Record the sites at the end of a stack: those of the head, and the final norm's if no exponent of a plan
+        scales it. source: the final norm's output."""
         norm = stack.ends.norm
         if stack.is_encoder:
             self.memory = source
@@ -184,7 +187,8 @@ class _Walk(LiveWeights):
         return self.normalised(ends.first_norm, amax).exact if ends.first_norm else amax
 
     def projected(self, w: Projector) -> Tensor:
-        """Return the bounds of a projector's output by channel, with the certificate's formulas."""
+        """Return the bounds of each output channel of a projector, which brings another model's outputs into the
+        stream. The formulas are the certificate's."""
         gain, shift = self.weight(f"{w.norm}.weight"), self.weight(f"{w.norm}.bias")
         gain = torch.ones(self.layout.input_width(w), device=self.axes.device) if gain is None else gain
         if w.layer_norm_eps is None:
@@ -204,14 +208,14 @@ class _Walk(LiveWeights):
         return rows_of(weight.mT, None, source).partial
 
     def first_axes(self, ends: StackEnds) -> Tensor:
-        """Return the squared axes of an ellipsoid that holds the stream at its start."""
+        """Return the squared axes of an ellipsoid that contains the stream at its start."""
         table = self.weight(self.layout.table(ends))
         assert table is not None and self.stream is not None
         return enclosing_axes(self.stream, lengths(table).amax() * self.layout.embedding_scale(ends))
 
     def outputs(self, sublayer: Sublayer, source: NormOutput) -> tuple[Mapping[str, Tensor], Tensor]:
-        """Return the bounds of output projections, by path, and of the sublayer's output; {} and 0 where a post-norm
-        makes both unnecessary."""
+        """Return the bounds of a sublayer's output projections, by module path, and of its output. Return {} and 0 if a
+        post-norm follows that can be bounded without them."""
         if sublayer.post_norm and not self.with_stream and not self.centred:
             return {}, torch.zeros(())
         if isinstance(sublayer, Attention):
@@ -257,12 +261,13 @@ class _Walk(LiveWeights):
         return self.normalised(path, self.stream)
 
     def linear_site(self, path: str, source: NormOutput) -> None:
-        """Record a linear whose output no exponent scales. If gate and neurons share one matrix, it is one linear."""
+        """Record the bounds of a linear whose output no exponent of a plan scales."""
         at = None if self.wanted is None else self.wanted[path]
         self.bounds[path] = self.linear(path, source, at).partial * (1 + self.linear_error(source.gain.numel()))
 
     def head(self, head: Head, final: NormOutput) -> None:
-        """Record the sites of a head's linears and, where a language model has one, of the sum with ``logits_bias``."""
+        """Record the sites of a head's linears. In a language model with a separate bias of the logits, also record the
+        sum with it. final: the final norm's output."""
         layout, (first, *others) = self.layout, head.linears
         offset = None
         if layout.stock.is_language_model and layout.family.logits_bias:
@@ -283,8 +288,9 @@ class _Walk(LiveWeights):
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
-        """Record a head's linear under the name ``site``. If all rows are wanted, ``ROWS_AT_A_TIME`` are computed at
-        once. added: a bias that stock code adds to the output."""
+        """Record a head's linear under the name ``site``. If all rows are wanted, ``ROWS_AT_A_TIME`` of them are
+        computed at once. error: the factor on the bounds for rounding. added: a bias that stock code adds to the
+        output."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)
@@ -300,7 +306,8 @@ class _Walk(LiveWeights):
         self.bounds[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
-        """Record bounds by head: of query·key products, of biased scores, and of the drop that takes a weight to 0."""
+        """Record an attention's bounds for each head: of query·key products, of scores with position bias, and of
+        masked scores. The last are how far a mask must lower scores so that masked positions get no weight."""
         # Where the mask is −inf there is no third site.
         sites = [f"{sublayer.at}:scores", sublayer.joining, *(() if sublayer.radius else (f"{sublayer.at}:masked",))]
         if self.wants(*sites):
@@ -309,8 +316,8 @@ class _Walk(LiveWeights):
                 self.note(site, bound)
 
     def read_by_keys(self, sublayer: Attention, source: NormOutput) -> NormOutput:
-        """Return the input of keys and values: the encoder's output in cross-attention, else the sublayer's own input.
-        With global blocks (LongT5) the result also covers the normed block sums."""
+        """Return the input of keys and values: the encoder's output in cross-attention, else ``source``, the sublayer's
+        own input. In LongT5's global attention it also covers the normalised sums of token blocks."""
         if sublayer.memory:
             assert self.memory is not None
             return self.memory
@@ -334,5 +341,5 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return a weight or bias by head, [heads, …]. number: which of several ``fused`` linears to take."""
+    """Return a weight or bias as [heads, …]. number: the index of the linear among ``fused`` ones."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)

@@ -1,8 +1,8 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-Let û and ŵ be the rows of gate and linear at unit length. Neurons scaled to at most 1 sum to at most M = ½·λmax(Σ ûûᵀ +
-ŵŵᵀ). So a row of a gated output projection is at most the sum of its M largest entries. A plain one is at most the
-maximum over a ball of radius √λmax(Σ ŵŵᵀ)."""
+Let û and ŵ be the rows of gate and linear at unit length, and scale every neuron to at most 1. Gated neurons then sum
+to at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so an output is at most the sum of the M largest entries of its row in the output
+projection. Plain neurons lie in a ball of radius √λmax(Σ ŵŵᵀ), so an output is at most the maximum over that ball."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ WORTH_REFINING = 2.0**0.25
 
 
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
-    """Return two linears on one norm's output as linear maps alone: shift and bias become one more column."""
+    """Return two linears on one norm's output with their constant parts moved into the matrices. Shift and bias become
+    one more column, and both centres 0."""
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
     share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
@@ -52,7 +53,8 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 
 
 class GatedNeurons:
-    """Gated neurons Φ(x)·x·y of a norm's output n: gate x = u·n, linear y = w·n, biases included."""
+    """Bounds of gated neurons Φ(x)·x·y on a norm's output n, where x = u·n is the gate and y = w·n the linear. Biases
+    are included. Every activation is Φ(x)·x with 0 ≤ Φ ≤ 1."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -90,13 +92,14 @@ class GatedNeurons:
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor, label: str) -> tuple[Tensor, Tensor]:
-        """Return upper bounds of out·neurons and −out·neurons by row, without the neurons' rounding: fp64 [d] each.
-        label: the name of ``out`` under which ``spectra`` keeps the result."""
+        """Return upper bounds of each row's out·neurons and −out·neurons, fp64 [d] each, without the neurons' rounding
+        errors."""
+        # ``label`` names ``out`` in the results that ``spectra`` keeps.
         both = self.spectra.once((label, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the bounds that ``rows`` multiplies by ``self.scale``, fp64 [d]."""
+        """Return a bound of |out·neurons|/``scale`` for each row of ``out``, fp64 [d]."""
         dtype = working_dtype(out)
         unit_size = self.size / self.scale
         caps, size = self.caps.to(dtype), unit_size.to(dtype)
@@ -120,11 +123,12 @@ class GatedNeurons:
         return torch.cat(best) * COMPUTED
 
     def row(self, out: Tensor, number: int) -> float:
-        """Return a bound of |out·neurons| for one row, tighter than that of ``rows``. number: the row's index."""
+        """Return a tighter bound of |out·neurons| than ``rows`` for one row ``out``. number: the row's index."""
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
-        """Return the bound of ``row`` divided by ``self.scale``."""
+        """Return a bound of |out·neurons|/``scale`` for one row ``out``, from its own eigenvalue. number: the row's
+        index."""
         wide = out.double()
         values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
@@ -140,11 +144,12 @@ class GatedNeurons:
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
-        """Return the least that ``row`` can return for ``out``: its largest term of one neuron."""
+        """Return a limit below which ``row`` cannot fall: the largest term of one neuron in out·neurons."""
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return, by row, how far the neurons' rounding moves out·neurons, fp64 [d]. exact: bounds from ``rows``."""
+        """Return bounds of how far the neurons' rounding moves out·neurons for each row of ``out``, fp64 [d]. exact:
+        the larger bounds from ``rows``."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -158,7 +163,8 @@ class GatedNeurons:
 
 
 class PlainNeurons:
-    """Neurons act(x), x = w·n + c, with −m ≤ act(x) ≤ max(x, 0), m from ``LOWEST``. Methods as in ``GatedNeurons``."""
+    """Bounds of neurons without a gate: act(x), x = w·n + c, on a norm's output n. Here −m ≤ act(x) ≤ max(x, 0), with m
+    from ``LOWEST``. The methods do the same as in ``GatedNeurons``."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -192,8 +198,8 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the bounds of ``rows`` as two terms, fp64 [term, sign of ``out``, d]. The first is from w·n, divided
-        by ``scale``. The second is from the constants c and m, not divided."""
+        """Return the two terms of the bounds in ``rows``, fp64 [term, sign of ``out``, d]. The first comes from w·n and
+        is divided by ``scale``. The second comes from the constants c and m and is not divided."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)
@@ -214,7 +220,7 @@ class PlainNeurons:
         return torch.cat(pairs, 1).view(2, 2, -1)
 
     def capped_rows(self, out: Tensor, direction: int) -> Tensor:
-        """Return, by row, another bound of the term from w·n: a negative c makes it tighter. direction: out's sign."""
+        """Return a second bound of each row's w·n term, tighter for negative c. direction: the sign of ``out``."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -226,7 +232,8 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return the two terms of ``unit_rows`` for one row. This row's own eigenvalue makes the first term tighter."""
+        """Return the two terms of ``unit_rows`` for one row, whose own eigenvalue makes the first tighter. number: the
+        row's index. direction: the sign of ``out``."""
         name, dtype = self.linear.matrix.name, working_dtype(self.linear.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale
@@ -251,7 +258,7 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return, by row, a bound of the rounding error of Σ c_i·w_i: n·u·Σ v_i for n ``values`` v_i = |c_i|·‖w_i‖."""
+        """Bound the rounding error of each row's Σ c_i·w_i by n·u·Σ v_i, with n ``values`` v_i = |c_i|·‖w_i‖."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
@@ -263,8 +270,8 @@ Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 def feed_forward_output(
     neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of a feed-forward's output projection. refine: how many rows, those with the largest bounds,
-    may get an eigenvalue of their own."""
+    """Return the bounds of a feed-forward's output projection. refine: the number of rows that may get an eigenvalue of
+    their own, which tightens the largest bounds."""
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
     up, down = neurons.rows(weight, "output")
@@ -290,7 +297,7 @@ def feed_forward_output(
 
 
 def output_length(neurons: Neurons, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> float:
-    """Return a bound of the length ‖·‖₂ of a feed-forward's output."""
+    """Return an upper bound on the length ‖·‖₂ of a feed-forward's output."""
     a = arithmetic
     # ‖W·x‖ ≤ Σ ‖column_i‖·|x_i|: one more row, of column lengths.
     columns = column_norms(weight)[None] * COMPUTED

@@ -21,7 +21,8 @@ OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
 def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: Normed) -> Projected:
-    """Record the sites of a feed-forward on a norm's output; return the bounds of its output projection."""
+    """Record the sites of a feed-forward; return bounds and mean squares of its output projection. source: the norm's
+    output that it reads."""
     linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
     names = frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS)
     keep = findings.kept("neurons")
@@ -48,7 +49,7 @@ def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: 
 
 
 def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: LinearBound) -> None:
-    """Record the sites inside the activation."""
+    """Record the sites inside a feed-forward's activation. before: the bounds of the activation's input."""
     # Each value is at most |x|, or a constant because |tanh| ≤ 1. What gelu_new computes before its tanh has no limit:
     # from |x| = 40.3 on it is inf in fp16, which tanh maps to ±1.
     note, after = findings.note, findings.rounded(before.bound)
@@ -63,7 +64,8 @@ def activation_sites(findings: ModuleFindings, sublayer: FeedForward, before: Li
 
 
 def experts_sites(findings: ModuleFindings, sublayer: Experts, source: Normed) -> Projected:
-    """Record the sites of a router and its experts; return the bounds of the sum of one token's expert outputs."""
+    """Record the sites of a router and its experts. Return bounds and mean squares of their output, the sum of the
+    experts that one token uses."""
     (read, square), a, note = source, findings.arithmetic, findings.note
     if a.train and sublayer.noise:
         # Where the norm's output is in fp32 already, stock code multiplies what the experts read as well.

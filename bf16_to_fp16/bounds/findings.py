@@ -1,4 +1,4 @@
-"""The certificate as data, and the source's bounds before rescaling."""
+"""The certificate as data, and the bounds of a source checkpoint before its plan is made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .arithmetic import Arithmetic
 
 @dataclass(frozen=True)
 class Certificate:
-    """The bounds of every site of a model, with the arithmetic that they assume."""
+    """The bounds of every site of a model for any input, with the assumptions about arithmetic that they need."""
 
     sites: tuple[BoundEntry, ...]
     arithmetic: Arithmetic
@@ -27,11 +27,12 @@ class Certificate:
 
     @property
     def headroom_bits(self) -> float:
-        """log2(limit / bound) at the tightest site."""
+        """The smallest log2(limit / bound) of all sites."""
         return min((site.headroom_bits for site in self.sites), default=math.inf)
 
     def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
-        """Return the report's ``certificate``. observed: each site's largest observed value. sites: list the sites."""
+        """Return a report's ``certificate`` entry. observed: the largest observed value by site. sites: whether to list
+        the sites."""
         largest = observed or {}
         listed = [site.model_copy(update={"observed": largest.get(site.name)}) for site in self.sites]
         more: dict[str, Any] = {"sites": listed} if sites else {}
@@ -47,8 +48,9 @@ class Certificate:
 
 @dataclass(frozen=True)
 class SourceBounds:
-    """Bounds of the source when only its streams are rescaled, by ``exponents``; LayerNorms' bounds depend on these
-    through eps. immovable: sites over their limit whose values no rescaling lowers."""
+    """Bounds of a source checkpoint whose streams alone are rescaled. ``ranges`` has the bounds of each module.
+    ``exponents`` has the exponent of each stream, on which LayerNorms' bounds depend through eps. ``immovable`` names
+    the sites over their limit whose values no rescaling lowers."""
 
     ranges: Mapping[str, ModuleRange]
     exponents: Mapping[str, int]

@@ -1,4 +1,4 @@
-"""A table of the kinds of sites in a certificate, and the traits of each kind."""
+"""The kinds of sites in a certificate, and how each kind is treated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class SiteKind(StrEnum):
-    """The quantity at a site, as a report names it."""
+    """The kind of quantity at a site, as a report names it."""
 
     EMBEDDING = "embedding"
     RESIDUAL = "residual"
@@ -37,7 +37,7 @@ class SiteKind(StrEnum):
 
 
 class Line(StrEnum):
-    """A curve in the figures. The values are class names in style sheets."""
+    """A curve in a report's figures. The values are the curves' class names in style sheets."""
 
     STREAM = "stream"
     ATTENTION = "attention"
@@ -48,8 +48,8 @@ class Line(StrEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """How sites of one kind are treated. ``line``: its curve in figures, None if not drawn. ``movable``: whether
-    rescaling, which is exact, can lower its values."""
+    """How sites of one kind are treated. ``line`` is their curve in figures, None if they are not drawn. ``movable``
+    tells whether rescaling can lower their values without a change of the function."""
 
     line: Line | None = None
     movable: bool = True
@@ -70,5 +70,5 @@ _TRAITS: Mapping[str, Traits] = {
 
 
 def traits(kind: str) -> Traits:
-    """Return the traits of a kind, or the default ones for an unknown kind from a report."""
+    """Return the traits of a kind of site. A kind without an entry has the default ones."""
     return _TRAITS.get(kind, Traits())

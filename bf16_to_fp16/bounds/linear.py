@@ -1,7 +1,7 @@
-"""Bounds of linear maps on a norm's output: n with ‖n‖₂ ≤ √d, times a gain, plus a shift.
+"""Bounds of linear maps on a norm's output, a vector n with ‖n‖₂ ≤ √d, times a gain, plus a shift.
 
-Let A be a weight W times the gain. Row i of a linear on a norm is at most √d·‖A_i‖ (Cauchy-Schwarz); a shift and a bias
-add at most |W·shift + bias|."""
+Let A be a weight W times the gain. Output i of a linear is then at most √d·‖A_i‖ (Cauchy-Schwarz), where A_i is a row.
+A shift and a bias add at most |W·shift + bias|."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NORM_ERROR = 2.0**-10  # relative error allowed to a LayerNorm in fp32, on input
 
 @dataclass(frozen=True)
 class NormOutput:
-    """A norm's output with its rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``; vectors are fp64 [d]. Each
-    component of the error is at most ``relative``·(|gain·n| + |shift|) + ``absolute``."""
+    """The outputs that a norm can have with rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``. Each component of
+    the error is at most ``relative``·(|gain·n| + |shift|) + ``absolute``. Vectors are fp64 [d]."""
 
     gain: Tensor
     shift: Tensor | None
@@ -31,7 +31,7 @@ class NormOutput:
     most: Tensor | None = None  # a second bound of each component
 
     def scaled(self, factor: float, arithmetic: Arithmetic) -> NormOutput:
-        """Return the output multiplied by a number and rounded once more."""
+        """Return the norm's output multiplied by a factor and rounded once more."""
         if factor == 1.0:
             return self
         return NormOutput(
@@ -44,33 +44,34 @@ class NormOutput:
 
     @property
     def exact(self) -> Tensor:
-        """Bound of each component before any rounding: fp64 [d]."""
+        """The bound of each component before any rounding, fp64 [d]."""
         largest = self.gain.abs() * self.radius
         return largest if self.shift is None else largest + self.shift.abs()
 
     @property
     def bound(self) -> Tensor:
-        """Bound of each component, rounding included: fp64 [d]."""
+        """The bound of each component, rounding included, fp64 [d]."""
         bound = (self.exact * (1 + self.relative) + self.absolute) * COMPUTED
         return bound if self.most is None else torch.minimum(bound, self.most)
 
     @property
     def axes(self) -> Tensor:
-        """Squared axes of an ellipsoid that holds the output, for a norm without shift: fp64 [d]."""
+        """The squared axes of an ellipsoid that contains the output of a norm without shift, fp64 [d]."""
         assert self.shift is None
         scaled, error = self.gain * self.radius * (1 + self.relative), self.absolute.square() * len(self.absolute)
         return summed_axes(scaled.square(), error)
 
     @property
     def length(self) -> float:
-        """Bound of the output's ‖·‖₂: the largest ‖gain∘n‖, plus ‖shift‖, plus the error's length."""
+        """A bound of the output's ‖·‖₂: the sum of the largest ‖gain∘n‖, ‖shift‖ and the error's length."""
         longest = float(self.gain.abs().max()) * self.radius
         longest += 0.0 if self.shift is None else float(self.shift.norm())
         return (longest * (1 + self.relative) + float(self.absolute.norm())) * COMPUTED
 
 
 def summed_axes(one: Tensor, other: Tensor) -> Tensor:
-    """Return the squared axes of an ellipsoid that holds the sums of points of two ellipsoids."""
+    """Return the squared axes of an ellipsoid that contains each sum of a point in one ellipsoid and a point in
+    another. one, other: their squared axes."""
     long, short = one.sum().sqrt(), other.sum().sqrt()
     if not (long > 0 and short > 0):
         return (one + other) * COMPUTED
@@ -81,22 +82,22 @@ def summed_axes(one: Tensor, other: Tensor) -> Tensor:
 
 
 def enclosing_axes(caps: Tensor, length: float | Tensor) -> Tensor:
-    """Return the squared axes, [d], of an ellipsoid that holds every x with |x| ≤ ``caps`` and ‖x‖₂ ≤ ``length``."""
+    """Return the squared axes [d] of an ellipsoid around all x with |x| ≤ ``caps``, ‖x‖₂ ≤ ``length``."""
     # The mean of Σ x²/(d·caps²) ≤ 1 and Σ x²/length² ≤ 1.
     box, ball = caps.square() * caps.numel(), length * length
     return box * (2 * ball / (box + ball)).nan_to_num(0.0) * COMPUTED
 
 
 def stream_itself(axes: Tensor, caps: Tensor) -> NormOutput:
-    """Return a stream that is read without a norm, as a ``NormOutput`` of radius √d. axes: squared axes of an ellipsoid
-    that holds the rounded stream. caps: bounds of its components."""
+    """Return the residual stream, which is read without a norm, as a ``NormOutput`` of radius √d."""
+    # ``axes``: squared axes of an ellipsoid that contains the rounded stream. ``caps``: bounds of its components.
     radius = math.sqrt(caps.numel())
     return NormOutput((axes.sqrt() / radius) * COMPUTED, None, radius, 0.0, torch.zeros_like(caps), caps)
 
 
 def either(one: NormOutput, other: NormOutput) -> NormOutput:
-    """Return one ``NormOutput`` that covers the outputs of two norms without shift. With G the larger gain, gain∘n is
-    G∘n' for an n' with ‖n'‖ ≤ ‖n‖."""
+    """Return one ``NormOutput`` that covers the outputs of two norms without shift. Its gain G is the larger one in
+    each channel. So any gain∘n is G∘n' for an n' with ‖n'‖ ≤ ‖n‖."""
     assert one.shift is None and other.shift is None
     return NormOutput(
         torch.maximum(one.gain.abs(), other.gain.abs()),
@@ -108,8 +109,8 @@ def either(one: NormOutput, other: NormOutput) -> NormOutput:
 
 
 def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
-    """Return bounds of a norm's output summed over ``terms`` of ``length`` positions: of each component, fp64 [d], and
-    of ‖·‖₂. Partial sums have the same bounds."""
+    """Return bounds of the sum of a norm's outputs over ``terms`` of ``length`` positions. The first is of each
+    component, fp64 [d], the second of ‖·‖₂. Partial sums have the same bounds."""
     # Stock code multiplies by a matrix of zeros and ones, so the terms are exact.
     a, grown = arithmetic, 1 + arithmetic.gamma(length)
     bound = a.summed(source.bound * terms * grown)
@@ -120,7 +121,8 @@ def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmet
 
 @dataclass(frozen=True)
 class LinearBound:
-    """The bounds of a linear on a norm's output, one for each row; vectors are fp64 [m]."""
+    """The bounds of a linear on a norm's output, one for each of its m rows. Vectors are fp64 [m]. Without rounding the
+    output is ``matrix``·n + ``centre``, ‖n‖₂ ≤ ``radius``."""
 
     matrix: Factored  # weight times gain, [m, d]
     radius: float
@@ -131,13 +133,13 @@ class LinearBound:
     partial: Tensor  # bound of the output's partial sums
 
     def scaled_rows(self, lengths: Tensor | float) -> Factored:
-        """Return ``matrix`` with rows brought to these lengths; a negative length negates its row, zero rows stay."""
+        """Return ``matrix`` with its rows scaled to these lengths. A negative length negates a row; zero rows stay."""
         # Rows shorter than fp32's least number are 0 in any product.
         length = (self.norms / (self.radius * COMPUTED)).clamp(min=torch.finfo(torch.float32).tiny)
         return replace(self.matrix, rows=lengths / length)
 
     def split(self, rows: Sequence[int]) -> list[LinearBound]:
-        """Return the bounds of the linears that share this matrix, one by one. rows: how many rows each has."""
+        """Return the bounds of each linear in a matrix that several linears share. rows: the number of rows of each."""
         vectors = (self.norms, self.centre, self.error, self.bound, self.partial)
         parts = zip(self.matrix.weight.split(rows), *(x.split(rows) for x in vectors), strict=True)
         # Without the weight's name, by which the whole matrix would be read again.
@@ -146,7 +148,7 @@ class LinearBound:
 
 @dataclass(frozen=True)
 class Projection:
-    """The output of a sublayer's projection, to be added to the residual stream."""
+    """The bounds of a sublayer's output projection, whose output is added to the residual stream."""
 
     bound: Tensor  # of each component, fp64 [d]
     partial: Tensor  # bound of each component's partial sums, fp64 [d]
@@ -154,8 +156,8 @@ class Projection:
 
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
-    """Return an RMS norm's output for any input. gain: fp64 [d], stock code's offset included. once: whether stock code
-    rounds to fp16 only after the gain."""
+    """Return all outputs of an RMS norm, for any input. gain: fp64 [d], stock code's offset included. once: whether
+    stock code rounds to fp16 only after it multiplies by the gain."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -173,8 +175,8 @@ def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) 
 
 
 def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOutput:
-    """Return ``number`` outputs of a norm as one vector, concatenated or interleaved (``by_channel``). The radius
-    follows from ‖(n₁, n₂, …)‖² ≤ number·radius²."""
+    """Return ``number`` outputs of one norm as one vector. They are interleaved by channel with ``by_channel``, else
+    concatenated. The radius follows from ‖(n₁, n₂, …)‖² ≤ number·radius²."""
     if number == 1:
         return source
 
@@ -186,7 +188,7 @@ def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOu
 
 
 def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float, arithmetic: Arithmetic) -> NormOutput:
-    """Return a LayerNorm's output for any input with mean |x| up to ``mean``. gain, shift: fp64 [d]."""
+    """Return all outputs of a LayerNorm, for any input with mean |x| up to ``mean``. gain, shift: fp64 [d]."""
     a = arithmetic
     radius = math.sqrt(gain.numel())
     if not a.exact:
@@ -202,8 +204,8 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
 
 
 def lengthened(mean: float, eps: float, width: int) -> float:
-    """Return the factor by which fp32 rounding can lengthen a LayerNorm's output beyond √d, for mean |x| up to
-    ``mean``."""
+    """Return the factor by which fp32 rounding can lengthen a LayerNorm's output beyond √``width``, for mean |x| up to
+    ``mean``. It is inf where rounding can make a variance of −eps."""
     # The mean and the standard deviation are off by at most e, ``norm_units`` of ``mean``. Let s be the exact
     # deviations' rms. The mean's error moves all deviations equally, so it is orthogonal to them. They are divided by
     # √(v + eps); the computed variance v is at least (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the
@@ -221,7 +223,8 @@ def lengthened(mean: float, eps: float, width: int) -> float:
 def bound_linear(
     source: NormOutput, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, name: str = ""
 ) -> LinearBound:
-    """Return the bounds of a linear on a norm's output. weight: [m, d], ``name`` in the checkpoint. bias: [m]."""
+    """Return the bounds of a linear on a norm's output. weight: [m, d]. bias: [m]. name: the weight's in the
+    checkpoint."""
     matrix = Factored(weight, source.gain, name=name)
     lengths = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in matrix.parts()]
     norms = source.radius * torch.cat(lengths) * COMPUTED
@@ -241,8 +244,8 @@ def bound_linear(
 
 
 def bound_box(caps: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic) -> Tensor:
-    """Return the bound, fp64 [m], of a linear and its partial sums on any fp16 vector with components up to ``caps``,
-    fp64 [n]. weight: [m, n]. bias: [m]."""
+    """Return the bounds of a linear's outputs, fp64 [m], on any fp16 vector with components up to ``caps``, fp64 [n].
+    They hold for partial sums too. weight: [m, n]. bias: [m]."""
     terms = magnitudes(weight, caps) * COMPUTED
     total = terms if bias is None else terms + bias.double().abs()
     total = total * (1 + arithmetic.gamma(weight.shape[1]))
@@ -250,13 +253,13 @@ def bound_box(caps: Tensor, weight: Tensor, bias: Tensor | None, arithmetic: Ari
 
 
 def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return matrix·vector with products and sums in fp64, a few rows at a time: fp64 [m]."""
+    """Return matrix·vector, fp64 [m], with products and sums in fp64, a few rows at a time."""
     return torch.cat([part.double() @ vector.double() for part in chunks(matrix)])
 
 
 @full_precision()
 def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return an upper bound of |matrix|·vector for a vector with no negative entry: fp64 [m], or [m, k] for [d, k]."""
+    """Return an upper bound of |matrix|·vector, fp64 [m], for a vector without negative entries; [m, k] for [d, k]."""
     if not vector.any():
         return vector.new_zeros(len(matrix), *vector.shape[1:])
     dtype = working_dtype(matrix)
@@ -288,7 +291,8 @@ def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
-    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row of values: [m]. caps: [n], positive."""
+    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row v of ``values``: [m]. caps: positive,
+    [n]."""
     count = min(values.shape[1], math.ceil(number(budget) / number(caps.min())) + 1)
     top = values.topk(count, dim=1)
     taken = caps[top.indices]
@@ -297,7 +301,7 @@ def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
 
 
 def in_ball(values: Tensor, caps: Tensor, square: float | Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return, by row v of ``values``, an upper bound of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i and ‖s‖₂² ≤ square: [m]."""
+    """Return a bound, [m], of max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i and ‖s‖₂² ≤ square, for every row v of ``values``."""
     with torch.no_grad():
         start = (values.norm(dim=1) / (2 * math.sqrt(max(number(square), 1e-30)))).clamp(min=1e-30)
         best = start
@@ -325,7 +329,7 @@ def number(value: float | Tensor) -> float:
 
 
 def products_of_rows(rows: Tensor) -> Tensor:
-    """Return an upper bound of rows·rowsᵀ in the positive semidefinite order, fp64 [n, n]. rows: a few, in fp64."""
+    """Return G, fp64 [n, n], such that G − rows·rowsᵀ is positive semidefinite, for fp64 rows [n, d]."""
     products = rows @ rows.t()
     products.diagonal().add_(products.trace() * sum(rows.shape) * 2.0**-50)
     return products
@@ -343,7 +347,7 @@ def root_of(matrix: Tensor) -> Tensor:
 
 
 def balanced(one: Tensor, other: Tensor) -> Tensor:
-    """Return √(one/other) by channel, which balances two sides of a product; 1 where a channel is always 0."""
+    """Return √(one/other), scales that balance the channels of two factors of a product; 1 where either is 0."""
     usable = (one > 0) & (other > 0)
     return torch.where(usable, (one / other.clamp(min=1e-300)).sqrt(), torch.ones_like(one)).clamp(1e-12, 1e12)
 
@@ -359,7 +363,8 @@ def quadratic(matrix: Tensor, vector: Tensor) -> float:
 
 
 def table_of(table: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return each channel's largest |x| and mean square in an embedding's rows, fp64 [d], and the largest ‖row‖₂."""
+    """Return each channel's largest |x| and mean square in an embedding, fp64 [d] each, and the largest length of its
+    rows."""
     amax = torch.zeros(table.shape[1], dtype=torch.float64)
     square = torch.zeros(table.shape[1], dtype=torch.float64)
     length = 0.0

@@ -1,5 +1,5 @@
-"""Differentiable bounds of scores, attentions and feed-forwards. The formulas are the certificate's, but for spectral
-norms (``power_iteration``) and the rounding of linears (``linear_error``)."""
+"""Differentiable bounds of attention scores, and of the outputs of attentions and feed-forwards. The formulas are the
+certificate's, except for spectral norms (``power_iteration``) and the rounding of linears (``linear_error``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .linear import NormOutput, in_ball, knapsack, layer_normalised, rms_normali
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a linear on a norm's output gain∘n + shift, ‖n‖ ≤ ``radius``."""
+    """The bounds of a linear on a norm's output gain∘n + shift, ‖n‖ ≤ ``radius``, one for each row of its matrix."""
 
     matrix: Tensor  # weight·gain, [m, d]
     radius: float | Tensor
@@ -32,14 +32,14 @@ class Rows:
     partial: Tensor  # bound of each row's partial sums
 
     def split(self, rows: Sequence[int]) -> list[Rows]:
-        """Return the linears that share this matrix, one by one. rows: how many rows each has."""
+        """Return each linear in a matrix that several linears share. rows: the number of rows of each."""
         parts = zip(*(x.split(rows) for x in (self.matrix, self.norms, self.centre, self.partial)), strict=True)
         return [Rows(matrix, self.radius, *others) for matrix, *others in parts]
 
 
 @dataclass
 class LiveWeights:
-    """The weights of a model in training."""
+    """Reads the weights of a model in training, and bounds its norms and linears."""
 
     layout: Layout
     read: TensorReader  # of present values
@@ -56,24 +56,25 @@ class LiveWeights:
         return weight, self.weight(f"{path}.bias")
 
     def linear_error(self, width: int) -> float:
-        """Relative error of a linear on a norm's output, from the rounding of norm and linear."""
+        """Return the relative error that rounding adds to a linear on a norm's output of ``width`` channels."""
         return 4 * self.a.unit + self.a.gamma(width)
 
     def linear(self, path: str, source: NormOutput, at: Tensor | slice | None = None) -> Rows:
-        """Return a linear on a norm's output as ``Rows``: all rows, or those at the indices ``at``."""
+        """Return the bounds of a linear on a norm's output. at: the indices of the rows to bound; None for all."""
         weight, bias = self.pair(path)
         if at is not None:
             weight, bias = weight[at], None if bias is None else bias[at]
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[Rows]:
-        """Return each linear in ``reads`` as ``Rows``. fused: the linears' row counts in a shared matrix, or ()."""
+        """Return the bounds of each linear in ``reads``. fused: their row counts in a shared matrix, else ()."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]
 
     def normalised(self, path: str, amax: Tensor | None = None) -> NormOutput:
-        """Return a norm's output. amax: bound of each input component; only LayerNorms need it, for the mean |x|."""
+        """Return all outputs of a norm. amax: a bound of each input component, from which a LayerNorm's mean |x| is
+        bounded."""
         gain, shift = self.pair(path)
         if not self.layout.family.centred_norm:
             return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
@@ -99,7 +100,7 @@ def rows_of(weight: Tensor, bias: Tensor | None, source: NormOutput) -> Rows:
 
 
 def homogeneous(one: Rows, other: Rows) -> tuple[Rows, Rows]:
-    """Return two linears as pure linear maps: shift and bias become one more column, as in the certificate."""
+    """Return two linears with shift and bias as one more column of each matrix, as in ``feed_forward.homogeneous``."""
     centres, norms = (torch.cat(both).abs().sum() for both in ((one.centre, other.centre), (one.norms, other.norms)))
     share = (centres / norms.clamp(min=power.SMALL)).clamp(2.0**-20, 2.0**20)
     length, radius = one.radius * share.sqrt(), one.radius * (1 + share).sqrt()
@@ -112,13 +113,13 @@ def homogeneous(one: Rows, other: Rows) -> tuple[Rows, Rows]:
 
 
 def directions(rows: Rows) -> Tensor:
-    """Return the rows at unit length; zero rows stay as they are."""
+    """Return the rows of a linear's matrix at unit length; zero rows stay as they are."""
     return rows.matrix / (rows.norms / rows.radius).clamp(min=power.SMALL)[:, None]
 
 
 def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: NormOutput) -> tuple[Tensor, ...]:
-    """Return three bounds by head: of query·key products and their partial sums, of scaled products, and of the
-    difference between two scores of one query. source: the queries' input. other: the keys'."""
+    """Return three bounds for each head: of query·key products and their partial sums, of scaled products, and of the
+    difference between two scores of one query. source, other: the inputs of queries and keys."""
     if sublayer.rotary is not None and sublayer.query_norm:
         return rotary_scores_with_norms(live, sublayer, sublayer.rotary)
     if sublayer.rotary is not None:
@@ -153,7 +154,7 @@ def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: No
 
 
 def rotary_scores_with_norms(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
-    """Return the three bounds by head of ``scores``, for queries and keys with norms and rotary positions."""
+    """Return the three bounds of ``scores`` for queries and keys that have norms and rotary positions."""
     scale = live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     if not sublayer.norms_whole:
@@ -165,7 +166,7 @@ def rotary_scores_with_norms(live: LiveWeights, sublayer: Attention, rotary: Rot
 
 
 def rotary_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
-    """Return the three bounds by head of ``scores``, for queries and keys with rotary positions but no norms."""
+    """Return the three bounds of ``scores`` for queries and keys that have rotary positions but no norms."""
     a, scale = live.a, live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     sides = []
@@ -196,8 +197,8 @@ def rotary_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source
 
 
 def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
-    """Return bounds of scores after cap and position bias, and how far a mask must lower a score to give it no weight.
-    scores: bounds before the cap. span: of the difference between two scores."""
+    """Return bounds of scores after a soft cap and position bias, and how far a mask must lower scores to hide
+    positions. scores, span: bounds before the cap of a score, and of the difference between two scores of one query."""
     cap = live.layout.cap(sublayer)
     if cap is not None:
         capped = soft_capped(scores, cap, live.a)
@@ -208,7 +209,7 @@ def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor)
 
 
 def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) -> tuple[Tensor, Tensor]:
-    """Return bounds of an attention's output and of its partial sums, by channel. other: the values' input."""
+    """Return bounds of each channel of an attention's output, and of its partial sums. other: the values' input."""
     heads = live.layout.heads(sublayer)
     a = replace(live.a, max_length=live.layout.most_keys(sublayer, live.a.max_length))
     values = live.linears(sublayer.fused, (sublayer.value, other))[-1]

@@ -1,4 +1,4 @@
-"""The bounds recorded so far for each site and module, and functions that record norms and linears."""
+"""The bounds recorded in a walk through a model, by site and by module, and methods that record norms and linears."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 @dataclass(eq=False)
 class ModuleFindings:
-    """The recorded bounds by site and module, and the weights from which they follow."""
+    """Collects the bounds of a model's sites and modules, and reads the weights from which they follow."""
 
     layout: Layout
     read: TensorReader
@@ -80,7 +80,8 @@ class ModuleFindings:
         return Certificate(tuple(self.sites.values()), self.arithmetic, ranges)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        """Record a site's bounds. If an operation runs twice, as dropout at both ends of a stack, the larger counts."""
+        """Record the largest element of a site's bounds. partial: bounds of the partial sums. A site recorded twice,
+        such as dropout at both ends of a stack, keeps the larger values."""
         top = largest(bound)
         sums = top if partial is None else largest(partial)
         before = self.sites.get(name)
@@ -103,17 +104,17 @@ class ModuleFindings:
         self,
         path: str,
         kind: SiteKind,
-        bounds: tuple[Tensor, Tensor],
-        expected: Tensor,
-        entering: tuple[Tensor, Tensor],
+        bounds: tuple[Tensor, Tensor],  # of the output and its partial sums
+        expected: Tensor,  # mean squares of the output
+        entering: tuple[Tensor, Tensor],  # bounds and mean squares of the input
     ) -> None:
-        """Record a linear. bounds: of its output and partial sums. expected: the output's mean squares. entering:
-        bounds and mean squares of its input."""
+        """Record the bounds of a linear at its site, and the ranges of its input and output."""
         self.note(path, kind, *bounds)
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def kept(self, what: DropoutKind) -> float:
-        """Return 1 − p of a dropout of this kind, lowered by one fp16 rounding; 1 outside training."""
+        """Return 1 − p, lowered by one rounding to fp16, for dropout of this kind with probability p; 1 outside
+        training."""
         if not self.arithmetic.train:
             return 1.0
         key = self.layout.family.dropout.get(what)
@@ -129,7 +130,8 @@ class ModuleFindings:
         return self.checked(name, self.read(name))
 
     def checked(self, name: str, weight: Tensor) -> Tensor:
-        """Return ``weight`` with NaN as 0 and inf as ±65504. A weight with either is recorded as a failing site."""
+        """Return ``weight`` with NaN replaced by 0 and inf by ±65504, and record a failing site if there is any. Raises
+        UserError if a plan is to be made and no plan could bring the weight under 65504."""
         low, high = (float(x) for x in torch.aminmax(weight)) if weight.numel() else (0.0, 0.0)
         if self.arithmetic.planned is not None and not max(-low, high) < HOPELESS:
             raise UserError(
@@ -157,8 +159,8 @@ class ModuleFindings:
     def normalised(
         self, path: str, entering: Tensor, variances: Tensor, length: float, *, eps: float | None = None
     ) -> Normed:
-        """Record a norm; return its output. entering, variances, length: bounds, mean squares and largest ‖·‖₂ of its
-        input. eps: only for a LayerNorm in a model of RMSNorms."""
+        """Record a norm; return its output with mean squares. entering, variances, length: bounds, mean squares and
+        largest ‖·‖₂ of its input. eps: given only for a LayerNorm in a model of RMSNorms."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         gain = torch.ones_like(entering) if gain is None else gain
         width, a = gain.numel(), self.arithmetic
@@ -204,7 +206,8 @@ class ModuleFindings:
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Yield the results of ``linear`` for ``reads``. fused: the linears' row counts in a shared matrix, or ()."""
+        """Record each linear in ``reads`` and yield the results of ``linear``. fused: their row counts in a shared
+        matrix, else ()."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return
@@ -212,8 +215,8 @@ class ModuleFindings:
         yield from zip(linear.split(fused), expected.split(fused), strict=True)
 
     def project(self, path: str, weight: Tensor, projection: Projection, entering: Tensor, square: Tensor) -> Projected:
-        """Record an output projection; return ``projection`` and the mean squares of its output. entering, square:
-        bounds and mean squares of its input."""
+        """Record an output projection; return it with its mean squares. entering, square: the input's bounds and mean
+        squares."""
         expected = squared_matrix_vector(weight, square)
         self.record(path, SiteKind.OUTPUT, (projection.bound, projection.partial), expected, (entering, square))
         return projection, expected

@@ -1,5 +1,5 @@
-"""Spectral norms by power iteration with fixed start vectors, differentiable and for all heads at once. A converged
-result has the norm's value and gradient, but is no proof."""
+"""Spectral norms by power iteration with fixed start vectors, differentiable and for many matrices at once. A converged
+result has the norm's value and gradient, but it is not a proven bound."""
 
 from __future__ import annotations
 
@@ -21,28 +21,29 @@ def unit(x: Tensor) -> Tensor:
 
 
 def balanced(one: Tensor, other: Tensor) -> Tensor:
-    """Return √(one/other), which balances two sides of a product channel by channel."""
+    """Return √(one/other), the scales that balance the channels of the two factors of a product."""
     return ((one + SMALL) / (other + SMALL)).sqrt().clamp(1e-6, 1e6)
 
 
 def applied(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Return M·x: [h, s] from [h, s, d] and [h, d]."""
+    """Return M·x for each matrix M and vector x: [h, s] from [h, s, d] and [h, d]."""
     return (matrices @ vectors[..., None])[..., 0]
 
 
 def transposed(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """Return Mᵀ·x: [h, d] from [h, s, d] and [h, s]."""
+    """Return Mᵀ·x for each matrix M and vector x: [h, d] from [h, s, d] and [h, s]."""
     return (vectors[:, None] @ matrices)[:, 0]
 
 
 def start_vector(like: Tensor) -> Tensor:
-    """Return the fixed random vector where every power iteration starts, as long as the last axis of ``like``."""
+    """Return the fixed random start vector of every power iteration, as long as the last axis of ``like``."""
     drawn = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     return drawn.to(like.device, like.dtype)
 
 
 def top_vectors(matrices: Tensor) -> Tensor:
-    """Return each matrix's top eigenvector: [h, s] from [h, s, s]. Its eigenvalues must be real and at least 0."""
+    """Return the eigenvector of the largest eigenvalue of each matrix: [h, s] from [h, s, s]. All eigenvalues must be
+    real and at least 0."""
     for _ in range(SQUARINGS):
         matrices = matrices / matrices.abs().amax((1, 2), keepdim=True).clamp(min=SMALL)
         matrices = matrices @ matrices
@@ -50,14 +51,14 @@ def top_vectors(matrices: Tensor) -> Tensor:
 
 
 def spectral_norms(matrices: Tensor) -> Tensor:
-    """Return the largest singular values: [h] from [h, s, d]."""
+    """Return the largest singular value of each matrix: [h] from [h, s, d]."""
     with torch.no_grad():
         right = unit(transposed(matrices, top_vectors(matrices @ matrices.mT)))
     return lengths(applied(matrices, right))
 
 
 def pair_peaks(matrices: Tensor) -> Tensor:
-    """Return the largest singular value of each pair of rows i and i + s/2: [h, s/2] from [h, s, d]."""
+    """Return the largest singular value of each 2 × d matrix of rows i and i + s/2: [h, s/2] from [h, s, d]."""
     one, other = matrices.unflatten(1, (2, -1)).unbind(1)
     half = (one.square() - other.square()).sum(2) / 2
     squares = (one.square() + other.square()).sum(2) / 2 + torch.hypot(half + SMALL, (one * other).sum(2))
@@ -65,8 +66,8 @@ def pair_peaks(matrices: Tensor) -> Tensor:
 
 
 def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest ‖M·n‖ over ‖n‖ ≤ 1, and ``attention.longest_of``'s bound of ‖M·n + ``fixed``‖: [h] each, from
-    [h, s, d] and [h, s]."""
+    """Return the largest ‖M·n‖ over ‖n‖ ≤ 1 for each matrix M, and a bound of ‖M·n + ``fixed``‖. These are [h] each,
+    from [h, s, d] and [h, s]. The bound is that of ``attention.longest_of``."""
     long, added = spectral_norms(matrices), lengths(fixed)
     if not bool(fixed.any()):
         return long, long
@@ -76,7 +77,7 @@ def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def largest_eigenvalue(*rows: Tensor) -> Tensor:
-    """Return the largest eigenvalue of Σ RᵀR over matrices of one width."""
+    """Return the largest eigenvalue of Σ RᵀR over the matrices R, which have the same width."""
     with torch.no_grad():
         vector = unit(start_vector(rows[0]))
         for _ in range(STEPS):

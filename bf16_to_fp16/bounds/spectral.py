@@ -45,8 +45,7 @@ def summed_products(left: Tensor, right: Tensor) -> Tensor:
 
 @full_precision()
 def gram(rows: Tensor | Tall) -> Tensor:
-    """Return an upper bound of rowsᵀ·rows in the positive semidefinite order, fp64 [d, d]; rows [n, d], fp32 or
-    fp64."""
+    """Return a matrix G, fp64 [d, d], such that G − rowsᵀ·rows is positive semidefinite. rows: [n, d], fp32 or fp64."""
     count, size = rows.shape
     exact = rows.dtype == torch.float64
     total = torch.zeros(size, size, dtype=torch.float64)
@@ -70,8 +69,8 @@ def gram(rows: Tensor | Tall) -> Tensor:
 
 @dataclass(frozen=True)
 class Spectra:
-    """A store of upper bounds on the largest eigenvalues of a source's Gram matrices, reused for nearly equal weights.
-    If a reused bound is too loose, an eigenvalue is computed."""
+    """A store of upper bounds on the largest eigenvalues of a source checkpoint's Gram matrices. Nearly equal weights,
+    such as the converted ones, reuse the bounds. Where a reused bound is too loose, the eigenvalue is computed."""
 
     read: TensorReader  # of the source's weights
     bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)  # by label, a matrix without values, its bound
@@ -80,16 +79,17 @@ class Spectra:
     fixed: bool = False  # whether to add no bounds, as for weights that are not the source's
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return a store for other source weights, from ``read``. Results of ``changed`` tensors are left out."""
+        """Return a store for other weights, from ``read``, without the results that depend on ``changed`` tensors."""
         bounds = {label: kept for label, kept in self.bounds.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return a store for a copy of the weights, which reads this store's bounds and adds none to it."""
+        """Return a store for nearly equal weights that reads this store's bounds and adds none."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, or the result kept for the same ``given``; none is kept if ``about`` is empty."""
+        """Return ``compute()``, or its kept result from an earlier call with the same ``given`` and ``about``. given:
+        the values on which the result depends besides the weights. Nothing is kept if ``about`` is empty."""
         key = (self.about, given)
         if not self.about:
             return compute()
@@ -98,7 +98,8 @@ class Spectra:
         return self.kept[key]
 
     def largest(self, matrix: Tall) -> float:
-        """Return a bound on the largest eigenvalue of a matrix's Gram matrix, from a stored bound if that is tight."""
+        """Return an upper bound on the largest eigenvalue of the Gram matrix of ``matrix``. It follows from a stored
+        bound where that is tight enough."""
         value = self.from_source(matrix) if matrix.label in self.bounds else None
         if value is None:
             value = largest_eigenvalue(gram(matrix))
@@ -108,8 +109,8 @@ class Spectra:
 
     @full_precision()
     def from_source(self, matrix: Tall) -> float | None:
-        """Return a bound for ``matrix`` from the stored bound under its label. Return None if the two matrices cannot
-        be compared or the bound is too loose."""
+        """Return a bound for ``matrix`` that follows from the bound stored for the same label. Return None if the two
+        matrices cannot be compared or the result is too loose."""
         kept, value = self.bounds[matrix.label]
         other = self.with_weights(kept)
         if other.shape != matrix.shape or other.dtype != matrix.dtype or not 0 < value < math.inf:
@@ -146,8 +147,8 @@ def product_of_rows(left: Tensor, right: Tensor) -> Tensor:
 
 @full_precision()
 def largest_eigenvalue(matrix: Tensor) -> float:
-    """Return an upper bound on the largest eigenvalue of a symmetric positive semidefinite fp64 matrix, usually within
-    1% of it; 0 for an empty matrix."""
+    """Return an upper bound on the largest eigenvalue of a symmetric positive semidefinite fp64 matrix. It is usually
+    within 1% of the eigenvalue, and 0 for an empty matrix."""
     size = matrix.shape[0]
     trace = float(matrix.trace())
     if size == 0 or trace <= 0:
@@ -169,16 +170,16 @@ def largest_eigenvalue(matrix: Tensor) -> float:
 
 
 def largest_eigenvalues(matrices: Tensor) -> Tensor:
-    """Return upper bounds on the largest eigenvalues of small symmetric positive semidefinite matrices, fp64 [k, n, n]:
-    fp64 [k], inf where a matrix is not finite."""
+    """Return upper bounds on largest eigenvalues, fp64 [k], of small positive semidefinite matrices, fp64 [k, n, n]."""
     trace = matrices.diagonal(dim1=1, dim2=2).sum(1)
     finite = torch.linalg.eigvalsh(matrices.nan_to_num(0.0, 0.0, 0.0))[:, -1].clamp(min=0)
+    # inf where a matrix is not finite
     return torch.where(trace.isfinite(), finite + matrices.shape[1] * 2.0**-48 * trace, torch.inf)
 
 
 def ritz_value(matrix: Tensor) -> float:
-    """Return a close lower bound on the largest eigenvalue, by Lanczos from a fixed random vector. Every step
-    reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5)."""
+    """Return a close lower bound on a symmetric matrix's largest eigenvalue, by Lanczos iteration from a fixed random
+    vector. Every step reorthogonalises fully (Golub and Van Loan, Matrix Computations, 10.3.5)."""
     size = matrix.shape[0]
     scaled = (matrix / matrix.trace()).float()  # half the memory, and exact enough for a guess
     basis = torch.zeros(min(_STEPS, size), size)
@@ -197,7 +198,8 @@ def ritz_value(matrix: Tensor) -> float:
 
 @cache
 def onednn_linear() -> Any:
-    """Return oneDNN's fp32 linear; None if torch has none or it rounds inputs to TF32 or bf16."""
+    """Return torch's operator for oneDNN's fp32 linear. Return None if there is none or it rounds inputs to TF32 or
+    bf16."""
     with torch._C._DisableTorchDispatch():  # observers of a model's operations need not see these
         x = torch.full((2, 64), 1 + 2.0**-12)
         try:
@@ -209,7 +211,8 @@ def onednn_linear() -> Any:
 
 
 def times_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return left·rightᵀ, by oneDNN if on the CPU in fp32. left [m, k], right [n, k], contiguous as oneDNN needs."""
+    """Return left·rightᵀ, computed by oneDNN if both are in fp32 on the CPU. left: [m, k]. right: [n, k]. Both must be
+    contiguous for oneDNN."""
     linear = onednn_linear() if left.dtype == torch.float32 and left.device.type == "cpu" else None
     if linear is None:
         return left @ right.t()

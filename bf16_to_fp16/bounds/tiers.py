@@ -1,5 +1,5 @@
-"""The tiers: three kinds of runtime arithmetic, from PyTorch's kernels to sums in fp16. A tier's certificate implies
-those of the tiers before it."""
+"""Certificates for the tiers, three groups of runtimes by arithmetic, from PyTorch's kernels to sums in fp16. A tier's
+certificate implies those of the tiers before it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return, by tier, whether its certificate holds. holds: whether ``target``'s does. arithmetic: the first's."""
+    """Return for each tier, by name, whether its certificate holds. holds: whether that for ``target`` holds.
+    arithmetic: the assumptions to which ``bound`` adds a tier's."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # Every target covers the weakest tier.
@@ -44,8 +45,8 @@ def bounded(
     *,
     tiers: bool = True,
 ) -> tuple[Certificate, dict[str, bool]]:
-    """Return the certificate of a checkpoint's fp16 weights, and by tier whether its certificate holds ({} without
-    ``tiers``). whose: words for the progress step."""
+    """Return the certificate of a checkpoint's weights in fp16, and whether the certificate of each tier holds, by
+    name. The latter is empty unless ``tiers``. whose: words in the progress step that say which weights are bounded."""
     # Several commands share this function, so it has many parameters.
     weights = fp16_weights(checkpoint, layout)
     spectra, by_tier = spectra or Spectra(weights), dict[str, bool]()

@@ -1,1 +1,1 @@
-"""Checkpoints on disk and on the Hub: checked when opened, written as a stream, moved into place once complete."""
+"""Checkpoints on disk and on the Hub: checked when opened, written piece by piece, moved into place once complete."""

@@ -56,7 +56,8 @@ def weights_in(folder: Path) -> list[Path]:
 
 
 def weight_files(folder: Path) -> tuple[tuple[Path, ...], dict[str, Any] | None]:
-    """Return the weight files that stock code would read, and their index (None for a single file)."""
+    """Return the weight files that stock code would read in a folder, and the content of their index. The latter is
+    None for a single file. Raises UserError if no such files are there or the index is damaged."""
     weights = next((name for name in SINGLE_OR_SHARDED if (folder / name).exists()), None)
     if weights is None:
         check_not_gguf(weights_in(folder))
@@ -122,7 +123,7 @@ ENCODER, NAMESPACE = "Transformer", "sentence_transformers."
 
 
 def check_sentence_encoder(folder: Path) -> None:
-    """Check that ``modules.json``, if any, lists the encoder, then only ``KNOWN_MODULES``; else raise UserError."""
+    """Raise UserError unless ``modules.json``, if any, lists the encoder first and then only ``KNOWN_MODULES``."""
     for i, entry in enumerate(listed_modules(folder)):
         path, kind = str(entry["path"]), str(entry.get("type", ""))
         name, is_below = kind.rpartition(".")[2], bool(path.rstrip("/."))
