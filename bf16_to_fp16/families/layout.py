@@ -1,5 +1,5 @@
-"""A family applied to one checkpoint: the role of each tensor, the connections of its modules, and the sublayers in
-order along the residual stream."""
+"""A layout: a family's declaration applied to one checkpoint. It holds the role of each tensor, the connections of the
+modules, and the sublayers in the order in which they add to the residual stream."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 NOT_A_CHOICE = ("regression", "multi_label_classification")
-"""Values of a classifier's ``problem_type`` with which no softmax is taken of its logits."""
+"""The values of a classifier config's ``problem_type`` for which no softmax is taken of the logits."""
 
 
 class TensorSource(Protocol):
-    """A source of tensors: a checkpoint on disk, or a model in memory."""
+    """The tensors and the config of a checkpoint on disk or of a model in memory."""
 
     @property
     def source(self) -> str:
-        """The name of this source, for messages."""
+        """The name of the checkpoint or model, for messages."""
 
     @property
     def config(self) -> Mapping[str, object]: ...
@@ -40,7 +40,7 @@ class TensorSource(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Return rows [start, stop)."""
+        """Return the rows of a tensor from ``start`` up to, but not including, ``stop``."""
 
     def read_some_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor: ...
 
@@ -50,17 +50,17 @@ TensorReader = Callable[[str], "torch.Tensor"]  # returns a layout's tensor by n
 
 @dataclass(frozen=True)
 class ResolvedTensor:
-    """A tensor of one checkpoint. ``generate`` and the fields after ``gain`` are as in ``Tensor``."""
+    """A tensor that one checkpoint's model needs, with the signals (activations rescaled together) on its axes."""
 
     name: str
     source: str | None  # its name in the checkpoint, None if it is generated
     shape: tuple[int, ...]
-    axes: tuple[Axis | None, ...]
-    generate: Callable[[int, int], torch.Tensor] | None = None
-    gain: float = 1.0  # on stored values before rescaling: d^-1/2 if a separated head takes over ``head_scale``
-    offset: float = 0.0
-    ahead: int = 0
-    in_fp32: bool = False
+    axes: tuple[Axis | None, ...]  # None for an axis that no signal rescales
+    generate: Callable[[int, int], torch.Tensor] | None = None  # makes the values by shape if no file has them
+    gain: float = 1.0  # multiplies stored values before rescaling: d^-1/2 in a head that takes over ``head_scale``
+    offset: float = 0.0  # what transformers adds to the stored values
+    ahead: int = 0  # unused rows before the first position's, in a table of positions
+    in_fp32: bool = False  # whether it is stored in fp32, as transformers keeps it
 
     @property
     def carries(self) -> tuple[Axis, ...]:
@@ -78,7 +78,8 @@ class ResolvedSignal:
 
 @dataclass(frozen=True)
 class ResolvedStack:
-    """A stack of one checkpoint, its sublayers in order of execution. If it is the only one, both flags are true."""
+    """An encoder or decoder of one checkpoint, with its sublayers in order of execution. A model's only stack has both
+    ``is_encoder`` and ``is_last``."""
 
     is_encoder: bool
     is_last: bool
@@ -88,7 +89,7 @@ class ResolvedStack:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family applied to one checkpoint."""
+    """A family's declaration applied to one checkpoint: its tensors, its signals, and how its modules are connected."""
 
     family: Family
     config: Mapping[str, object]
@@ -99,19 +100,20 @@ class Layout:
     dropped: Mapping[str, str]  # the checkpoint's tensors that are not used, each with the reason
     head_scale: float  # stock code's factor on the decoder's output before the head
     topology: tuple[Topology, ...] = ()
-    """The encoder's ends and then its sublayers in order, the same for the decoder, and the head."""
+    """The encoder's embedding and final norm, then its sublayers in order; the same for a decoder; then the head and
+    any projectors of another model's outputs."""
     eps_in_memory: Mapping[str, float] = field(default_factory=dict)
-    """By norm, the eps of a model in memory where no config can express it."""
-    held_eps: float | None = None  # fixed in the tool that reads the output; None if that follows the config
+    """The eps of norms by module path, for a rescaled model in memory, since its config can express only one."""
+    held_eps: float | None = None  # fixed in the program that runs the converted file; None if that reads the config's
 
     @property
     def of_other_classes(self) -> dict[str, str]:
-        """Tensors that the stock class ignores and other classes of the family read, each with the reason."""
+        """The tensors that only other transformers classes of the family read, each with the reason for dropping it."""
         return {name: why for name, why in self.dropped.items() if why.startswith(self.stock.names[0])}
 
     @property
     def only_class(self) -> str | None:
-        """The stock class's name if there are tensors ``of_other_classes``, which the report leaves out; else None."""
+        """The name of the checkpoint's class if the files also hold tensors ``of_other_classes``; None otherwise."""
         return self.stock.names[0] if self.of_other_classes else None
 
     @property
@@ -121,7 +123,7 @@ class Layout:
 
     @property
     def gives_probabilities(self) -> bool:
-        """Whether a softmax turns the outputs into probabilities: they are logits of two or more exclusive choices."""
+        """Whether the outputs are logits of two or more exclusive choices, which a softmax turns into probabilities."""
         if self.head is None:
             return False
         choices = self.tensors[self.head.linears[-1].weight].shape[0]
@@ -170,7 +172,7 @@ class Layout:
         return rows // self.heads(attention)
 
     def cap(self, of: Attention | Head) -> float | None:
-        """Return the c of a soft cap c·tanh(x/c) on scores or logits, None without one."""
+        """Return the c of a soft cap c·tanh(x/c) on an attention's scores or a head's logits, or None."""
         cap = config_value(self.family, self.config, of.cap) if of.cap else None
         return None if cap is None else positive(of.cap, cap, "a positive number")
 
@@ -182,11 +184,12 @@ class Layout:
         return near + (length // self.positions_per_sum(attention) if attention.block else 0)
 
     def positions_per_sum(self, attention: Attention) -> int:
-        """Return the size of the blocks of positions that an attention sums; a remainder joins the last block."""
+        """Return how many positions LongT5's attention sums into one further key; a remainder joins the last sum."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return the number of experts per token, their largest weight, and the largest sum of one token's weights."""
+        """Return the number of experts that take a token, the largest weight of one expert, and the largest sum of the
+        weights of one token."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
@@ -198,12 +201,12 @@ class Layout:
         return number, scale, scale if convex else scale * number
 
     def noise(self, experts: Experts) -> float:
-        """Return the largest distance from 1 of a router's random factor in training; 0 without one."""
+        """Return the largest distance from 1 of a router's random factor in training; 0 without such a factor."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
         return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", allow_zero=True)
 
     def embedding_scale(self, ends: StackEnds) -> float:
-        """Return stock code's factor on the output of a stack's embedding; 1 for none."""
+        """Return the factor by which transformers multiplies the output of a stack's embedding; 1 if it does not."""
         if ends.multiplier:
             return self.multiplier("embedding")
         scaled = config_value(self.family, self.config, ends.switch) if ends.switch else ends.scaled_by
@@ -222,12 +225,12 @@ class Layout:
 
     @property
     def entrances(self) -> Mapping[str, str]:
-        """Paths of the modules that read a residual stream, in order, each with the stream's name."""
+        """The paths of modules that read a residual stream, each with the stream's name, in declared order."""
         return {s.module: name for name in self.streams for s in self.signals[name].seen if s.side == "input"}
 
     @property
     def streams_read(self) -> Mapping[str, str]:
-        """Module paths of the norms that read a residual stream, each with the stream's name, in order."""
+        """The paths of norms that read a residual stream, each with the stream's name, in declared order."""
         linears = {name for name, tensor in self.tensors.items() if len(tensor.shape) == 2}
         return {path: name for path, name in self.entrances.items() if f"{path}.weight" not in linears}
 
@@ -238,7 +241,7 @@ class Layout:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """Module paths of the norms that read a residual stream, in order."""
+        """The paths of the norms that read a residual stream, in declared order."""
         return tuple(self.streams_read)
 
     def eps_of(self, norm: str) -> float:
@@ -252,7 +255,7 @@ class Layout:
 
     @property
     def gates(self) -> frozenset[str]:
-        """Module paths of gates: linears whose activation multiplies another linear's output."""
+        """The paths of gates: linears whose activated output multiplies another linear's output."""
         return frozenset(part.gate for part in self.feed_forwards if part.gate)
 
     @property
@@ -268,7 +271,7 @@ class Layout:
 
     @property
     def fixed_eps(self) -> float | None:
-        """The norms' eps if rescaling cannot change it; None if eps is scaled with the stream."""
+        """The norms' eps if rescaling cannot change it; None if the eps is scaled with the residual stream."""
         return self.eps if self.family.eps_key is None else self.held_eps
 
     def table(self, ends: StackEnds) -> str:

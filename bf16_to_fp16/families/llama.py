@@ -3,7 +3,7 @@ positions and a SiLU gate. Other families are built from these parts.
 
 A power of two commutes with a rotation only if both channels of a pair have it. So queries and keys have one exponent
 for each pair of each key head. Qwen3 has norms of queries and keys, whose inputs are multiplied by the stream's power
-of two. Gains are stored as they are, so every norm's output can be scaled."""
+of two. Norms' gains are stored as they are, not minus 1 as in Gemma, so every norm's output can be scaled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INSIDE = f"{BODY}.{STACK}"  # and in one with a head
 
 
 def check_window(config: Mapping[str, object], key: str = "sliding_window") -> None:
-    """Raise UserError for a sliding window in which no position attends to itself: under 1 or, if attention is
+    """Raise UserError for a sliding window too small for a position to attend to itself: under 1 or, if attention is
     bidirectional, under 0."""
     window = looked_up(config, key)
     least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
@@ -49,7 +49,7 @@ def number(config: Mapping[str, object], key: str) -> int:
 
 
 def shared_values(config: Mapping[str, object]) -> Spread:
-    """Return which query heads share each value head, as a ``Spread``."""
+    """Return (value heads, query heads that share each, size of a head), the ``Spread`` of an attention's values."""
     heads, kv_heads, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % kv_heads or size % 2:
         raise UserError(
@@ -60,14 +60,15 @@ def shared_values(config: Mapping[str, object]) -> Spread:
 
 
 def rotary_factor(config: Mapping[str, Any]) -> float:
-    """Return the largest factor on cosines and sines in any layer, at least 1. Raises UserError if it is unknown."""
+    """Return the largest factor on rotary cosines and sines in any layer, at least 1; or raise UserError."""
     rotation = config.get("rope_parameters") or {}
     by_layer = rotation.values() if is_nested(rotation) else [rotation]
     return max(1.0, *(factor_of(config, each) for each in by_layer if isinstance(each, Mapping)))
 
 
 def factor_of(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> float:
-    """Return stock code's factor on cosines and sines. rotation: ``rope_parameters``, or its entry for some layers."""
+    """Return the factor by which transformers multiplies rotary cosines and sines. rotation: the config's
+    ``rope_parameters``, or its entry for one kind of layer. Raises UserError if the factor cannot be computed."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # slow to load
 
     kind, factor = kind_of(rotation), rotation.get("attention_factor")
@@ -141,8 +142,8 @@ def sparse(
     names: StoredExperts = STORED,
     **own: Any,
 ) -> Part:
-    """Return the declaration of a layer's router and gated experts. block: the module with both. own: fields of
-    ``Experts``."""
+    """Return the declaration of a layer's router and gated experts. count_key: config key of the number of experts.
+    block: the name of the module that contains router and experts. own: fields of ``Experts`` to set."""
     inside, plain = f"{at}.{block}", wired_feed_forward(at, config["hidden_act"])
     each = tuple(placed(plain, f"{inside}.experts.{i}", names) for i in range(number(config, count_key)))
     wiring = Experts(
@@ -175,8 +176,9 @@ def block(
     turned: bool = True,
     interleaved: bool = False,
 ) -> Sequence[Part]:
-    """Return the parts of layer ``i``. normed: queries and keys have norms. dropped: sublayer outputs have dropout.
-    turned: positions are rotary. interleaved: as in ``Rotary``."""
+    """Return the parts of layer ``i``. biases: the linears that have a bias. normed: whether queries and keys have
+    norms. dropped: whether sublayers' outputs have dropout. turned: whether positions are rotary. interleaved: whether
+    a rotation mixes neighbouring channels."""
     check_window(config)
     style = parts.Style(biased=[name for key, names in biases.items() if not key or config[key] for name in names])
     at = f"layers.{i}"
@@ -206,8 +208,8 @@ LABELS = (OF_ROWS, OF_TOKENS)
 def classes(
     prefix: str, style: parts.Style = parts.PLAIN, *, bare: str = "Model", labels: Sequence[str] = LABELS
 ) -> tuple[StockClass, ...]:
-    """Return a family's stock classes: bare, with a language-modelling head, and with classification heads. bare,
-    labels: the ends of their names."""
+    """Return a family's transformers classes: with a language-modelling head, without a head, and with classification
+    heads. bare: what ends the name of the class without a head. labels: what ends the names of the classifiers."""
 
     def labelled(name: str) -> StockClass:
         rows = name.endswith(OF_ROWS)
@@ -316,7 +318,7 @@ SEED_OSS = replace(
 
 
 def every_fourth_unturned(config: Mapping[str, Any], i: int) -> Sequence[Part]:
-    """Return the parts of SmolLM3's layer ``i``; by default every fourth has an attention without positions."""
+    """Return the parts of SmolLM3's layer ``i``. By default, every fourth layer has no rotary positions."""
     biases = {"attention_bias": ATTENTION, "mlp_bias": FEED_FORWARD}
     return block(config, i, biases=biases, turned=bool(config["no_rope_layers"][i]))
 

@@ -1,4 +1,5 @@
-"""Ministral 3 and Mistral 3: the text model of Mistral or Ministral 3, with a Pixtral tower's outputs in its stream.
+"""Ministral 3 and Mistral 3: the text model of Mistral or Ministral 3, and a Pixtral vision tower that feeds its
+stream.
 
 Ministral 3 is Mistral, but queries grow with the logarithm of their position. A projector normalises the tower's
 outputs and makes one token of each square of patches. Its norm has the text model's eps, which rescaling changes. So

@@ -1,7 +1,7 @@
 """Mixtral, Qwen3-MoE and OLMoE: layers as in Llama, with a router that sends each token to several gated experts.
 
-Rescaling keeps every bit of the router's logits in fp32, and so its choice. The router computes logits in the model's
-dtype and the softmax in fp32. A token's weights sum to at most 1."""
+Rescaling keeps every bit of the router's logits in fp32, and so the same experts are chosen. The router computes logits
+in the model's dtype and the softmax in fp32. A token's weights sum to at most 1."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def qwen3_moe_block(config: Mapping[str, Any], i: int) -> Sequence[Part]:
 
 
 def olmoe_block(config: Mapping[str, object], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``; each norm of queries or keys spans all heads."""
+    """Return the parts of layer ``i``. Its norms of queries and of keys span all heads together."""
     at, style = f"layers.{i}", Style(biased=llama.ATTENTION if config["attention_bias"] else ())
     wiring = llama.wired_attention(config, at, norms_whole=True, **llama.head_norms(at))
     last = llama.sparse(at, config, "num_experts", style, normalised="norm_topk_prob")

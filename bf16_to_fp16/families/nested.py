@@ -13,7 +13,7 @@ from .wiring import FeedForward, Rotary, Topology
 _KEYS = frozenset(
     {"heads", "kv_heads", "scale", "cap", "radius", "block", "noise", "chosen", "normalised", "scaling", "switch"}
 )
-"""Fields of a topology whose values are config keys."""
+"""The fields of the classes in ``wiring`` whose values are config keys."""
 
 _OF_CONFIG = _KEYS | {"activation", "gives", "scaled_by"}  # fields of a topology that are not paths
 
@@ -67,7 +67,8 @@ def inside(part: Part, body: str) -> Part:
 
 
 def keys_inside(family: Family) -> Family:
-    """Return a one-stack family that reads its config keys in ``text_config``, and the tie flag outside it too."""
+    """Return a one-stack family that reads its config keys in ``text_config``. The key that says whether the head is
+    tied is read outside it too."""
 
     def key(name: str) -> str:
         return f"{INNER}.{name}" if name else name
@@ -103,7 +104,7 @@ def keys_inside(family: Family) -> Family:
 
 
 def family_inside(family: Family, body: str) -> Family:
-    """Return a family with its stacks inside the module ``body``; "" changes nothing. A vision tower and its projector
+    """Return a family whose stacks lie inside the module ``body``; "" changes nothing. A vision tower and its projector
     become siblings of ``body``."""
     if not body:
         return family

@@ -1,7 +1,7 @@
 """Make transformers 4.57 read a config.json of transformers 5 correctly.
 
-Version 4.57 ignores ``rope_parameters``, but both versions read older keys, which can be added beside it. A sentence
-describes each difference that no key can remove."""
+Version 4.57 ignores ``rope_parameters``, but both versions read older keys, which can be added beside it.
+``differences`` returns a sentence for each difference that no key can remove."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
 
 
 def rotations(config: Mapping[str, object]) -> Iterator[str]:
-    """Yield the name of each nested config that has ``rope_parameters``; "" for the outer config."""
+    """Yield the key of each nested config that has ``rope_parameters``, and "" for the outer config. Defaults of a
+    vision tower are left out."""
     if isinstance(config.get(ROTATION), Mapping):
         yield ""
     inside = ((k, v.get(ROTATION)) for k, v in config.items() if isinstance(v, Mapping))

@@ -1,8 +1,8 @@
 """OLMo 2, OLMo 3 and EXAONE 4: as Llama, but with a norm behind each sublayer, and none before.
 
-Linears read the stream itself, so columns of v, gate and up are divided by the stream's power of two. The outputs of q,
-k and output projections are multiplied by it, since the norms behind them share the config's eps. The gains of the norm
-behind a sublayer bound its contribution to the stream."""
+Linears read the residual stream itself, so columns of v, gate and up are divided by the stream's power of two. The
+outputs of q, k and output projections are multiplied by it, because the norms behind them share the config's eps. The
+gains of the norm behind a sublayer bound its contribution to the stream."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ OLMO3 = replace(
 
 
 def unturned_without_window(config: Mapping[str, Any], i: int) -> Sequence[Part]:
-    """Return the parts of layer ``i``, without rotary positions if only other layers have a window."""
+    """Return layer ``i``'s parts. If the model has sliding windows, only layers with one have rotary positions."""
     turned = config["sliding_window"] is None or config["layer_types"][i] == llama.SLIDING
     return block(config, i, whole=False, turned=turned)
 

@@ -1,4 +1,4 @@
-"""View a checkpoint as another stock class of its family: the same weights under that class's names."""
+"""Read a checkpoint as another transformers class of its family does: the same weights under that class's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .llama import STACK
 
 
 def read_as(checkpoint: Checkpoint, name: str) -> Checkpoint:
-    """Return a checkpoint as the stock class ``name`` reads it; unchanged where its config names that class."""
+    """Return a view of a checkpoint for the transformers class ``name``; the checkpoint itself if that is its class."""
     with in_folder(checkpoint.source):
         config = naming_class(checkpoint.config, name)
     if name in architectures(checkpoint.config)[:1]:
@@ -53,7 +53,7 @@ def names_under(config: Mapping[str, object], tensors: Collection[str], name: st
 
 
 def headless(config: Mapping[str, object]) -> str | None:
-    """Return the headless class that ``AutoModel`` loads for a causal model's config; None for other models."""
+    """Return the name of the class without a head that ``AutoModel`` loads for a causal model's config, or None."""
     family, own = family_of(config), architectures(config)[:1]
     stock = next((each for each in family.classes if own and own[0] in each.names), None)
     if stock is None or not stock.is_language_model or stock.decodes:

@@ -1,4 +1,5 @@
-"""Build the ``Part`` of a sublayer, an embedding, a final norm or a head from its weights (``Style``) and wiring."""
+"""Build the declaration (``Part``) of a sublayer, an embedding, a final norm or a head. It follows from how the weights
+are stored (``Style``) and how the modules are connected."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 
 @dataclass(frozen=True)
 class Style:
-    """How weights are stored. Fields from ``model`` on are names in ``Family.sizes``."""
+    """How a family's weights are stored. The fields from ``model`` on name axis sizes, as keys of ``Family.sizes``."""
 
     biased: Collection[str] = ()  # last path components of linears with a bias
     shifts: bool = False  # whether norms have a bias
@@ -78,15 +79,15 @@ PLAIN = Style()
 
 
 def to_norm(norm: str) -> Axis:
-    """Return a linear's output axis, scaled as the stream. If a ``norm`` reads it, that norm's input adds a factor."""
+    """Return a linear's output axis, scaled like the residual stream. A ``norm`` behind the linear adds a factor."""
     stream = multiplied_by(RESIDUAL)
     return stream.beside(multiplied_by(before(norm))) if norm else stream
 
 
 def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return the ``Spread`` of queries and that of keys. Query heads of one key head share exponents, and so do
-    channels of a rotated pair. share: (key heads, query heads for each, size of a head); () if nothing is rotated and
-    each query head has its own key head."""
+    """Return two ``Spread``, of the queries' channels and of the keys'. Query heads that read one key head share
+    exponents, and so do the two channels of a rotated pair. share: (key heads, query heads for each, size of a head);
+    () if nothing is rotated and each query head has its own key head."""
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
@@ -100,8 +101,9 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the ``Spread`` of a fused matrix in which only linear ``number`` has channels. fused: the linears' row
-    counts, () for a matrix of one linear. spread: of that linear's rows."""
+    """Return the ``Spread`` of the rows of a fused matrix, of which only the rows of linear ``number`` have channels.
+    fused: the number of rows of each linear, () for a matrix of one linear. spread: how the rows of linear ``number``
+    share channels."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -110,7 +112,8 @@ def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spre
 
 
 def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Part:
-    """Return the declaration of an attention: signals, tensors and wiring. share: as in ``pairs``."""
+    """Return the declaration of an attention: signals, tensors and wiring. share: (key heads, query heads for each,
+    size of a head); () if nothing is rotated and each query head has its own key head."""
     value, scores = f"{wiring.at}.value", f"{wiring.at}.scores"
     normed, gains = style.normalised(wiring.norm)
     own, rows = style.reads(wiring.norm), fused_rows(wiring.fused, 2)
@@ -166,8 +169,9 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
 
 
 def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
-    """Return the output axes of query and key weights, the norms' gains, and the signals ``query_key`` and ``scores``.
-    Linears before norms of queries and keys are rescaled as the stream, whose eps the norms share."""
+    """Return what declares an attention's queries and keys: the output axes of both weights, the gains of any norms of
+    them, and the signals ``query_key`` and ``scores``. If there are such norms, the linears before them are rescaled
+    like the residual stream, because all norms share one eps."""
     query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
     if wiring.query_norm:
         # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
@@ -192,7 +196,7 @@ def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis
 
 
 def joining(wiring: Attention | FeedForward) -> tuple[ObservationPoint, ...]:
-    """Return where a sublayer's output is observed: at its output projection and any norm behind it."""
+    """Return the observation points of a sublayer's output: at its output linear and at any norm behind it."""
     behind = (input_of(wiring.post_norm), output_of(wiring.post_norm)) if wiring.post_norm else ()
     return output_of(wiring.output), *behind
 
@@ -244,7 +248,8 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
 
 
 def experts(wiring: Experts, declared: Sequence[Part], *others: Tensor, biased: bool = False) -> Part:
-    """Return the declaration of a router and its experts. declared: the declaration of each expert, shared or not."""
+    """Return the declaration of a router and its experts. declared: the declaration of each expert, including a shared
+    one. others: the router's further tensors. biased: whether its linear has a bias."""
     routing = f"{wiring.classifier}.routing"
     chosen = multiplied_by(routing)
     router = [Tensor(f"{wiring.classifier}.weight", ("experts", "model"), (chosen, divided_by(wiring.norm)))]
@@ -298,7 +303,8 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
 
 
 def untied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor, sizes: Sequence[str] = ("vocab",)) -> Part:
-    """Return the declaration of a final norm and a separate head. sizes: the name of each linear's output size."""
+    """Return the declaration of a final norm and a separate head. sizes: the output size of each of the head's linears,
+    as keys of ``Family.sizes``."""
     normed, gains = style.normalised(norm)
     if style.offset:
         normed, gains = states(norm, style).signals, states(norm, style).tensors

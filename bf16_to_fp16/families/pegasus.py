@@ -1,12 +1,12 @@
 """Pegasus, mBART and BigBird-Pegasus.
 
 Pegasus is pre-norm BART with LayerNorm, biases, sinusoidal positions and the embedding as head. LayerNorm's eps (1e-5)
-is not in the config. So scaling the residual stream by s changes outputs by about eps/(2·s²·var) of themselves, which
-the plan weighs. Positions are scaled with the stream, so they are written even if a file lacks them.
+is not in the config. So scaling the residual stream by s changes a norm's output by a share of about eps/(2·s²·var),
+which the plan weighs. Positions are scaled with the stream, so they are written even if a file lacks them.
 
-In mBART a norm reads embedding plus learned positions; its gain and bias begin the residual stream. So embedding,
-positions and a tied head are not rescaled, and this norm's eps need not change. Each stack's stream has its own
-exponent.
+In mBART a norm reads the sum of embedding and learned positions, and its output begins the residual stream. So its gain
+and bias are rescaled, but embedding, positions and a tied head are not, and its eps need not change. Each stack's
+stream has its own exponent.
 
 For BigBird-Pegasus only ``attention_type: original_full`` is supported, not block-sparse attention. Stock code also
 uses it by itself for inputs of up to (5 + 2·num_random_blocks)·block_size positions."""
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def positions(count: int, width: int) -> torch.Tensor:
-    """Return fp32 sinusoids [count, width], sines first. The angle of pair k at position p is p / 10000^(2k /
+    """Return fp32 sinusoids [count, width], sines first; the angle of pair k at position p is p / 10000^(2k /
     width)."""
     import torch  # slow to load, and the list of families does not need it
 

@@ -1,4 +1,5 @@
-"""Find the stack, block and role of a module or site: by its family's layout, or from the name alone for any class."""
+"""Find where in a model a module or site is: its stack, block and role. A layout tells them; for a model of no known
+family, only the name does."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def block_of(path: str) -> int | None:
 
 
 def layer_of(site: str) -> str:
-    """Return a site's name up to its layer's number (``encoder.block.3``), or else its first component."""
+    """Return a site's name up to its layer's number (``encoder.block.3``); without a number, its first component."""
     parts = site.partition(":")[0].split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
@@ -58,8 +59,8 @@ _OPERATIONS = {"add": "sum", "": "linear", "mul": "product", "scores": "scores"}
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the model a site is; unknown fields are None. ``stack``: "encoder" or "decoder". ``block``: its number,
-    from 0. ``role``: such as "feed-forward" or "queries"."""
+    """Where in the model a site is; a field is None if it is unknown. ``stack`` is "encoder" or "decoder", ``block``
+    counts from 0, and ``role`` says what the site belongs to, such as "feed-forward" or "queries"."""
 
     stack: str | None = None
     block: int | None = None
@@ -94,7 +95,8 @@ def _roles(sublayer: Sublayer, crosses: bool) -> Iterator[tuple[str, str]]:
 
 
 def places_by_name(sites: Iterable[str]) -> dict[str, Place]:
-    """Return each site's place, from its name alone. All operations inside an attention have the role "scores"."""
+    """Return where each site is, as far as its name alone tells. Sums, products and scores in an attention have the
+    role "scores"."""
     names = list(sites)
     attentions = {name.removesuffix(":scores") for name in names if name.endswith(":scores")}
 

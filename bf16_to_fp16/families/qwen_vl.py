@@ -89,7 +89,9 @@ def with_images(
     width_key: str = "hidden_size",
     flat: bool = False,
 ) -> Family:
-    """Return a text model's family with a vision tower. flat: whether older configs have no ``text_config``."""
+    """Return the family of a text model with a vision tower. kinds: the names of the classes with and without a head.
+    brings: the function that declares the parts that add the tower's outputs. width_key: the key of the tower's width
+    in ``vision_config``. flat: whether older configs have no ``text_config``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{width_key}"
 
     def around(inner: Family) -> Family:

@@ -1,7 +1,7 @@
 """Apply a family to a checkpoint: find the role of every tensor.
 
-Tensors decide whether a head is tied: transformers 5 writes a flag of ``true`` beside a separate head too. Every tensor
-must have a role: stock code fills a missing one at random and drops an unknown one."""
+The tensors decide whether a head is tied, because transformers 5 writes ``tie_word_embeddings: true`` beside a separate
+head too. Every tensor must have a role: transformers fills a missing one at random and drops an unknown one."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ COMPUTED = ".rotary_emb.inv_freq"  # of a layer or a model; older files hold it,
 
 
 def resolve(checkpoint: TensorSource, *, untie: bool = False) -> Layout:
-    """Return a checkpoint's layout. untie: give a tied head a copy of the embedding. Raises UserError for a tensor that
-    is missing, unknown or misshapen, and for a bad config.json."""
+    """Return the layout of a checkpoint. untie: whether a tied head gets a copy of the embedding, if its family allows
+    that. Raises UserError for a tensor that is missing, unknown or misshapen, and for a bad config.json."""
     with in_folder(checkpoint.source):
         return classified(checkpoint, untie=untie)
 
@@ -106,7 +106,7 @@ def computed(name: str, used: Iterable[str]) -> bool:
 
 
 def under_other_names(checkpoint: TensorSource, stock: StockClass) -> str:
-    """Return the end of the message for a missing embedding: how to mend it."""
+    """Return the end of the message about a missing embedding, which says how to mend it."""
     other = class_by_tensor_names(checkpoint.config, checkpoint.tensors)
     if other is None:
         return "; take the whole original checkpoint"
@@ -174,7 +174,7 @@ def says_untied(family: Family, config: Mapping[str, object]) -> bool:
 
 
 def head_scale(family: Family, config: Mapping[str, object], tied: bool | None) -> float:
-    """Return the factor on the decoder's output before the head, as in transformers 5."""
+    """Return the factor by which transformers 5 multiplies the decoder's output before the head; 1 for none."""
     scales: object = tied is not None and family.output_scale is not OutputScale.NEVER
     if scales and family.output_scale is OutputScale.CONFIG:
         scales = config.get(family.output_scale_key, config.get("tie_word_embeddings") is not False)

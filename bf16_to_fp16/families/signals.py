@@ -20,7 +20,7 @@ class Kind(StrEnum):
     """The kind of a signal, which decides which powers of two may rescale it."""
 
     RESIDUAL = "residual"
-    """A residual stream: one exponent for all stacks that share an embedding or the config's eps, else one for each."""
+    """A residual stream. Stacks that share an embedding or the config's eps have one exponent, others one each."""
     NORM = "norm"  # output of one norm, per channel
     VALUE = "value"  # values of one attention, per channel; convex weights carry them on unchanged
     QUERY_KEY = "query_key"  # queries (+) and keys (−) of one attention, per channel
@@ -29,14 +29,14 @@ class Kind(StrEnum):
     """Input of a function that is homogeneous or constant for large |x|, per channel: pre-activations of a gate,
     queries. A power of two there changes outputs little where all inputs are large, and much elsewhere."""
     LOGITS = "logits"
-    """Input of a softmax over choices; rescaling it changes the function. One exponent where the embedding serves as
-    head, since the norm in front applies it, else one for each choice."""
+    """Input of a softmax over choices; rescaling it changes the function. There is one exponent where the embedding
+    serves as head, because the norm before it applies the factor; otherwise each choice has its own."""
     COLUMNS = "columns"
-    """What each input channel contributes to queries or a gate's pre-activations: a power of two there changes nothing
-    for inputs in which the channel is 0."""
+    """What each input channel contributes to queries or to a gate's pre-activations. A power of two there changes
+    nothing for inputs in which that channel is 0."""
     BEFORE_NORM = "before_norm"
-    """Output of a linear that only a norm reads: one exponent in addition to the stream's. The norm removes it, except
-    for its eps, so that gradients there need not grow as the stream shrinks."""
+    """Output of a linear that only a norm reads: one exponent is added to the stream's. The norm removes the factor
+    again, apart from its eps, so gradients there need not grow as the stream shrinks."""
     FIXED = "fixed"  # a signal that no power of two can move: states that users read
 
     @property
@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
     @property
     def has_one_exponent(self) -> bool:
-        """Whether one exponent can scale all channels. Then the signal may lie on axes of different lengths."""
+        """Whether one exponent can scale all channels, so that the signal can lie on axes of different lengths."""
         return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 
@@ -57,13 +57,13 @@ LOGITS = "logits"  # name of the signal that a softmax over choices reads
 Sign = Literal[1, -1]  # how a signal's exponent is counted: 1 where its factor multiplies, -1 where it divides
 Side = Literal["input", "output"]  # side of a module
 Spread = tuple[int, ...]
-"""How the elements of an axis share the channels of a signal: a shape of the axis. Along its second, fourth, ...
-dimension the same channels repeat. () where each element has a channel of its own.
+"""How the elements of a tensor's axis share the channels of a signal, as a shape in which the axis can be viewed. Along
+its second, fourth, ... dimension the same channels repeat. () means that each element has a channel of its own.
 
-Values that several query heads read: (heads of values, query heads for each, size of a head). Pairs of channels that a
-rotation mixes: (heads, 2, half of a head) or, next to each other, (heads, 1, half of a head, 2). A negative number at
-either end counts elements that are not rescaled: neurons behind their gates in one matrix, (-neurons, neurons).
-"""
+For example, values that several query heads read have (value heads, query heads for each, size of a head). Pairs of
+channels that a rotation mixes have (heads, 2, half the size of a head) or, if they are neighbours, (heads, 1, half the
+size of a head, 2). A negative number at either end counts elements that are not rescaled: (-n, n) is for n neurons that
+follow the n rows of their gates in one matrix."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Axis:
     sign: Sign
     signal: str
     spread: Spread = ()
-    others: tuple[Axis, ...] = ()  # for further signals, on the same elements or, in a fused matrix, another linear's
+    others: tuple[Axis, ...] = ()  # further signals', on the same elements or a fused matrix's other linears
 
     def beside(self, *others: Axis) -> Axis:
-        """Return a copy of this axis that has these ``others`` in place of its own."""
+        """Return a copy of this axis with the given ``others`` in place of its own."""
         return replace(self, others=others)
 
 
@@ -99,7 +99,7 @@ def divided_by(signal: str, spread: Spread = ()) -> Axis:
 class ObservationPoint:
     """A module's input or output where a signal is observed."""
 
-    sign: Sign
+    sign: Sign  # -1 if the signal's power of two divides what is observed
     module: str
     side: Side
     spread: Spread = ()
@@ -116,12 +116,12 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of the ``COLUMNS`` signal of the weight that computes ``signal``, queries or a gate."""
+    """Return the name of the ``COLUMNS`` signal for the weight that computes ``signal``: queries or a gate."""
     return f"{signal}.columns"
 
 
 def signal_of_columns(columns: str) -> str:
-    """Return the argument with which ``columns_of`` returned ``columns``."""
+    """Return the name of the signal to which a ``COLUMNS`` signal belongs: the inverse of ``columns_of``."""
     return columns.removesuffix(columns_of(""))
 
 
@@ -136,7 +136,7 @@ class Signal:
 
     name: str
     kind: Kind
-    size: str  # the name of an axis's size in ``Family.sizes``
+    size: str  # the size of an axis of the signal, a key of ``Family.sizes``
     seen: tuple[ObservationPoint, ...]  # where the signal is observed
     spread: Spread = ()  # of that axis
     beside: tuple[ObservationPoint, ...] = ()  # where another signal is observed, to whose exponent this one's is added

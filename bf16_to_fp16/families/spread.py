@@ -1,4 +1,4 @@
-"""Axes of tensors on which several elements share a channel of a signal, or some have none: see ``Spread``."""
+"""Arithmetic on tensors' axes where several elements share a channel of a signal, or some have none: see ``Spread``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .signals import Spread
 
 
 def factors_between_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return the numbers of elements without a channel at both ends, and the shape between them."""
+    """Return (elements without a channel at the start, shape of the rest, elements without one at the end)."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after
@@ -31,7 +31,7 @@ def carrying(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Return [elements, ...] from [channels, ...]: for each element its channel's value, 0 if it has no channel."""
+    """Repeat values [channels, ...] as [elements, ...]: each element gets its channel's value, or 0 if it has none."""
     if not spread:
         return values
     before, factors, after = factors_between_ends(spread)
@@ -43,7 +43,7 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
 
 
 def by_channel(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    """Group [elements, ...] into [channels, elements per channel, ...]; omit elements that have no channel."""
+    """Group values [elements, ...] as [channels, elements per channel, ...]; omit elements that have no channel."""
     if not spread:
         return values.unsqueeze(1)
     _, factors, _ = factors_between_ends(spread)

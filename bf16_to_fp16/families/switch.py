@@ -1,6 +1,7 @@
 """Switch Transformers: T5 v1.0 with sparse blocks, in which a router sends each token to one of several feed-forwards.
 
-The router always computes in fp32, where rescaling keeps every bit of its logits, and so its choice."""
+The router always computes in fp32, where rescaling keeps every bit of its logits, and so the same experts are
+chosen."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
 
 
 def block(config: Mapping[str, Any], i: int, *, stack: str, dense: Stack) -> Sequence[Part]:
-    """Return the parts of block ``i``. It has experts if the config's sparse step is 1 or ``i % step`` is 1."""
+    """Return the parts of block ``i``. It has experts if the config's sparse step is 1 or ``i % step`` is 1. dense:
+    T5's stack, from which the attentions are taken."""
     *attending, _ = dense.block({"feed_forward_proj": "relu"}, i)
     at, key = f"{stack}.block.{i}.layer.{len(attending)}", f"{stack}_sparse_step"
     step = whole_number(key, config[key], "a number", least=0)

@@ -25,8 +25,8 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return an attention's declaration. bias: whether it has a position bias of its own. shared: path of the attention
-    whose position bias it adds otherwise."""
+    """Return an attention's declaration. bias: whether it has its own position bias. shared: if not, the path of the
+    attention whose position bias it adds."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -65,7 +65,7 @@ def neurons(at: str, feed_forward_proj: str, module: str = "DenseReluDense") -> 
 
 
 def blocks(*, every: bool = False) -> tuple[Stack, Stack]:
-    """Return encoder and decoder. every: whether each block has a position bias, and not only the first."""
+    """Return T5's encoder and decoder. every: whether every block has a position bias, not only the first."""
 
     def attending(stack: str, i: int) -> Part:
         first = f"{stack}.block.0.layer.0.SelfAttention"
@@ -170,8 +170,8 @@ T5 = Family(
 )
 
 MT5 = replace(T5, name="mt5", title="mT5", classes=classes("MT5"), output_scale=OutputScale.NEVER, untie="")
-"""T5 v1.1's tensors. Transformers 5 never multiplies the decoder's output before the head, transformers 4 does where
-the config ties. So a tied mT5 stays tied, since no stored head suits both."""
+"""mT5 has T5 v1.1's tensors. Transformers 5 never multiplies the decoder's output before the head; transformers 4 does
+if the config ties the head. So a tied mT5 stays tied: no stored head suits both versions."""
 
 UMT5_ENCODER, UMT5_DECODER = blocks(every=True)
 
@@ -185,8 +185,9 @@ UMT5 = replace(
     ignorable=(),
     output_scale=OutputScale.ALWAYS,
 )
-"""mT5 with a position bias in every block. Before an untied head transformers 5 always multiplies the decoder's output
-by d^-1/2, transformers 4 only where the config ties; rescaling keeps what each computes on the source."""
+"""UMT5 is mT5 with a position bias in every block. Before an untied head, transformers 5 always multiplies the
+decoder's output by d^-1/2, and transformers 4 only if the config says tied. Rescaling keeps what each version computes
+on the source."""
 
 TYPE = "encoder_attention_type"
 LOCAL, GLOBAL = "local", "transient-global"

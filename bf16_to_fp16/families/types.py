@@ -1,4 +1,4 @@
-"""The vocabulary in which a model family is declared, as pure data: stock classes, blocks and config keys."""
+"""The types in which a model family is declared, as pure data: transformers classes, blocks and config keys."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from .wiring import Projector, StockAttributes, Topology
 
 @dataclass(frozen=True)
 class Part:
-    """The declaration of a sublayer, an embedding, a head or a final norm. Parts share signals of the same name."""
+    """The declaration of a sublayer, an embedding, a head or a final norm. Parts share signals (activations that are
+    rescaled together) of the same name."""
 
     signals: tuple[Signal, ...] = ()
     tensors: tuple[Tensor, ...] = ()
-    topology: Topology | None = None  # None for a final norm without a head
+    topology: Topology | None = None  # how the modules are connected; None for a final norm without a head
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class StockClass:
     """A class of transformers that loads a family's checkpoints."""
 
     names: tuple[str, ...]  # the current name first, then older ones
-    decodes: bool = False
-    takes_decoder_ids: bool = False  # False if it makes the decoder's ids from the encoder's
+    decodes: bool = False  # whether it runs the decoder of a family with two stacks
+    takes_decoder_ids: bool = False  # whether it needs ``decoder_input_ids``, or makes them from ``input_ids``
     end: Part | None = None  # the final norm and any head; None for a language-modelling head, declared by the family
     gives: tuple[str, ...] = ("logits",)  # the output's field names
     body: str = ""  # path of the module that contains the stacks, "" for the model itself
@@ -47,14 +48,15 @@ class StockClass:
 
 @dataclass(frozen=True)
 class Stack:
-    """A sequence of blocks. ``layers``: config key of their number. ``block(config, i)`` returns block i's parts."""
+    """An encoder or a decoder. ``layers`` is the config key of the number of its blocks, and ``block(config, i)``
+    returns the parts of block i, counted from 0."""
 
     layers: str
     block: Callable[[Mapping[str, object], int], Sequence[Part]]
 
 
 class OutputScale(StrEnum):
-    """When the stock class multiplies the decoder's output by d^-1/2 before the head."""
+    """When transformers multiplies the decoder's output, of width d, by d^-1/2 before the head."""
 
     NEVER = "never"
     ALWAYS = "always"
@@ -62,11 +64,12 @@ class OutputScale(StrEnum):
 
 
 MultiplierKind = Literal["embedding", "branch", "scores", "logits"]
-"""What a config's number multiplies: the embedding, sublayers' outputs (branch), or scores in place of head_dim^-1/2.
-It divides the logits."""
+"""What a number in the config multiplies: the embedding, each sublayer's output ("branch"), or the attention scores, in
+place of head_dim^-1/2. The number for "logits" divides them."""
 
 DropoutKind = Literal["stream", "branch", "attention", "neurons", "head"]
-"""Places of dropout: stream and sublayer outputs, only the latter (branch), attention weights, neurons, head inputs."""
+"""Where dropout acts: on the residual stream and sublayers' outputs ("stream"), on these outputs alone ("branch"), on
+attention weights, on a feed-forward's neurons, or on a head's inputs."""
 
 
 INNER = "text_config"  # key of a text model's nested config
@@ -75,7 +78,7 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """The names in files of each expert's linears, which stock code fuses with those of all experts."""
+    """The names in files of an expert's linears. When transformers loads them, it fuses the linears of all experts."""
 
     gate: str = "gate_proj"
     linear: str = "up_proj"
@@ -92,9 +95,10 @@ class Family:
     config_type: str = ""  # the config's ``model_type``, where it is not the name
     classes: tuple[StockClass, ...]  # the classes of transformers that are supported
     sizes: Mapping[str, tuple[str | int, ...]]
-    """Axis sizes as products of config keys and numbers; a key with a table gives the table's length."""
+    """The sizes of tensors' axes by name, each a product of config values and numbers. Where a value is a mapping, such
+    as ``id2label``, its length counts."""
     keys: tuple[str, ...] = ()
-    """Config keys that the blocks' parts depend on, besides those that another field names."""
+    """The config keys on which the blocks' parts depend, and that no other field names."""
     encoder: Stack  # the first stack, or a decoder-only model's stack
     decoder: Stack | None = None  # the stack that reads the first one's output, None for a family of one stack
     encoder_ends: Part  # an encoder's beginning and end, without its final norm's output
@@ -110,7 +114,7 @@ class Family:
     output_scale: OutputScale = OutputScale.NEVER
     output_scale_key: str = ""  # config key that switches the scale before the head, "" where there is none
     kept_in_fp32: tuple[str, ...] = ()  # modules in stock code's ``_keep_in_fp32_modules``
-    eps_key: str | None = None  # of the norms' eps, None where fixed; dots in any key lead into nested configs
+    eps_key: str | None = None  # config key of the norms' eps, None if fixed; dots in keys lead into nested configs
     eps: float = 0.0  # the norms' eps where no config key says it
     centred_norm: bool = False  # true for LayerNorm (mean subtracted), False for RMSNorm
     norm_site: str = "mul#2"  # the operation that gives a norm's output, as the audit names it in fp16
@@ -121,10 +125,12 @@ class Family:
     one that ends in ``*`` means all keys that begin so."""
     attributes: StockAttributes
     untie: Literal["", "copy", "scaled"]
-    """How a tied head can be separated: "copy", "scaled" (with the d^-1/2 before the head folded in), or "" (never)."""
+    """How a tied head can get a weight of its own: "copy" (the embedding's values), "scaled" (these times the d^-1/2
+    before the head), or "" (it cannot)."""
     variants: tuple[Mapping[str, object], ...] = ()  # config values that give blocks other parts than the defaults do
     ties_all_or_nothing: bool = False
-    """Whether stock code that does not tie the head ties no other copy either, so that a file must contain each."""
+    """Whether transformers, if it does not tie the head, does not tie the embedding's other copies either. A file must
+    then contain each of them."""
     encoder_refuses_cache: bool = False  # whether stock code raises when a call with ``use_cache`` runs the encoder too
     norm_rounds_once: bool = False  # whether an RMSNorm is rounded only after its gain, and not before it too
     aliases: Mapping[str, str] = field(default_factory=dict)  # config keys of transformers 4.57, with names in 5
@@ -134,21 +140,22 @@ class Family:
     """Whether stock code computes buffers in fp32 that no file has, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
     blind_padding: bool = False
-    """Whether padding may attend to no position under a stack's masks: left of a row under a causal mask, or further
-    from the row than a sliding window. Stock masks are finite in fp16, but scores under −16 add up with them to −inf;
-    such a position, with all its scores under −16, is NaN under eager attention."""
+    """Whether masks can leave a padding position nothing to attend to: one to the left of a row under a causal mask, or
+    one further from the row than a sliding window. Its masks are finite in fp16, but a mask and a score under −16 sum
+    to −inf. If all its scores are under −16, eager attention makes the position NaN."""
 
     older_rotary: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OLDER_ROTARY)
-    """By kind of layer ("" for all), the config keys of rotary base and scaling ("" for none) in transformers 4.57."""
+    """The config keys by which transformers 4.57 sets the rotary base and scaling ("" for no key), for each kind of
+    layer ("" for all layers)."""
     older_scales_tied: bool = False  # whether transformers 4.57 multiplies by d^-1/2 only if the head is tied
     older_notes: Mapping[str, str] = field(default_factory=dict)
     """Config keys that transformers 4.57 ignores unless null, each with a sentence that says so."""
     eps_copies: tuple[str, ...] = ()  # further config keys that must say the same eps
-    tie_keys: tuple[str, ...] = ("tie_word_embeddings",)  # config keys that tie the head, one for each version
-    stored_experts: StoredExperts | None = None  # names in files of experts that stock code gathers
+    tie_keys: tuple[str, ...] = ("tie_word_embeddings",)  # config keys, any of which unties the head if it is false
+    stored_experts: StoredExperts | None = None  # names in files of the experts that transformers fuses
     flat: Family | None = None  # the same family for configs without ``text_config``
     brings: Callable[[Mapping[str, object]], Sequence[Part]] | None = None
-    """Returns the parts that add another model's outputs to the first stack; None if there are none."""
+    """Returns, for a config, the parts that add another model's outputs to the first stack; None if there are none."""
 
     @property
     def model_type(self) -> str:
@@ -176,7 +183,7 @@ class Family:
         return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
 
     def giving_states(self, *, decodes: bool) -> str | None:
-        """Return the name of the stock class without a head, if any. decodes: whether it has a decoder."""
+        """Return the name of the family's class without a head, with (``decodes``) or without a decoder, or None."""
         fitting = (each for each in self.classes if each.gives == ("last_hidden_state",) and each.decodes == decodes)
         return next((each.names[0] for each in fitting), None)
 

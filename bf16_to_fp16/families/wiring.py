@@ -8,7 +8,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class StockAttributes:
-    """Names of stock modules' attributes that the bounds read, the attention's if no comment follows; "" for none."""
+    """The names of the attributes of transformers modules that the bounds read; "" stands for none. They are attributes
+    of the attention module unless a comment says otherwise."""
 
     head_size: str
     heads: str = ""
@@ -18,9 +19,9 @@ class StockAttributes:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions: an angle rotates each pair of channels of a query or key."""
+    """Rotary positions, which rotate each pair of channels of a query or key by an angle."""
 
-    at: str  # the module of cosines and sines; "" for no rotation, which is bounded as if there were one
+    at: str  # the module that makes cosines and sines; "" for no rotation, which is bounded as if there were one
     factor: float = 1.0  # the largest on cosines and sines, at least 1
     interleaved: bool = False  # whether channels 2i and 2i + 1 form a pair; else i and i + r/2 of r rotated channels
     turned: int = 0  # r, 0 for all channels; the others form pairs too
@@ -29,17 +30,17 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Attention:
-    """The connections of an attention sublayer's modules. Unless stated otherwise, names are module paths or, with a
-    colon, sites; "" is for none."""
+    """The modules of an attention sublayer and their connections. A string is a module path or, with a colon, a site,
+    unless its comment says otherwise; "" stands for none."""
 
     at: str  # the module that forms the scores
-    norm: str  # "" where its linears read the stream itself
+    norm: str  # reads the residual stream; "" where the linears read it themselves
     query: str
     key: str
     value: str
     output: str
     _: KW_ONLY
-    heads: str  # config key of their number
+    heads: str  # config key of the number of heads
     add: str  # the site where the output joins the residual stream
     memory: bool = False  # whether keys and values read the encoder's output
     bias: str = ""  # tensor of the position bias
@@ -56,11 +57,11 @@ class Attention:
     scale: str = ""  # config key of a number whose power of -1/2 multiplies ``scaled`` scores, "" for head_dim
     cap: str = ""  # config key of the c of a soft cap c·tanh(x/c) on scaled scores, before the mask; null for none
     radius: str = ""
-    """Config key of the largest distance of a key from its query, "" for no limit. With one, blocks of radius + 1
+    """Config key of the largest distance of a key from its query, "" for no limit. With a limit, blocks of radius + 1
     positions attend to themselves and their two neighbours. Stock code masks with −1e10, which is −inf in fp16."""
     block: str = ""
-    """Config key of the number of positions in each sum that gives further keys and values, "" for no sums. A remainder
-    at the end joins the last sum."""
+    """Config key of the number of positions that are summed into each further key and value, "" for no such sums. A
+    remainder at the end joins the last sum."""
     block_norm: str = ""  # the norm of the sums
     block_bias: str = ""  # tensor of their position bias
     divides: bool = False  # whether scores are divided by √head_dim instead, by a module without SDPA
@@ -70,7 +71,7 @@ class Attention:
 
     @property
     def entrance(self) -> str:
-        """The module that reads the stream: the norm, or without one a linear."""
+        """The module that reads the residual stream: the norm, or the query linear if there is no norm."""
         return self.norm or self.query
 
     @property
@@ -79,7 +80,7 @@ class Attention:
 
     @property
     def scaling(self) -> tuple[str, ...]:
-        """The sites where the scale multiplies the scores or, as its root, queries and keys."""
+        """The sites where attention scores are scaled: at the scores themselves, or at queries and keys."""
         if self.divides:
             return (f"{self.at}:div",)
         # Audits number a module's multiplications. Before these come rotary positions' four, and one by their growth.
@@ -94,18 +95,19 @@ class Attention:
 
 @dataclass(frozen=True)
 class FeedForward:
-    """The modules of a feed-forward sublayer. ``norm``, ``add``, ``post_norm`` are as in ``Attention``."""
+    """The modules of a feed-forward sublayer and their connections. A string is a module path, unless its comment says
+    otherwise; "" stands for none."""
 
     at: str  # the module that multiplies the activated ``gate`` by ``linear``'s output
-    norm: str
+    norm: str  # reads the residual stream; "" where the linears read it themselves
     gate: str  # a linear; "" for none, where the activation acts on ``linear``'s output
     linear: str
     output: str
     activation: str  # its name in the config
     act: str  # its module
-    add: str
+    add: str  # the site where the output joins the residual stream
     dropouts: tuple[str, ...] = ()  # first before the linear ``output``, then after it
-    post_norm: str = ""
+    post_norm: str = ""  # the norm between ``output`` and the stream
     fused: tuple[int, ...] = ()  # row counts of gate and ``linear`` if one module computes both
     scalar: str = ""  # tensor of a number that multiplies the stream after this sublayer
     scaled: str = ""  # the site of that product
@@ -117,29 +119,29 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Experts:
-    """A sublayer whose router sends each token to some of several feed-forwards (experts). ``norm``, ``add``,
-    ``post_norm`` are as in ``Attention``."""
+    """A sublayer whose router sends each token to some of several feed-forwards (experts). A string is a module path,
+    unless its comment says otherwise; "" stands for none."""
 
     at: str  # the module that sends tokens to experts and gathers the outputs; a token without an expert gets 0
-    norm: str
+    norm: str  # reads the residual stream
     router: str  # the module that chooses experts by its scores
     classifier: str  # the router's linear, whose outputs are the logits
     noise: str
-    """Config key of ε, "" for none. Training multiplies what the router reads, or the experts too, by random factors
-    from 1 − ε to 1 + ε."""
+    """Config key of ε, "" for none. In training, what the router reads, and in some families what the experts read, is
+    multiplied by random factors from 1 − ε to 1 + ε."""
     experts: tuple[FeedForward, ...]
-    add: str
+    add: str  # the site where the output joins the residual stream
     dropouts: tuple[str, ...] = ()
-    post_norm: str = ""
+    post_norm: str = ""  # the norm between the outputs and the stream
     chosen: str = ""
-    """Config key of the number of experts that take a token. The router then returns logits, weights and indices of the
-    chosen experts, the last two [tokens, experts of a token]. "" means at most one, the most probable in fp32. The
-    router then returns a mask of the choices, [rows, positions, experts], and their probabilities."""
+    """Config key of the number of experts that take a token. The router then returns the logits, and the weights and
+    indices of the chosen experts, each [tokens, experts of a token]. "" means at most one expert, the most probable in
+    fp32. The router then returns a mask of the choices, [rows, positions, experts], and their probabilities."""
     sigmoid: bool = False  # whether scores are sigmoids of the logits, not a softmax
     normalised: str = ""  # config key of whether a token's weights are divided by their sum, "" for always
     scaling: str = ""  # config key of a factor on the weights, "" for none
     correction: str = ""  # tensor that is added to the scores for the choice alone
-    shared: FeedForward | None = None  # takes every token, with a weight of 1
+    shared: FeedForward | None = None  # a further feed-forward that takes every token, with a weight of 1
     sum: str = ""  # the site where the shared output is added to the experts'
 
     @property
@@ -154,7 +156,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class StackEnds:
-    """The beginning and the end of a stack. Unless stated otherwise, names are module paths; "" is for none."""
+    """The embedding and the final norm of a stack. A string is a module path, unless its comment says otherwise; ""
+    stands for none."""
 
     at: str
     embedding: str
@@ -162,12 +165,12 @@ class StackEnds:
     positions: str = ""  # tensor added to the embedding
     dropouts: tuple[str, ...] = ()  # after the embedding and the final norm
     first_norm: str = ""
-    """A norm of the embedding with positions, whose output begins the residual stream. Its input is not rescaled, so
-    its eps stays: the family must have no ``eps_key``."""
+    """A norm of the sum of embedding and positions, whose output begins the residual stream. Its input is not rescaled,
+    so its eps stays: the family must have no ``eps_key``."""
     scaled_by: Literal["", "module", "stack"] = ""  # what multiplies the embedding
     switch: str = ""
-    """Config key that turns the factor √d on. Without one √d is always on, rounded to the weight's dtype. A stack
-    without one multiplies ``inputs_embeds`` too."""
+    """Config key that switches the factor √d on, d being the width. Without such a key the factor is always on, rounded
+    to the weight's dtype; if the stack applies it, it multiplies ``inputs_embeds`` too."""
     multiplier: bool = False  # whether the factor is the family's embedding multiplier, not √d
     table: str = ""  # the embedding's tensor, "" for the family's
 
@@ -195,7 +198,7 @@ class StackEnds:
 
 @dataclass(frozen=True)
 class HeadLinear:
-    """A linear of a head, its tensors, and the site of a tanh behind it; "" is for none."""
+    """One linear of a head, its weight and bias tensors, and the site of a tanh on its output; "" stands for none."""
 
     at: str
     weight: str
@@ -210,7 +213,7 @@ class Head:
     at: str  # the module that computes them
     linears: tuple[HeadLinear, ...]
     dropout: str = ""  # the module before each linear, "" for none
-    cap: str = ""  # config key of a soft cap on the logits, as in ``Attention``; the model itself applies it
+    cap: str = ""  # config key of the c of a soft cap c·tanh(x/c) on the logits, which the model itself applies
 
 
 MOST_MEAN = 1024.0  # largest mean magnitude of another model's outputs for which a LayerNorm's output is bounded
@@ -218,7 +221,8 @@ MOST_MEAN = 1024.0  # largest mean magnitude of another model's outputs for whic
 
 @dataclass(frozen=True)
 class Projector:
-    """The part that brings another model's outputs into the stream: a norm, then linears. "" is for none."""
+    """The part that brings another model's outputs, such as a vision tower's, into the residual stream: a norm and then
+    linears. A string is a module path, unless its comment says otherwise; "" stands for none."""
 
     at: str  # the module that contains norm and linears
     add: str  # the site where the results replace embeddings, or join the stream
@@ -227,8 +231,8 @@ class Projector:
     image: ImageInput
     pool: str = ""  # the site that averages the other model's outputs before the norm
     layer_norm_eps: float | None = None
-    """None for an RMSNorm. A LayerNorm may lose small differences beside a large mean, so its bounds hold only for
-    means of at most ``MOST_MEAN``."""
+    """The eps of a LayerNorm, None for an RMSNorm. A LayerNorm can lose small differences beside a large mean, so its
+    bounds hold only for means of at most ``MOST_MEAN``."""
     joined: int = 1  # how many vectors from the norm form one input of the first linear
     by_channel: bool = False  # whether these are interleaved by channel
     shares_eps: bool = False  # whether the norm reads the text model's eps, whose rescaling changes its output
@@ -241,10 +245,11 @@ class Projector:
 
 @dataclass(frozen=True)
 class ImageInput:
-    """How a stock class takes an image: seven config keys, then three arguments ("" for none)."""
+    """How a transformers class takes an image. The first seven fields are config keys, the last three are names of
+    arguments of its forward; "" stands for none."""
 
-    token: str  # the image token's id, for which the image's vectors are put in
-    channels: str  # their number, "" for 3
+    token: str  # the id of the image token, whose embeddings the image's vectors replace
+    channels: str  # the number of an image's colour channels, "" for 3
     size: str = ""  # height and width in pixels; "" for any: the audit's image is then two tokens high and wide
     tokens: str = ""  # an image's number of image tokens, "" for four
     patch: str = ""  # a patch's height and width in pixels

@@ -38,8 +38,8 @@ MOST_MOVED = 0.5  # share of its length by which one Newton step may change a ro
 class BoundConstraint:
     """Keeps the certified bounds of ``model``, a stock model in training, under a falling ceiling (the lid).
 
-    Call ``begin`` once and ``hold`` after every optimizer step, in all processes. layout: of the unsharded model.
-    engine: whether DeepSpeed takes the steps."""
+    Call ``begin`` once and ``hold`` after every optimizer step, in all processes. layout: the layout of the whole
+    model, even if ``model`` is sharded. engine: whether DeepSpeed takes the optimizer's steps."""
 
     def __init__(self, layout: Layout, model: nn.Module, *, engine: bool = False) -> None:
         self.layout, self.target = layout, FP16_MAX * 2.0**-MARGIN_BITS
@@ -66,7 +66,7 @@ class BoundConstraint:
         self.start = max(0.0, *(float(bits.max()) for bits in self.excess().values()))
 
     def lid(self, step: int, steps: int) -> float:
-        """Return the lid after ``step`` (counted from 1) of ``steps``: bits by which a bound may pass its target."""
+        """Return by how many bits a bound may exceed its target after ``step`` (counted from 1) of ``steps``."""
         assert self.first is not None
         down = max(1.0, COMES_DOWN * (steps - self.first))
         return self.start * max(0.0, 1 - (step - self.first) / down)
@@ -92,13 +92,14 @@ class BoundConstraint:
             self.headroom = MARGIN_BITS - max(float(bits.max()) for bits in excess.values())
 
     def excess(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return log2(bound / target) by site. again: reuse the means of LayerNorms' inputs, if only ``project`` has
-        changed weights since. only: the sites to measure."""
+        """Return log2(bound / target) of each site's bounds. only: the sites to measure, None for all."""
+        # again: only `project` has changed weights since, so the means of LayerNorms' inputs are those of the last call.
         measured = self.weights.agreed(self.bounds.measure(again=again, only=only))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Lower a site's bounds by about ``bits``, one for each, in one Newton step. scaled: only shrink rows."""
+        """Lower each of a site's bounds by about its entry of ``bits``, in one Newton step on the weights. scaled:
+        whether to do so only by making whole rows smaller."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so
@@ -128,7 +129,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``over`` in which, at each index, only a group's worst site keeps its excess; others have 0."""
+        """Return ``over`` with all excesses set to 0 but, at each index, the largest in each group of sites."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)
@@ -164,7 +165,8 @@ class BoundConstraint:
 
 
 def groups_of(layout: Layout) -> dict[str, str]:
-    """Return the group of each site; a group is an attention, a stack's residual stream, or one linear of the head."""
+    """Return the group of each site, named by a module path: the attention, the stack (for its residual stream) or the
+    linear of the head to which the site belongs."""
     head = layout.head
     groups = {} if head is None else {"model:add": head.at} | {linear.at: linear.at for linear in head.linears}
     for stack in layout.stacks():
@@ -180,8 +182,8 @@ def norms(rows: Tensor) -> Tensor:
 
 
 class WholeWeights:
-    """A stock model's parameters and buffers by name, whole even if the model is sharded. All processes must ask for
-    them in the same order."""
+    """Gives a stock model's parameters and buffers by name, whole even if the model is sharded. All processes must ask
+    for them in the same order."""
 
     def __init__(self, model: nn.Module, *, engine: bool = False) -> None:
         self.engine = engine
@@ -198,7 +200,7 @@ class WholeWeights:
         return self._leaves[id(weight)] if id(weight) in self._leaves else self._gathered(weight)
 
     def leaves(self, names: Iterable[str]) -> list[Tensor]:
-        """Return unsharded weights as leaves of autograd's graph. ``read`` returns the same tensors until ``write``."""
+        """Return whole weights as leaves of autograd's graph; until ``write``, ``read`` returns the same tensors."""
         leaves = []
         for name in names:
             weight = self._named[name]

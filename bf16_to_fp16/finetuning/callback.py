@@ -27,12 +27,14 @@ STATE = "fp16_penalty"  # what a trainer's state has of the penalty, from which 
 class Fp16Callback(TrainerCallback):
     """Adds the activation penalty to a trainer's loss, logs the headroom, and converts the trained model.
 
-    ``make_fp16_safe`` rescales the model at once; its fp32 outputs stay the same. Logs get the mean ``penalty``, and
-    ``headroom_bits``: the least log2(limit / largest value) of any site since the last log. After training, the first
-    process undoes the rescaling in a copy and converts that to ``out``. ``result`` is what ``convert`` returned.
+    ``make_fp16_safe`` rescales the trainer's model at once; the model's fp32 outputs stay the same. Logs get the mean
+    ``penalty``, and ``headroom_bits``: the least log2(limit / largest value) of any site since the last log. After
+    training, the first process undoes the rescaling in a copy of the model and converts the copy to ``out``. ``result``
+    is what ``convert`` returned.
 
     out: None to skip the conversion. headroom_bits: the distance from fp16's limit that the penalty enforces at every
-    site. rescale: False to leave the model's scale, as for a model of no known family. options: of ``convert``.
+    site. rescale: False to leave the model's scale, as for a model of no known family. force: whether to replace an
+    existing ``out``. options: further arguments of ``convert``.
 
     Raises UserError, before any change, for an ``out`` that cannot be written and for a model not whole in one process
     (FSDP, DeepSpeed, DataParallel). ``make_fp16_safe`` and ``ActivationPenalty`` can raise it too."""

@@ -42,11 +42,11 @@ class TrainingBatch:
     attention_mask: Tensor  # 0 for padding
     labels: Tensor | None  # target id of each logits position, −100 for none; None if no tokens are predicted
     examples: tuple[tuple[int, int], ...]  # (epoch, row); empty for a batch that only keeps processes in step
-    row_wise: bool = False  # one output for a row
-    causal: bool = False  # each position predicts the next of ``input_ids``
+    row_wise: bool = False  # whether the model gives one output for each row, not for each token
+    causal: bool = False  # whether each position predicts the next of ``input_ids``
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the model's keyword arguments. A causal model gets unshifted labels, since stock code shifts them."""
+        """Return keyword arguments for the model. A causal model gets unshifted labels, which transformers shifts."""
         labels = self.labels.roll(1, dims=1) if self.labels is not None and self.causal else self.labels
         tensors = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": labels}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -56,7 +56,7 @@ Row = tuple[str, str | None]  # text and target of a row; a row whose text is bl
 
 
 class _Rows:
-    """A data set's non-blank row numbers, split into ``training`` and ``held_out``."""
+    """A data set, and the numbers of its rows that are not blank, split into ``training`` and ``held_out``."""
 
     def __init__(self, data: Data, seed: int, *, all_held_out: bool = False) -> None:
         self.dataset, self.columns = open_texts(
@@ -87,7 +87,8 @@ class _Rows:
 
 
 def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.random.Generator) -> np.ndarray:
-    """Return a permutation that puts examples of similar size in one step. position: number of earlier examples."""
+    """Return a random order of an epoch's examples, in which those of one step have similar sizes. position: the number
+    of examples in earlier epochs."""
     order = rng.permutation(len(sizes))
     head = min(-position % step_examples, len(order))
     steps = (len(order) - head) // step_examples
@@ -102,8 +103,8 @@ def epoch_order(sizes: np.ndarray, step_examples: int, position: int, rng: np.ra
 
 
 class Corpus:
-    """Batches of a recipe's ``data``, for the model of ``config`` and the tokenizer in ``folder``. Raises UserError for
-    unusable data, tokenizers and objectives."""
+    """Makes training and held-out batches of a recipe's ``data``, for the model of ``config`` and the tokenizer in
+    ``folder``. Raises UserError for unusable data, tokenizers and objectives."""
 
     def __init__(self, data: Data, folder: str | Path, config: Any, *, seed: int = 0) -> None:
         self.data, self.folder, self.seed = data, folder, seed
@@ -156,11 +157,12 @@ class Corpus:
         return max(1, window)
 
     def tokens(self, text: str) -> list[int]:
-        """Return a text's ids without special tokens around it."""
+        """Return a text's token ids, without special tokens around them."""
         return checked(self.tokenizer(text, add_special_tokens=False)["input_ids"], self.vocabulary, self.folder)
 
     def example(self, row: int, content: Row, epoch: int, *, held_out: bool = False) -> tuple[list[int], list[int]]:
-        """Return a row's (input, target) ids in an epoch. The target is empty for models that predict no tokens."""
+        """Return the (input, target) ids that a row has in an epoch. The target is empty for models that predict no
+        tokens. content: the row's text and target."""
         text, target = content
         if self.objective == "pairs":
             if target is None:
@@ -236,7 +238,8 @@ class Corpus:
         return TrainingBatches(self, rank, world)
 
     def held_out(self, examples: int | None = None, rank: int = 0, world: int = 1) -> list[TrainingBatch]:
-        """Return one process's share of the held-out examples. Every process gets the same number of batches."""
+        """Return one process's share of the held-out batches. Every process gets the same number. examples: the most to
+        use, None for all of them."""
         numbers = self.held_out_rows.held_out[:examples]
         contents = self.held_out_rows.read(numbers) if numbers else []
         rows = [(0, row, content) for row, content in zip(numbers, contents, strict=True)]
@@ -288,7 +291,7 @@ def _window_start(length: int, most: int, rng: np.random.Generator) -> int:
 
 
 class TrainingBatches(Iterator[TrainingBatch]):
-    """Endless training batches of one process; the examples of a step do not depend on the number of processes."""
+    """Endless training batches for one process. The examples of a step do not depend on the number of processes."""
 
     def __init__(self, corpus: Corpus, rank: int, world: int) -> None:
         self.corpus, self.rank, self.world = corpus, rank, world

@@ -29,20 +29,20 @@ from .recipe import Recipe
 
 
 def kl_divergence(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return KL(teacher ‖ student) in nats, [positions], of logits [positions, vocabulary] of any dtype."""
+    """Return KL(teacher ‖ student) at each position, in nats, for logits [positions, vocabulary] of any dtype."""
     p, q = (logits.float().log_softmax(-1) for logits in (teacher, student))
     return functional.kl_div(q, p, reduction="none", log_target=True).sum(-1)
 
 
 def hidden_error(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return ‖student − teacher‖²/‖teacher‖², [positions], of outputs [positions, channels]."""
+    """Return ‖student − teacher‖²/‖teacher‖² at each position, for hidden states [positions, channels]."""
     s, t = student.float(), teacher.float()
     length = t.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
     return (s - t).square().sum(-1) / length
 
 
 def task_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross-entropy in nats of [rows, length, vocabulary] logits; labels of −100 do not count."""
+    """Return the summed cross-entropy, in nats, of logits [rows, length, vocabulary]; labels of −100 do not count."""
     return functional.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
     )
@@ -68,7 +68,8 @@ def counted_values(out: Any, batch: TrainingBatch | Batch) -> Tensor:
 
 
 def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) -> dict[str, Any]:
-    """Return the keyword arguments for a stock model. Decoder inputs are the batch's labels, shifted right."""
+    """Return the keyword arguments with which ``model`` runs a batch. In training, a decoder's inputs are the labels
+    or, if there are none, ``input_ids``, shifted right."""
     given: dict[str, Any] = {"input_ids": batch.input_ids.to(device), "attention_mask": batch.attention_mask.to(device)}
     decodes, causal = takes_decoder_ids(model.config), is_causal(model.config)
     if isinstance(batch, Batch):
@@ -86,7 +87,8 @@ def arguments(model: Any, batch: TrainingBatch | Batch, device: torch.device) ->
 
 
 class Teacher:
-    """The frozen original. in_parts: shard it over the default process group; all processes then make each call."""
+    """The frozen original model, with whose outputs the student's are compared. in_parts: whether to shard it over
+    torch's default process group; then all processes must make each call."""
 
     def __init__(self, model: Any, device: torch.device, *, in_parts: bool = False) -> None:
         model = model.eval().requires_grad_(False)
@@ -96,7 +98,7 @@ class Teacher:
 
     @torch.no_grad()
     def outputs(self, batch: TrainingBatch | Batch) -> Tensor:
-        """Return logits or hidden states of the positions that count, fp32 [positions, vocabulary or channels]."""
+        """Return logits or hidden states of the positions that count, in fp32 [positions, vocabulary or channels]."""
         with torch.autocast(self.device.type, enabled=False):
             out = self.model(**arguments(self.model, batch, self.device))
         return counted_values(out, batch).float()
@@ -105,11 +107,11 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).sum()
 
     def damped_divergence(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return the sum of log(1 + divergence) over positions, so that no single position dominates."""
+        """Return the sum of log(1 + divergence) over positions, so that no single position dominates the sum."""
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return fp64 [3]: summed divergence, count of argmaxes equal to the teacher's, count of positions."""
+        """Return three fp64 sums: the divergence, the argmaxes equal to the teacher's, and the positions."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
         same = (student.argmax(-1) == teacher.argmax(-1)).sum()
         sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))
@@ -120,7 +122,7 @@ class Teacher:
 
 
 def sharded(model: Any, device: torch.device) -> Any:
-    """Shard ``model`` over the default process group by FSDP2, one unit for each block."""
+    """Shard ``model`` over torch's default process group by FSDP2, with one unit for each block; return it."""
     mesh = torch.distributed.init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for part in (*blocks_of(model), model):
         fully_shard(part, mesh=mesh)
@@ -128,7 +130,7 @@ def sharded(model: Any, device: torch.device) -> Any:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the children of a model's outermost ModuleLists."""
+    """Return a model's blocks: the children of its outermost ModuleLists."""
     lists: list[str] = []
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not any(path.startswith(f"{outer}.") for outer in lists):
@@ -141,8 +143,8 @@ PROBE_WEIGHT = 0.2  # of the divergence on the probe, beside that on the data
 
 @dataclass(frozen=True)
 class StepLosses:
-    """Computes the terms of a step's loss. stock: the student; model: the student as wrapped for several processes.
-    passes: the number of batches per step in one process."""
+    """Computes the losses of a training step. ``stock`` is the student, ``model`` the student as wrapped for several
+    processes, and ``passes`` the number of batches in a step of one process."""
 
     recipe: Recipe
     stock: Any
@@ -160,7 +162,7 @@ class StepLosses:
         return [call for index, batch in enumerate(batches) for call in (batch, index)]
 
     def of_batch(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss with its graph, and [task loss, divergence], detached; all are sums over positions."""
+        """Return the loss and, detached, a tensor of the task loss and the divergence. All are sums over positions."""
         mix, device = self.recipe.distillation, self.processes.device
         out = self.model(**arguments(self.stock, batch, device))
         task = kl = torch.zeros((), device=device)
@@ -176,8 +178,8 @@ class StepLosses:
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def of_probe(self, step: int, index: int) -> Tensor:
-        """Run one part of the probe and return its loss term. A sharded model's term can always run a backward, in
-        which all processes must gather the same weights."""
+        """Run part ``index`` of a step's probe and return its loss. If the model is sharded, this loss always has a
+        backward, in which all processes must gather the same weights."""
         assert self.penalty is not None
         whole = with_spare_padding(self.stock.config, self.drawn(step))
         device, share = self.processes.device, PROBE_WEIGHT * self.recipe.distillation.weight
@@ -217,7 +219,8 @@ class Evaluator:
     processes: Processes
 
     def measure(self, held: Sequence[TrainingBatch], mixed_precision: MixedPrecision) -> dict[str, Any]:
-        """Return the mean held-out loss and, by kind of input, divergence from the teacher and argmax agreement."""
+        """Return the mean held-out loss and, for each kind of input, how far the model is from the teacher: the mean
+        divergence, and the share of equal argmaxes."""
         measured: dict[str, Any] = {"held_out_loss": None, "held_out_divergence": None}
         with torch.no_grad(), mixed_precision.whole_step():
             for kind, batches in {"held_out": held, **self._others}.items():
@@ -241,7 +244,7 @@ class Evaluator:
         return {"audit": probe, "unlike": self.corpus.unlike()}
 
     def _sums(self, batch: TrainingBatch | Batch, mixed_precision: MixedPrecision) -> Tensor:
-        """Return fp64 [4]: the summed task loss, then the three numbers of ``Teacher.comparison``."""
+        """Return four fp64 sums for a batch: the task loss, and the three that ``Teacher.comparison`` returns."""
         device = self.processes.device
         with mixed_precision.forward():
             out = self.model(**arguments(self.stock, batch, device))
@@ -255,8 +258,8 @@ class Evaluator:
 
 
 def nearest(recipe: Recipe, evaluations: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the step nearest to the original, by the geometric mean of its divergences, among steps that meet the
-    recipe's bounds and headroom. None means to use the last step."""
+    """Return the step whose model is nearest to the original, or None if the last step is to be used. The geometric
+    mean of a step's divergences says how near it is. Only steps that meet the recipe's bounds and headroom count."""
     if recipe.quality.max_kl is None or recipe.distillation.weight < 1:
         return None
     wanted = recipe.penalty.headroom_bits + SPARE_BITS

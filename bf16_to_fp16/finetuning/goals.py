@@ -19,11 +19,11 @@ TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a finetune: its program and subcommand, the recipe file and overrides."""
+    """The command line of a finetune, from which the next command is made."""
 
     recipe: str = "recipe.yaml"
-    overrides: tuple[str, ...] = ()
-    begun: tuple[str, ...] = ("bf16-to-fp16", "finetune")
+    overrides: tuple[str, ...] = ()  # values of ``--set``, such as "schedule.steps=100"
+    begun: tuple[str, ...] = ("bf16-to-fp16", "finetune")  # the words before the recipe
     is_public: bool = False  # show only the names of absolute paths
 
     def line(self, **settings: object) -> str:
@@ -43,7 +43,8 @@ class Command:
 
 
 def next_command(recipe: Recipe, steps: int, *, more: bool, command: Command) -> str:
-    """Return a sentence with the next command: twice this run's steps (``more``), or a new run at half the rate."""
+    """Return a sentence with the command to run next. more: whether it continues to twice ``steps``; otherwise it
+    begins a new run at half the learning rate."""
     if more:
         return f"go on: {command.line(schedule__steps=2 * steps)}"
     folder = (recipe.checkpointing.folder or f"{recipe.out}.run") + "-2"

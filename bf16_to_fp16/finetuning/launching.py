@@ -1,8 +1,8 @@
-"""Choose the accelerate configuration whose memory fits the cards, and the command line that launches it.
+"""Choose the accelerate configuration whose memory needs fit the cards, and the command line that launches it.
 
 Configurations of ``launch/`` are tried from the fastest on. Weights, gradients and moments are counted from shapes.
-Activations are a formula, fitted to traced steps of Flan-T5, mT5 and Pegasus: 0.75 to 1.37 times the traced ones. For
-the shipped recipes, all memory together is 0.99 to 1.07 times what was traced."""
+Activations follow a formula that was fitted to traced steps of Flan-T5, mT5 and Pegasus, and gives 0.75 to 1.37 times
+the traced bytes. For the shipped recipes, all memory together is 0.99 to 1.07 times the traced memory."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ GATHERED = 250_000_000  # elements of the layers that ZeRO-3 keeps, and gathers 
 
 
 class Needs:
-    """Parameter counts of a model. ``activations``: bytes that one forward and backward of a process takes beside
-    weights and gradients."""
+    """What training by a recipe needs: counts of parameters and, in ``activations``, the bytes that one forward and
+    backward of a process takes in addition to weights and gradients."""
 
     def __init__(self, recipe: Recipe, config: Any, kind: Any, processes: int = 1) -> None:
         self.recipe = recipe
@@ -99,8 +99,8 @@ class Needs:
 
 
 def bytes_by_purpose(kind: str, needs: Needs, processes: int, teacher_bytes: int, *, on_gpu: bool) -> dict[str, float]:
-    """Return a process's bytes on its card, by purpose. kind: a key of ``KINDS``. teacher_bytes: per weight, 0 without
-    a teacher."""
+    """Return the bytes that a process takes on its card, by purpose. kind: an accelerate configuration, a key of
+    ``KINDS``. teacher_bytes: the bytes of each weight of the teacher, 0 without one."""
     recipe, count, each = needs.recipe, needs.parameters, torch.float32.itemsize
     weights, teacher = float(count * each), float(count * teacher_bytes)
     in_parts, zero = kind.startswith(("zero3", "fsdp")), kind.startswith("zero")
@@ -154,7 +154,8 @@ class Machine:
 
 
 def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool = False) -> Machine:
-    """Return this machine's cards or CPU; unless ``running``, missing cards are assumed. gib: memory of each."""
+    """Return the cards or the CPU that the processes will use. gib: memory of each process. running: whether to launch
+    now, for which all cards must be here; otherwise missing cards are assumed."""
     seen, given = [] if on_cpu else cards(), None if gib is None else gib * 2**30
     if on_cpu or (running and not seen):
         each = given or available_memory() / processes
@@ -173,8 +174,8 @@ def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool
 class Choice:
     kind: str
     machine: Machine
-    tried: Mapping[str, Mapping[str, float]]  # bytes of a process by configuration, up to one that fits, and purpose
-    blocks: Sequence[str]  # classes that FSDP wraps, where the model does not name them
+    tried: Mapping[str, Mapping[str, float]]  # a process's bytes by configuration, up to one that fits, and purpose
+    blocks: Sequence[str]  # names of the classes that FSDP wraps, empty if the model names them itself
 
     @property
     def total(self) -> float:
@@ -211,7 +212,8 @@ def can_run(kind: str, machine: Machine) -> bool:
 
 @quiet()
 def choose(recipe: Recipe, machine: Machine) -> Choice:
-    """Return the fastest configuration whose needs fit the memory of ``machine``, or the smallest if none fits."""
+    """Return the fastest configuration whose needs fit the memory of ``machine``; if none fits, the one that needs
+    least."""
     import transformers
 
     config = config_of_source(recipe)
@@ -288,8 +290,8 @@ def write_launch(recipe: Recipe, choice: Choice, arguments: Sequence[str]) -> tu
 
 
 def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
-    """Run the command of ``write_launch``; return the first failed process's exit status. begun: the user's command up
-    to the recipe. Raises UserError where a signal ended a process."""
+    """Run the command of ``write_launch`` and return its exit status, that of the first process to fail. begun: the
+    words before the recipe in the user's command. Raises UserError if a signal ended a process."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

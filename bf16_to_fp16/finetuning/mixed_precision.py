@@ -1,6 +1,6 @@
 """fp16 and bf16 autocast with a loss scale, on a GPU and on a CPU.
 
-On a CPU, 16-bit products are computed in fp32 from the same operands and rounded once, since native kernels are up to
+On a CPU, 16-bit products are computed in fp32 from the same operands and rounded once, because native kernels are up to
 fifty times slower. A step is skipped if the gradient's norm over all processes is not finite; torch's GradScaler checks
 only its own process. DeepSpeed has its own autocast and loss scale."""
 
@@ -65,7 +65,8 @@ class MixedPrecision:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Return the context of a step. On a CPU 16 bits need ``FastProducts``, and fp16 ``WidePowers`` too."""
+        """Return the context for a step. On a CPU, it makes 16-bit products fast and computes powers of fp16 tensors in
+        fp32."""
         on_cpu = self.device.type == "cpu"
         fast = FastProducts() if on_cpu and self.dtype != torch.float32 else nullcontext()
         powers = WidePowers() if on_cpu and self.dtype == torch.float16 else nullcontext()
@@ -81,8 +82,8 @@ class MixedPrecision:
 
     def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
         """Divide the gradients by the loss scale and clip them to ``CLIP_NORM``, but leave them if their norm is inf or
-        NaN. Update the scale; return the unscaled norm. units: factors on gradients in the norm that is clipped, one
-        per parameter."""
+        NaN. Then update the loss scale, and return the gradients' norm without it. units: one factor per parameter, on
+        its gradient in the norm that is clipped."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]
@@ -108,7 +109,7 @@ class MixedPrecision:
 
 
 def recomputation(device: torch.device) -> dict[str, Any]:
-    """Return arguments for ``torch.utils.checkpoint`` with which recomputed values equal those of the forward."""
+    """Return the arguments of ``torch.utils.checkpoint`` with which recomputed values equal those of the forward."""
     given: dict[str, Any] = {"use_reentrant": False}
     return given | ({"context_fn": lambda: (WidePowers(), WidePowers())} if device.type == "cpu" else {})
 

@@ -1,9 +1,9 @@
 """Pretraining objectives that turn plain text into training pairs.
 
 Span corruption (Raffel et al. 2020, §3.1.4): spans of tokens become sentinels, and the target lists the spans. Gap
-sentences (Zhang et al. 2020, PEGASUS, "Random"): some sentences are masked, and are the target. Denoising (Liu et al.
-2020, mBART): spans become one mask each, and the target is the text; here sentences keep their places. Next token: the
-target is the text after its first token."""
+sentences (Zhang et al. 2020, PEGASUS, "Random"): some sentences are masked, and the target lists them. Denoising (Liu
+et al. 2020, mBART): spans become one mask each, and the target is the text; here sentences keep their order. Next
+token: the target is the text after its first token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import numpy as np
 from ..errors import UserError
 
 Objective = Literal["pairs", "span-corruption", "gap-sentences", "denoising", "next-token", "text"]
-"""What an example is made of; ``text`` has an input alone, for an encoder."""
+"""How an example is made: "pairs" are given with their targets, and "text" has no target, for an encoder. The first
+lines of this module describe the others."""
 
 SENTINELS = 100  # most sentinels of one example: what T5 was pretrained with
 
@@ -26,14 +27,14 @@ BYTE_SENTINEL = 258
 """First sentinel of ByT5 (Xue et al. 2022), which counts down through byte ids: no UTF-8 text has bytes from 248."""
 
 SUBWORDS, BYTES, WHOLE_TEXT = (0.15, 3.0), (0.15, 20.0), (0.35, 3.5)
-"""Share of the tokens that are noise, and mean length of a span: T5's, ByT5's, and mBART's."""
+"""The share of a text's tokens that is noise, and the mean length of a noise span: T5's, ByT5's, and mBART's."""
 
 GAP_RATIO = 0.3  # share of the sentences that gap sentences take out, between Pegasus's 0.15 and 0.45
 
 
 def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """Return how many of ``length`` tokens are noise, and in how many spans. A text of one token is all noise; else a
-    kept token stands before every span."""
+    """Return how many of ``length`` tokens are noise, and in how many spans they lie. A text of one token is all noise;
+    in a longer one, a token that is not noise stands before every span."""
     if length < 2:
         return length, length
     noise = min(max(round(length * density), 1), length - 1)
@@ -41,7 +42,7 @@ def noise_counts(length: int, density: float, mean_span: float) -> tuple[int, in
 
 
 def noise_spans(length: int, density: float, mean_span: float, rng: np.random.Generator) -> list[tuple[int, int]]:
-    """Return the (start, end) of each noise span, in order. Lengths of spans and gaps are random, as in T5."""
+    """Return the (start, end) of each span of noise, in order. Lengths of spans and gaps are random, as in T5."""
     noise, spans = noise_counts(length, density, mean_span)
     if noise == length:
         return [(0, length)] if length else []
@@ -68,7 +69,8 @@ def span_corruption(
 
 
 def window_length(input_length: int, target_length: int, density: float, mean_span: float, sentinels: int) -> int:
-    """Return the largest number of tokens whose input and target, with sentinels and end, fit into both lengths."""
+    """Return how many tokens of text one example of span corruption can hold at most. Its input, its target and the
+    number of ``sentinels`` set the limit."""
 
     def fits(length: int) -> bool:
         noise, spans = noise_counts(length, density, mean_span)
@@ -120,13 +122,13 @@ def gap_sentences(
 
 @dataclass(frozen=True)
 class Conventions:
-    """The special ids that objectives need."""
+    """The special token ids of a tokenizer, with which objectives make examples."""
 
     sentinels: tuple[int, ...]  # in order of use
     mask: int | None  # replaces a whole sentence, Pegasus only
     pad: int
     end: int
-    bytes: bool
+    bytes: bool  # whether each token is a byte, as in ByT5
     span_mask: int | None = None  # replaces a span where there are neither sentinels nor ``mask``
     before: tuple[int, ...] = ()  # what the tokenizer puts before a text, such as mBART's language
     after: tuple[int, ...] = ()  # what it puts after a text
@@ -147,8 +149,8 @@ class Conventions:
 
 
 def conventions(tokenizer: Any, vocabulary: int, first_sentinel: int | None = None) -> Conventions:
-    """Return the special ids of ``tokenizer``. Raises UserError for a ``first_sentinel`` outside the vocabulary, and
-    where there is no end token."""
+    """Return the special token ids of ``tokenizer``. Raises UserError for a ``first_sentinel`` outside the vocabulary,
+    and for a tokenizer without an end token."""
     known: dict[str, int] = tokenizer.get_vocab()
     of_bytes = type(tokenizer).__name__.startswith("ByT5")
     if first_sentinel is not None:

@@ -25,7 +25,8 @@ def typical_magnitude(parameter: Tensor) -> float:
 def make_optimizer(
     recipe: Recipe, parameters: list[torch.nn.Parameter], *, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer. fused: whether to use the fused kernel of torch's AdamW."""
+    """Return the recipe's optimizer; raise UserError if its class or arguments are unusable. fused: whether to use the
+    fused kernel of torch's AdamW."""
     given = recipe.optimizer
     # Scales behind matrices, the order in which states have them.
     parameters = sorted(parameters, key=lambda p: p.ndim <= 1)

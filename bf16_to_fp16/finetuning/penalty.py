@@ -1,8 +1,8 @@
 """A penalty that keeps every activation of a model in training under a target, in any training loop.
 
-A smooth maximum of |x| must stay under each site's target; the excess counts in bits (log2). A site's weight rises by
-dual ascent until its constraint holds (Platt and Barr 1987), so there is no coefficient to tune. A site inside its
-target costs one ``aminmax``."""
+A smooth maximum of |x| must stay under each site's target; the excess counts in bits (log2). The weight of a site's
+excess rises by dual ascent until its constraint holds (Platt and Barr 1987), so there is no coefficient to tune. A site
+under its target costs one ``aminmax``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Observation:
     amax: float  # largest |x|, inf after an inf or NaN
     target: float
     excess_bits: float  # log2(amax / target)
-    weight: float  # the site's, in the next step
+    weight: float  # what the site's excess is multiplied by in the next step
 
 
 class ActivationPenalty:
@@ -52,14 +52,15 @@ class ActivationPenalty:
         penalty = ActivationPenalty(model).attach()
         loss = loss + penalty()  # after the forward, before the backward
 
-    A call returns an fp32 scalar for the forwards with gradients since the last call. It has no graph if no site is
-    over its target. All ranks of torch's default group share the largest values.
+    A call returns an fp32 scalar for the forwards with gradients since the last call: the sum of each site's excess in
+    bits times the site's weight. It has no graph if no site is over its target. All ranks of torch's default group
+    share the largest values.
 
     model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: the largest |x| by the audit's
-    site names; by default fp16's limit times 2**-headroom_bits at every site that can grow. dual_step: added to a
-    site's weight per bit of excess. weight: fixed for every site; 0 only observes. accumulation: calls per optimizer
-    step, by which the loop divides the loss. train_mode: also keep the input of ``gelu_new`` under 147.8, beyond which
-    its backward overflows.
+    site names; by default fp16's limit times 2**-headroom_bits at every site that can grow. dual_step: what each step
+    adds to a site's weight per bit of excess. weight: a fixed weight for every site in place of these; 0 only observes.
+    accumulation: calls per optimizer step, by which the loop divides the loss. train_mode: whether to also keep the
+    input of ``gelu_new`` under 147.8, beyond which its backward overflows.
 
     Raises ``UserError`` for unusable arguments, fused attention whose scores cannot be seen, compiled models and
     reentrant checkpointing."""
@@ -129,7 +130,7 @@ class ActivationPenalty:
         return self
 
     def detach(self) -> None:
-        """Stop observing, and restore ``model``; weights and observations stay."""
+        """Stop observing the model's forwards, and restore it; weights and observations stay."""
         if self._attached:
             self._tap.__exit__(None, None, None)
             self._attached = False
@@ -185,7 +186,7 @@ class ActivationPenalty:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sites' weights and the calls of an unfinished step. state: the same on every rank."""
+        """Restore the sites' weights and the calls of an unfinished step. All ranks must load the same ``state``."""
         self._order = list(state["order"])
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])
@@ -226,7 +227,7 @@ class ActivationPenalty:
         return None if bounded else FP16_MAX
 
     def _glance(self, site: str, x: Tensor) -> bool:
-        """Record a site's largest |x|; return whether the penalty needs a term for x."""
+        """Record a site's largest |x|; return whether ``_take`` must make a term of the penalty from x."""
         self._seen = True
         if not (self.watches and x.numel()):
             return False
@@ -281,8 +282,8 @@ class ActivationPenalty:
         return ((torch.stack([term.to(device) for term in terms]) - targets) * weights).sum()
 
     def _shared_total(self, together: Mapping[str, tuple[float, float]]) -> Tensor:
-        """Return the penalty over all ranks. Its gradient is this rank's part, times the number of ranks, since DDP
-        takes the mean. together: from ``_gather``."""
+        """Return the penalty over all ranks. Its gradient is this rank's part times the number of ranks, because DDP
+        averages gradients. together: the result of ``_gather``."""
         total = torch.zeros((), device=_device(self.model))
         for site, (largest, peak) in together.items():
             wanted = peak > -math.inf and (site in self._target or self._is_wanted(site))
@@ -319,8 +320,8 @@ class ActivationPenalty:
         self._calls = 0
 
     def _gather(self) -> dict[str, tuple[float, float]]:
-        """Return by site, over all ranks since the last call, the largest |x| and log2 of the smooth maximum. The
-        latter is -inf without a term of the penalty, and with a single rank."""
+        """Return the largest |x| and log2 of the smooth maximum of each site, over all ranks since the last call. The
+        latter is -inf if the site has no term in the penalty, and always if there is a single rank."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:
@@ -364,8 +365,8 @@ def _read_amax(waiting: list[_Waiting]) -> list[float]:
 
 
 class _Peak(torch.autograd.Function):
-    """Returns ``value``. Its gradient by x is ``slope`` (fp32 [k]) at the elements ``index`` (int64 [k]) of the flat x,
-    and 0 elsewhere. The backward does not need x."""
+    """An autograd function that returns ``value``. Its gradient by x is ``slope`` (fp32 [k]) at the elements ``index``
+    (int64 [k]) of the flattened x, and 0 elsewhere. The backward does not need x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, index: Tensor, slope: Tensor) -> Tensor:
@@ -384,7 +385,7 @@ class _Peak(torch.autograd.Function):
 
 def _log2_peak(x: Tensor, floor: float) -> Tensor:
     """Return log2 of the smooth maximum of the tokens' largest |x|, an fp32 scalar, for x [..., channels]. floor:
-    tokens at most this large are left out, except the largest."""
+    tokens whose largest |x| is at most this are left out, except the largest token."""
     # Nothing here is copied from the device, or lowered to 16 bits by autocast.
     channels = x.shape[-1] if x.dim() > 1 else x.numel()
     rows = x.detach().reshape(-1, channels)

@@ -25,7 +25,7 @@ from .recipe import Recipe
 
 
 class Processes:
-    """The processes of a run; this one is ``rank`` of ``world``."""
+    """The processes of a training run; this one has the number ``rank`` of ``world``."""
 
     def __init__(self, accelerator: Any) -> None:
         kind = str(accelerator.distributed_type.value)
@@ -48,7 +48,7 @@ class Processes:
 
     @property
     def parts(self) -> int | None:
-        """The number of processes that write a state together; None if the first writes it alone."""
+        """The number of processes that write a training state together; None if the first process writes it alone."""
         return self.world if self.sharded else None
 
     @property
@@ -94,7 +94,8 @@ class Processes:
 
     @contextmanager
     def synchronised(self, model: Any, last: bool) -> Iterator[None]:
-        """Exchange gradients in a step's last backward. Sharded models do so in each: whole gradients would not fit."""
+        """Let processes exchange gradients only in a step's ``last`` backward. Sharded models exchange them in each,
+        because whole gradients would not fit."""
         self.accelerator.gradient_state._set_sync_gradients(last)
         if last or self.sharded:
             yield
@@ -103,7 +104,8 @@ class Processes:
                 yield
 
     def tell_scale(self, scale: float) -> None:
-        """Make DeepSpeed's engine, if any, use our loss scale; raise UserError for a version other than 0.19."""
+        """Make DeepSpeed's engine, if it is used, take this package's loss scale. Raises UserError for a version of
+        DeepSpeed other than 0.19."""
         if not self.engine:
             return
         optimizer = self._engine.optimizer
@@ -231,8 +233,8 @@ def weights_in_parts(accelerator: Any) -> bool:
 
 
 def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
-    """Return a run's precision before the model fits fp16, and after. DeepSpeed has the recipe's for both. Raises
-    UserError if DeepSpeed is configured for another."""
+    """Return a run's precision until the model fits fp16, and its precision after that. With DeepSpeed, both are the
+    recipe's. Raises UserError if DeepSpeed is configured for another precision."""
     wanted = recipe.precision
     if str(accelerator.distributed_type.value) != "DEEPSPEED":
         return "bf16" if wanted == "fp16" and computes_in_bf16(accelerator.device) else "fp32", wanted
