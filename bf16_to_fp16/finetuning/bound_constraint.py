@@ -93,7 +93,7 @@ class BoundConstraint:
 
     def excess(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return log2(bound / target) of each site's bounds. only: the sites to measure, None for all."""
-        # again: only `project` has changed weights since, so the means of LayerNorms' inputs are those of the last call.
+        # again: only `project` has changed weights since, so the last means of LayerNorms' inputs still serve.
         measured = self.weights.agreed(self.bounds.measure(again=again, only=only))
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
