@@ -1,4 +1,4 @@
-"""Write JSON. It has no infinity and no NaN, so they become ±the largest double and null."""
+"""Write JSON, which has no infinity and no NaN: ±inf becomes ± the largest double, and NaN becomes null."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_json(data: Mapping[str, object]) -> str:
 
 
 def finite(data: object) -> object:
-    """Return ``data`` with ±inf as ±the largest double and NaN as None, since JSON has neither."""
+    """Return ``data`` with every ±inf replaced by ± the largest double, and every NaN by None. JSON has neither."""
     if isinstance(data, float):
         if math.isnan(data):
             return None

@@ -45,8 +45,8 @@ def headroom_bits(amax: float, limit: float = FP16_MAX) -> float:
 
 
 def lowest_bit_exponent(x: torch.Tensor) -> torch.Tensor:
-    """Return int32 exponents e of the lowest set significand bit, so that x = odd·2ᵉ. x: fp32, bf16 or fp16. Zeros give
-    127, non-finite elements −1000. x·2ˢ is an fp16 number iff e + s ≥ −24, its significand has at most 11 bits and
+    """Return the exponent e of each element's lowest set bit, int32, so that x = odd·2ᵉ. x: fp32, bf16 or fp16. Zeros
+    give 127, non-finite elements −1000. x·2ˢ is an fp16 number iff e + s ≥ −24, its significand has at most 11 bits and
     |x|·2ˢ ≤ 65504."""
     import torch  # most importers need only the limits, without torch
 

@@ -29,7 +29,7 @@ def _key(default: Any, description: str, **limits: Any) -> Any:
 
 
 class Section(BaseModel):
-    """Base of all parts of a recipe: frozen, strictly typed, without undeclared keys."""
+    """Base class of the sections of a recipe. It is frozen and strictly typed, and refuses undeclared keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -41,7 +41,7 @@ class Section(BaseModel):
 
 
 class Data(Section):
-    """The source of examples and how they are cut into batches; lengths are in tokens."""
+    """Settings of the training data: its source, and how examples are cut into batches. Lengths are in tokens."""
 
     path: NonBlank = Field(description="a .jsonl, .csv, .parquet or .txt (.gz too), or the id of a dataset on the Hub")
     subset: NonBlank | None = _key(None, "name of the Hub dataset's configuration")
@@ -63,8 +63,8 @@ class Data(Section):
     gradient_accumulation: Positive = _key(1, "forward passes of one step, divided among the processes")
 
     def share(self, processes: int) -> Data:
-        """Return the settings of one of ``processes``, each of which takes an equal share of a step's examples. Raises
-        UserError where the examples do not divide evenly."""
+        """Return the settings for one process when a step's examples are divided equally among ``processes``. Raises
+        UserError if they do not divide evenly."""
         whole = self.batch_size * self.gradient_accumulation
         nearest = max(1, round(whole / processes)) * processes
         each = nearest // processes
@@ -79,7 +79,8 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """torch's AdamW (Loshchilov and Hutter 2019) or another, and whether steps are relative to the weights."""
+    """Settings of the optimizer: torch's AdamW (Loshchilov and Hutter 2019), or another class. Its steps may be
+    relative to the size of the weights."""
 
     relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
     name: str | None = _key(None, "another optimizer's class, such as torchao.optim.AdamW8bit, in the place of AdamW")
@@ -120,7 +121,7 @@ CERTIFIABLE = ("half", "auto")  # targets with which bounds can be held; auto is
 
 
 class Penalty(Section):
-    """The activation-magnitude penalty, and the headroom that it enforces, in bits below each limit."""
+    """Settings of the penalty on large activations, and the headroom that it enforces, in bits below each limit."""
 
     form: Literal["smooth-max", "none"] = _key(
         "smooth-max", "excess of a smooth maximum of the tokens' largest values; none: no penalty"
@@ -132,12 +133,12 @@ class Penalty(Section):
 
     @property
     def trained_bits(self) -> float:
-        """The headroom that training aims for: half a bit over the goal."""
+        """The headroom in bits that training aims for: half a bit more than ``headroom_bits``."""
         return self.headroom_bits + 0.5
 
 
 class Distillation(Section):
-    """The loss that keeps the original's function: the KL divergence from the frozen source's logits."""
+    """Settings of the loss that keeps the source's function: the KL divergence from the logits of the frozen source."""
 
     weight: float = _key(
         1.0, "share of the KL in the loss; the text's own task has the rest, and is then learnt", ge=0, le=1
@@ -193,15 +194,17 @@ class Recipe(Section):
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:
-        """Whether a certified start with ``headroom_bits`` fulfils the recipe, so that nothing is trained. Headroom is
-        required only if the recipe sets it."""
+        """Return whether a certified checkpoint with ``headroom_bits`` fulfils the recipe without training. A recipe
+        without a penalty, with a task to learn, or with a null ``quality.max_kl`` always trains. Headroom is required
+        only if the recipe sets ``penalty.headroom_bits``."""
         learns = self.penalty.form == "none" or self.distillation.weight < 1 or self.quality.max_kl is None
         return not learns and (
             "headroom_bits" not in self.penalty.model_fields_set or headroom_bits >= self.penalty.headroom_bits
         )
 
     def settled(self) -> Recipe:
-        """Return the recipe with a null ``penalty.certify`` set: True for half and auto with a penalty, else False."""
+        """Return the recipe with ``penalty.certify`` decided if it is null. It becomes True for the targets half and
+        auto if there is a penalty, else False."""
         if self.penalty.certify is not None:
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"
@@ -216,8 +219,8 @@ class Recipe(Section):
 
 
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
-    """Return the recipe in a YAML file, with ``overrides`` such as ``schedule.steps=200``. Raises UserError for an
-    invalid recipe."""
+    """Return the recipe in a YAML file. overrides: new values for keys of the file, such as ``schedule.steps=200``.
+    Raises UserError for an invalid recipe."""
     path = Path(path)
     if path.name in shipped_names() and not path.exists():
         raise UserError(f"{path} is no file here; write it first: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")

@@ -1,4 +1,4 @@
-"""From a recipe to an fp16-safe checkpoint: rescale, train under a penalty with the original as teacher, convert."""
+"""Run a finetune from its recipe: rescale, train under a penalty with the source as teacher, and convert to fp16."""
 
 from __future__ import annotations
 
@@ -58,11 +58,13 @@ def finetune(
     overrides: tuple[str, ...] = (),
     progress: Progress | bool | None = None,
 ) -> Conversion | None:
-    """Finetune by ``recipe`` and return the conversion of the trained checkpoint; None on every process but the first.
+    """Finetune a checkpoint by ``recipe``, and return the conversion of the trained weights; None on every process but
+    the first.
 
-    overrides: of keys in the file, such as ``schedule.steps=200``. force: replace an existing output, and train even if
-    conversion alone fulfils the recipe; else that conversion is the result. A run continues from its folder, also if
-    the recipe now has more steps. Raises UserError for unusable input, and for a run that cannot succeed."""
+    overrides: new values for keys of the recipe's file, such as ``schedule.steps=200``. force: replace an existing
+    output, and train even if a conversion alone fulfils the recipe; else that conversion is the result. A run continues
+    from its folder, even if the recipe now has more steps. Raises UserError for unusable input, or if the run cannot
+    succeed."""
     command = Command()
     if isinstance(recipe, (str, Path)):
         command, recipe = Command(str(recipe), tuple(overrides), begun_by()), read_recipe(recipe, overrides)
@@ -98,7 +100,7 @@ def finetune(
 
 @contextmanager
 def saying_where_it_stopped(folder: Path) -> Iterator[None]:
-    """Add to a Ctrl-C's message the step from which the run in ``folder`` will continue."""
+    """Add to the message of a Ctrl-C in the ``with`` block the step from which the run in ``folder`` will continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -110,7 +112,8 @@ def saying_where_it_stopped(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run. ``weights``: the trained weights in fp32; None in all processes but the first."""
+    """The result of a finished run. entry: the report's entry. weights: in fp32; None in every process but the
+    first."""
 
     folder: Path
     entry: FinetuneEntry
@@ -120,9 +123,9 @@ class Run:
 def train(
     recipe: Recipe, checkpoint: Checkpoint, *, progress: Progress | bool | None = None, if_needed: bool = False
 ) -> Run | Conversion | None:
-    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in its folder. if_needed: only convert
-    where that fulfils the recipe; the first process then returns the Conversion. Raises UserError where the device's
-    memory is full."""
+    """Rescale ``checkpoint`` and train it by ``recipe``, or continue the run in the recipe's folder. if_needed: if a
+    conversion alone fulfils the recipe, do not train; the first process then returns this conversion, and the others
+    None. Raises UserError when the device runs out of memory."""
     linear = torch.nn.functional.linear
     try:
         return _train(recipe, checkpoint, progress, if_needed)
@@ -215,8 +218,8 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
 
 
 def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
-    """Convert the recipe's source to its output; return None, and write nothing, if the result is unsafe or lacks a
-    certificate that the recipe asks for."""
+    """Convert the recipe's source without training, and return the conversion. If it is unsafe, or lacks a certificate
+    that the recipe asks for, nothing is written and None is returned."""
     progress.say("Rescaling alone gives the proof that the recipe asks for: trying a conversion without training")
     target = recipe.target if "target" in recipe.model_fields_set else AUTO
     options = replace(options_of(recipe, subfolder=recipe.subfolder), target=target)
@@ -229,8 +232,8 @@ def converted_alone(recipe: Recipe, progress: Progress) -> Conversion | None:
 
 
 def converted_if_enough(options: Options, source: str | Path, place: Destination, **more: Any) -> Conversion:
-    """Convert ``source`` in a temporary folder; move the result to ``place`` only if it is safe and has the certificate
-    that ``options`` ask for."""
+    """Convert ``source`` in a temporary folder, and return the conversion. The folder moves to ``place`` only if the
+    result is safe and has the certificate that ``options`` may ask for. more: further arguments of ``convert_by``."""
     with scratch(place.out) as beside:
         work = beside / place.out.name
         result = convert_by(options, source, Destination(work), **more)
@@ -249,8 +252,8 @@ def convert_or_finetune(
     *,
     progress: Progress | bool | None = None,
 ) -> Conversion:
-    """Convert ``source``; finetune it if the result is unsafe or lacks a certificate that the recipe asks for.
-    Arguments replace the recipe's source, out, subfolder and target."""
+    """Convert ``source``, and finetune it if the result is unsafe or lacks a certificate that the recipe asks for.
+    recipe: its file, whose source, out, subfolder and target are replaced by those in the other arguments."""
     progress = progress_of(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")
@@ -318,7 +321,7 @@ def make_teacher(checkpoint: Checkpoint, recipe: Recipe, accelerator: Any) -> Te
 
 
 def rehearse(recipe: Recipe, folder: Path, progress: Progress) -> Mapping[str, Any]:
-    """Convert the untrained weights, so that errors show before the training; return the report."""
+    """Return the report of a trial conversion of the untrained weights, which shows errors before the training."""
     with (
         progress.step("Trying the conversion on the untrained weights"),
         written_trained(folder, {}) as trained,
@@ -330,7 +333,8 @@ def rehearse(recipe: Recipe, folder: Path, progress: Progress) -> Mapping[str, A
 def attack_unproven(
     steps: int, progress: Progress, folder: Path, unproven: list[str], device: Device
 ) -> AttackEntry | None:
-    """Return the result of an attack of ``steps`` gradient steps on the sites without a proof; None for 0 steps."""
+    """Search for inputs that overflow the sites in ``unproven``, and return the report's entry on it; None for 0 steps.
+    steps: the number of gradient steps. unproven: names of sites without a proof."""
     if not steps:
         return None
     rows = unproven * max(1, GROUP // len(unproven))
@@ -338,7 +342,8 @@ def attack_unproven(
 
 
 def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) -> Lineage:
-    """Return the report's entry of a run. recipe: as the user gave it. taken: the same, after ``settled``."""
+    """Return the report's entry on how a trained checkpoint came about. recipe: the recipe as the user gave it. taken:
+    the same recipe after ``Recipe.settled``."""
     written, certify = recipe.describe(), taken.penalty.certify
     settled = {"penalty.certify": certify} if recipe.penalty.certify != certify else {}
     # A report is published; of local paths only the last part says anything to others.

@@ -1,4 +1,4 @@
-"""The rescaled start of a finetune, stored on disk so that a continued run begins from the same bits."""
+"""The start of a finetune: the rescaled source, stored on disk so that a continued run begins from the same bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from .states import on_a_disk
 
 START_FOLDER, TRAINED_FOLDER = "start", "trained"
 START_RECORD = "start.json"
-"""A file of the run's folder, if the start is rescaled: its plan, and log2 of each output's ratio to the original."""
+"""A file in the run's folder if the start is rescaled: the plan, and log2 of each output's ratio to the source's."""
 
 START_BATCHES = 4  # batches that the start must hold before the first step
 
@@ -83,8 +83,9 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
-    """Return whether a few batches, and under a penalty the probe, are finite everywhere in the recipe's precision.
-    Raises UserError if training cannot mend it: without a penalty, or if the first steps' precision overflows too."""
+    """Return whether all values fit the recipe's precision in a few training batches and, with a penalty, in the probe.
+    student: the model to train. Raises UserError if training cannot mend an overflow, because there is no penalty or
+    the precision of the first steps overflows too."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     penalised = recipe.penalty.form != "none"
@@ -108,8 +109,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
 def overflowing(
     student: Any, given: Sequence[Any], precision: str, device: torch.device, progress: Progress
 ) -> str | None:
-    """Return the name of the first site that is not finite in ``precision``, or None. Raises RuntimeError if no linear
-    computes in this precision."""
+    """Return the name of the first site with an inf or NaN when the model runs in ``precision``, or None. given: the
+    keyword arguments of each forward pass. Raises RuntimeError if no linear layer computes in this precision."""
     mixed_precision = MixedPrecision(precision, device)
     with (
         progress.step(f"Checking that the start is finite in {precision}") as advance,
@@ -130,7 +131,8 @@ def overflowing(
 
 @contextmanager
 def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-    """Yield a temporary checkpoint of the trained fp32 weights, with the tensor names of the run's start."""
+    """Yield the folder of a temporary checkpoint with the trained fp32 weights. folder: the run's. weights: by name; a
+    missing one is taken from the run's start, as are the names of the tensors."""
     start = folder / START_FOLDER
     checkpoint = open_checkpoint(start)
     layout = resolve(checkpoint)

@@ -1,8 +1,8 @@
-"""The folder of a run: its log, and saved states, each complete or absent.
+"""The folder of a run: its log, and the saved states of the training, each of which is complete or absent.
 
-It has ``start`` (the rescaled checkpoint), ``log.jsonl``, ``step-00000100`` for each state, and ``best-00000100`` with
-weights that may become the result. Files are read without running code (``weights_only``). A resumed run first removes
-the log's lines after its state."""
+The folder has ``start`` (the rescaled checkpoint), ``log.jsonl``, ``step-00000100`` for each state, and
+``best-00000100`` with weights that may become the result. Files are read without running code (``weights_only``). A
+resumed run first removes the log's lines after the state from which it continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GOES_ON = "free some space; the same command then goes on with the run"
 
 
 class RunFolder:
-    """The states of a run under ``path``; only the newest ``KEPT`` stay."""
+    """Saves and finds the states of a run in the folder ``path``. Only the newest ``KEPT`` states stay."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,8 +49,9 @@ class RunFolder:
 
     @contextmanager
     def writing(self, place: Path, *, main: bool = True, wait: Callable[[], None] = lambda: None) -> Iterator[Path]:
-        """Yield an empty folder, then move it to ``place`` and keep only the newest ``KEPT`` states. main: whether this
-        process does so. wait: a barrier. Raises UserError if the disk fails."""
+        """Yield an empty folder to write into, then move it to ``place`` and keep only the newest ``KEPT`` states.
+        main: whether this process makes, moves and removes folders. wait: a function that waits for all processes.
+        Raises UserError if the disk fails."""
         work = place.with_name(f".{place.name}.partial")
         try:
             with on_a_disk(place):
@@ -82,7 +83,7 @@ class RunFolder:
 
 
 def remove(place: Path) -> None:
-    """Remove a state, its ``STATE`` file first, since a folder of an interrupted removal must not look complete."""
+    """Remove a state's folder, its ``STATE`` file first: after an interruption the folder must not look complete."""
     (place / STATE).unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
 
@@ -121,14 +122,15 @@ LOG = "log.jsonl"
 
 
 class RunLog:
-    """A run's log file. track: a second receiver of the logged values, such as ``accelerator.log``."""
+    """Writes the log file of a run, one JSON object on each line. track: a function that also gets the values of each
+    line except lists, such as ``accelerator.log``."""
 
     def __init__(self, path: Path, track: Callable[..., None] = lambda values, step: None) -> None:
         self.path, self.track = path, track
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def rewind(self, step: int) -> None:
-        """Remove the log's lines after ``step``, and a truncated last line."""
+        """Remove the lines of all steps after ``step`` from the log, and a last line that is cut short."""
         if self.path.is_file():
             lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
@@ -137,7 +139,7 @@ class RunLog:
             partial.replace(self.path)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add a step's line. Infinite numbers become the largest finite ones, NaN becomes null."""
+        """Add a line with the values of a step. Infinite numbers become ± the largest double, and NaN becomes null."""
         row = {"step": step, **values}
         with on_a_disk(self.path), open(self.path, "a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,7 +1,8 @@
 """The training loop, for one process or many. A run that is killed and continued ends with the same bits as one that
 never stopped.
 
-A run on two processes takes the steps of one: losses are sums over all positions of a step, divided by their number."""
+A run on several processes takes the steps of one: losses are sums over all positions of a step, divided by their
+number."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ OVERFLOW_STOP = 20  # overflows in a row after which the loss scale, 2**20 times
 STUCK_STOP = 1000  # steps without progress after which the penalty will not come down
 
 CHANGEABLE = ("out", "wandb", "checkpointing", "evaluation", "quality", "source")
-"""Keys of a recipe that may change when a run continues: its training steps do not depend on them."""
+"""Keys of a recipe that may change when a run continues, because the training steps do not depend on them."""
 
 
 @dataclass
@@ -56,7 +57,7 @@ class RunPosition:
 
 
 def learning_rate(schedule: Schedule, step: int) -> float:
-    """Return the learning rate of a step, counted from 0: a linear rise, then half a cosine to 0 at the end."""
+    """Return the learning rate of a step, counted from 0: it rises linearly, then falls by half a cosine to 0."""
     rise = schedule.warmup_steps
     if step < rise:
         return schedule.learning_rate * (step + 1) / rise
@@ -65,16 +66,17 @@ def learning_rate(schedule: Schedule, step: int) -> float:
 
 
 def freeze_unreached(student: Any, layout: Layout) -> None:
-    """Freeze vision towers and their projectors: text gives them no gradient, and DDP would wait for gradients."""
+    """Freeze vision towers and their projectors. Text gives them no gradient, and DDP waits for every gradient."""
     for path in (path for projector in layout.projectors for path in (projector.tower, projector.at)):
         student.get_submodule(path).requires_grad_(False)
 
 
 class Trainer:
-    """Trains ``student`` by a recipe and keeps the run's states in ``folder``.
+    """Trains ``student`` by a recipe, and saves the states of the run in ``folder``.
 
-    accelerator: must not set mixed precision, except by DeepSpeed's configuration. teacher: None without distillation.
-    fits: whether a new run begins in the recipe's precision."""
+    student: the model to train. teacher: the source's model, or None without distillation. accelerator: must not set
+    mixed precision, except by DeepSpeed's configuration. fits: whether a new run begins in the recipe's precision; if
+    not, it begins in bf16 or fp32, and fp16 comes when all activations fit."""
 
     def __init__(
         self,
@@ -125,8 +127,8 @@ class Trainer:
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def train(self) -> FinetuneEntry:
-        """Run to the recipe's last step, from the newest state if there is one. Raises UserError where the run cannot
-        continue; its states stay."""
+        """Train to the recipe's last step, from the newest saved state if there is one. Return the report's entry on
+        the run. Raises UserError if the run cannot go on; its saved states stay."""
         self._continue()
         schedule, p = self.recipe.schedule, self.position
         with self.progress.step(f"Finetuning to step {schedule.steps}") as advance, self.penalty or nullcontext():
@@ -199,8 +201,9 @@ class Trainer:
         return float(self.processes.sum(torch.tensor(float(count))))
 
     def _attempt(self, batches: Sequence[TrainingBatch], positions: float) -> tuple[float, Tensor]:
-        """Take a step on ``batches``. Return the gradient's norm (inf or NaN for a skipped step), and the sums over all
-        processes of task loss, divergence and penalty."""
+        """Take one optimizer step on ``batches``, and return the norm of the gradient, which is inf or NaN for a
+        skipped step. Return with it three sums over all processes: task loss, KL from the teacher, and penalty.
+        positions: the number of positions in all processes, by which losses are divided."""
         p, recipe = self.position, self.recipe
         # Dropout is a function of where the run stands, so no generator has a state to keep.
         torch.manual_seed(hash((recipe.seed, p.step, _DROPOUT, self.processes.rank)) & 0x7FFF_FFFF_FFFF)
@@ -349,14 +352,16 @@ class Trainer:
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return step ``kept``'s weights in the first process; {} in others, and after a return to 0."""
+        """Return the weights of step ``kept`` by name in the first process, and {} in the others."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
+        # {} also stands for a return to step 0, whose weights are those of the start.
         return read_tensors(self.states.best(self.kept)) if self.kept and self.processes.main else {}
 
 
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
-    """Raise UserError if ``recipe`` trains otherwise than a saved state's recipe. A finished run may get more steps."""
+    """Raise UserError if ``recipe`` trains in another way than the recipe of a saved state. Only a finished run may get
+    more steps. folder: the state's."""
     before, now = state["recipe"], recipe.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:
@@ -370,7 +375,8 @@ def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) ->
 
 
 def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosition) -> None:
-    """Raise UserError, naming the worst site, after too many skipped steps or too long without a lower penalty."""
+    """Raise UserError after too many skipped steps, or too many steps without a lower penalty. The error names the
+    worst site. p: where the run stands; its least excess over the limits is updated."""
     at = worst_site(penalty)
     row = list(itertools.takewhile(lambda s: s[1]["step"] == p.step - s[0], enumerate(reversed(p.skipped))))
     if len(row) >= OVERFLOW_STOP:

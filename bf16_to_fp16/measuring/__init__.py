@@ -1,1 +1,1 @@
-"""Run models: stock models and their inputs, observers of every operation, regimes of precision, fidelity."""
+"""Run stock models, measure every operation in each way of using fp16, and compare their outputs with the source's."""

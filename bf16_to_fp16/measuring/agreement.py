@@ -1,7 +1,7 @@
-"""Check that stock code builds the model that the layout describes.
+"""Check that stock code, transformers' own, builds the model that the layout describes and bounds are computed for.
 
-A config attribute that stock code reads is accepted only if no bound depends on it or the layout's keys give its
-value."""
+A config attribute that stock code reads is accepted only if no bound depends on it, or if the config keys that the
+layout is made from determine its value."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ FREE_KEYS = frozenset(
     use_cache
     """.split()
 )
-"""Attributes that any stock config may have and no bound depends on. The loader's report covers tied weights."""
+"""Config attributes of any family on which no bound depends. The loader's report tells whether weights are tied."""
 
 LABELS = frozenset({"id2label", "label2id", "num_labels", "problem_type"})
-"""Attributes that name a classifier's outputs; ``check_agreement`` compares their number with the weights."""
+"""Config attributes that name a classifier's outputs. ``check_agreement`` compares their number with the weights."""
 
 MOST_POSITIONS = 2.0**31  # the most by which a rotary frequency is multiplied
 _ABSENT = object()
 
 
 def agreed_layout(checkpoint: Checkpoint) -> Layout:
-    """Return the checkpoint's layout. Raises UserError if stock code or sentence-transformers disagrees with it."""
+    """Return the layout of a checkpoint, after a check that stock code builds the same model. Raises UserError if it
+    builds another, or if sentence-transformers' ``modules.json`` lists modules that are not supported."""
     layout = resolve(checkpoint)
     check_sentence_encoder(checkpoint.folder)
     check_agreement(checkpoint, layout)
@@ -96,8 +97,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
 
 @contextmanager
 def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]) -> Iterator[None]:
-    """Raise UserError if stock code fails in the ``with`` block, or has read an attribute in ``refused``. refused:
-    error messages by config attribute. asked: what stock code has read."""
+    """Raise UserError if stock code fails in the ``with`` block, or has read a config attribute that is refused.
+    refused: error messages by attribute. asked: the attributes that stock code has read, as ``noting`` records them."""
     failed: Exception | None = None
     try:
         yield
@@ -113,7 +114,8 @@ def refusing(checkpoint: Checkpoint, refused: Mapping[str, str], asked: set[str]
 
 
 def noting(config: Any, asked: set[str], within: str = "") -> Any:
-    """Make each read of a config's attribute, also of nested configs, add its name to ``asked``; return the config."""
+    """Make every read of a config's attribute add the attribute's name to ``asked``, and return the config. Nested
+    configs are included. within: the prefix of their attributes' names, such as ``text_config.``"""
     kind: Any = type(config)
 
     def attribute(config: Any, name: str) -> Any:
@@ -203,7 +205,7 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
 
 
 def own_attributes(module: nn.Module) -> dict[str, object]:
-    """Return a module's public attributes except ``training``. A ``partial`` becomes a tuple, which == can compare."""
+    """Return a module's public attributes except ``training``. A ``partial`` becomes a tuple, which can be compared."""
     own = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
     return {n: (f.func, f.args, f.keywords) if isinstance(f, partial) else f for n, f in own.items()}
 
@@ -257,7 +259,8 @@ def check_dynamic(parameters: Any, where: str) -> None:
 
 
 class _TrueValues(TorchDispatchMode):
-    """Gives True as every meta tensor's value, on which stock code may branch, as BigBird-Pegasus does on its mask."""
+    """Dispatch mode in which every tensor on the meta device has the value True. Stock code may branch on a value, as
+    BigBird-Pegasus does on its mask."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
@@ -266,7 +269,7 @@ class _TrueValues(TorchDispatchMode):
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Run a meta model's first layers on two tokens; return whether it scales its decoder's output before the head."""
+    """Return whether a model on the meta device scales its decoder's output before the head. It runs on two tokens."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad(), _TrueValues():
@@ -294,8 +297,9 @@ def run_short(model: Any, layout: Layout) -> bool:
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return an error message for each config attribute whose value is not the one that the layout's keys imply.
-    Attributes on which no bound depends are left out."""
+    """Return error messages by config attribute, for values that differ from those that the layout's config keys
+    determine. Attributes on which no bound depends are left out. kind: the config's class. written: the config's
+    attributes. where: the file that messages name. Raises UserError if stock code makes no config from the keys."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     beginnings = tuple(key.removesuffix("*") for key in free if key.endswith("*"))
@@ -335,7 +339,7 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
 
 
 def layout_values(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """Return the config values that a layout is made from."""
+    """Return the config values, by key, from which a layout of ``family`` is made."""
     keys = {*family.config_keys, *family.aliases, *family.aliases.values(), *family.eps_keys, *family.tie_keys}
     values = {key: looked_up(config, key, _ABSENT) for key in (keys | {"model_type", family.output_scale_key}) - LABELS}
     return {key: value for key, value in values.items() if value is not _ABSENT}

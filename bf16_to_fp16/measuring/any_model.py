@@ -1,5 +1,5 @@
-"""Audit a transformers model of an unknown family: where it overflows in fp16, and by how much. There are no bounds, no
-conversion and no chosen ids."""
+"""Audit a transformers model that belongs to no known family: where it overflows in fp16, and by how much. There are no
+bounds and no conversion, and the probe's token ids are not chosen by the weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .stock import all_half, any_config, attentions_of, by_signature, from_files
 
 @dataclass(frozen=True)
 class AnyModel:
-    """A checkpoint whose class belongs to no family. ``config``: the text model's config. ``attention``: the attention
-    implementations to run."""
+    """A checkpoint whose class belongs to no known family. name: the class's name. config: the text model's config.
+    attention: the attention implementations to run. generates: whether beam search is run too."""
 
     folder: Path
     name: str
@@ -37,8 +37,9 @@ class AnyModel:
 
     @classmethod
     def open(cls, folder: Path, attention: Sequence[str], progress: Progress) -> AnyModel:
-        """Open a folder. Raises UserError for a class outside transformers, a model that takes no token ids, and a
-        class with none of the implementations in ``attention``."""
+        """Open the folder of a checkpoint without loading weights. attention: the implementations to run; those that
+        the class lacks are left out. Raises UserError if none is left, for a class outside transformers, and for a
+        model that takes no token ids."""
         import transformers
 
         config = any_config(folder)
@@ -64,16 +65,16 @@ class AnyModel:
         return cls(folder, names[0], inputs, kept, begins and stock.is_language_model)
 
     def batches(self, data: str | None, seed: int) -> list[Batch]:
-        """Return the batches of the probe and of the user's text. All compute logits; a generation is added if the
-        class can generate. Raises UserError for unusable data."""
+        """Return the batches of the probe and, with ``data``, of the user's text. All compute logits. The probe and the
+        text each add one batch for beam search if the class can generate. Raises UserError for unusable data."""
         inputs = probe.batches(self.config, None, None, seed=seed)
         if data is not None:
             inputs += probe.batches(self.config, self.folder, data, seed=seed)
         return [replace(batch, head=True) for batch in inputs if self.generates or not batch.generate]
 
     def load(self, regime: str, device: torch.device) -> Any:
-        """Return a regime's model in eval mode. Raises UserError where stock code cannot load it or would initialise a
-        missing tensor at random."""
+        """Return the model in the dtypes of a regime, such as ``half``, in eval mode. Raises UserError if stock code
+        cannot load it or would initialise a missing tensor at random."""
         model, missing = from_files(self.folder, self.name, DTYPES[regime], self.attention[0])
         if missing:
             raise UserError(
@@ -85,7 +86,7 @@ class AnyModel:
     def audit(
         self, inputs: Sequence[Batch], *, regimes: Sequence[str], device: torch.device, seed: int, **how: Any
     ) -> dict[str, RegimeResult]:
-        """Audit each regime. how: further arguments of ``audit_each``."""
+        """Audit the model in each regime, and return results by regime. how: further arguments of ``audit_each``."""
 
         def load(regime: str) -> Any:
             return self.load(regime, device)
@@ -103,7 +104,7 @@ class AnyModel:
 
 
 def lost_weights(model: Any) -> list[Site]:
-    """Return a site for each weight that has inf or NaN, since the probe's inputs may miss that row."""
+    """Return a site for each weight that has inf or NaN. The probe may not run such a row of an embedding."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
     return [
         Site(_site_of(n), dtype, FP16_MAX, math.inf, calls=1, nonfinite=count) for n, dtype, count in counts if count

@@ -1,8 +1,8 @@
-"""A gradient search for the inputs that bring each site nearest to its limit.
+"""A gradient search for inputs that bring each site as near to its limit as possible.
 
-Each row of a batch maximises one goal: a site, or 1/σ of a norm's input. The search changes mixtures of embedding rows
-(the certificate's hull), or ids, one position at a time (HotFlip, Ebrahimi et al. 2018). Each round goes on from the
-best inputs so far, which are measured at the end in fp32 and in real fp16."""
+Each row of a batch maximises one goal: the largest |x| of a site, or 1/σ of a norm's input. The search changes either
+mixtures of embedding rows, which the certificate covers too, or token ids, one position at a time (HotFlip, Ebrahimi et
+al. 2018). Each round continues from the best inputs so far. At the end these are measured in fp32 and in real fp16."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
 
 
 class _Elite:
-    """The best inputs so far for each goal, best first, with their values."""
+    """The best inputs so far for each goal of the search, best first, with the values that they reach."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[tuple[float, Inputs]]] = {}
@@ -79,7 +79,8 @@ class _Elite:
 
 
 class _Adversary:
-    """A model under attack. Each row of its inputs has one goal; a search returns each row's best input."""
+    """A model under attack, with the searches for its worst inputs. Each row of an input has one goal, the name of a
+    value whose largest |x| is maximised."""
 
     def __init__(self, model: Any, layout: Layout, seed: int, length: int) -> None:
         self.model, self.layout, self.length = model, layout, length
@@ -92,13 +93,13 @@ class _Adversary:
             table = (named[stack.ends.table] if stack.ends.table else embedding).detach()
             tables.append(table * layout.embedding_scale(stack.ends) if stack.ends.scaled_by == "module" else table)
         self.tables = tables * 2 if layout.stock.decodes and len(tables) == 1 else tables
-        """Embedding rows for encoder and decoder; inputs are mixtures of them."""
+        """Embedding tables of the encoder and, where there is one, the decoder. Inputs are mixtures of their rows."""
         first = layout.stacks()[0].ends
         by_lookup_alone = first.scaled_by == "stack" and first.switch
         self.encoder_scale = layout.embedding_scale(first) if by_lookup_alone else 1.0
         self.vocabulary, self.device = len(self.tables[0]), self.tables[0].device
         self.narrow = {f"{reader.norm}:1/σ": reader.site for reader in walk(layout) if reader.norm}
-        """Goals that are 1/σ of a norm's input, with the site of that input."""
+        """The goals that are 1/σ of a norm's input, each with the site of this input."""
 
     def draw(self, rows: int) -> Inputs:
         def side() -> Tensor:
@@ -143,8 +144,8 @@ class _Adversary:
         return tuple(self.best_words(side, table, nearest=True)[1] for side, table in sides)
 
     def best_words(self, x: Tensor, table: Tensor, *, nearest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return, for every position, the largest x·row over a table's rows, and that row's id. nearest: maximise x·row
-        − ‖row‖²/2 instead, which finds the row nearest to x."""
+        """Return, for every position, the largest product of x with a row of ``table``, and the id of that row.
+        nearest: maximise x·row − ‖row‖²/2 instead, which finds the row nearest to x."""
         best = torch.full(x.shape[:2], -math.inf, device=x.device)
         word = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
         for start in range(0, len(table), 4096):
@@ -158,8 +159,8 @@ class _Adversary:
         return best, word
 
     def measure(self, model: Any, inputs: Sequence[Inputs]) -> dict[str, float]:
-        """Return the largest |x| of every operation over all inputs. Each batch's first row also runs with padding,
-        where stock code can, so that the mask's operations run."""
+        """Return the largest |x| of every site over all inputs, by name. If stock code can run padding, the first row
+        of each batch also runs with padding, so that the operations on its mask are measured."""
         spare = spare_padding(model.config.to_dict()) or 1
         last = int(spare) if spare < self.length else 0
         observer = SiteObserver(model)
@@ -244,7 +245,7 @@ def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
 
 
 def widths_of(sublayer: FeedForward) -> dict[str, str]:
-    """Return, by site of a feed-forward, the name of a linear with as many output channels as the site."""
+    """Return the sites of a feed-forward, each with the name of a linear that has as many output channels."""
     widths = {sublayer.linear: sublayer.linear}
     if sublayer.gate:
         widths |= {sublayer.gate: sublayer.gate, f"{sublayer.at}:mul": sublayer.linear}
@@ -253,8 +254,8 @@ def widths_of(sublayer: FeedForward) -> dict[str, str]:
 
 @contextmanager
 def watched(model: nn.Module, layout: Layout) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that one forward fills with the values of sites that can overflow, by audit name. Rows are the
-    first axis, channels the last."""
+    """Yield a dictionary that one forward pass fills with the values of sites that can overflow, by the audit's names.
+    Rows of the batch are the first dimension of a value, channels the last."""
     watch = _Watch(model, layout)
     with watch.hooks as hooks:
         hooks.enter_context(torch.enable_grad())  # else the tap hands nothing over; few inputs make a graph
@@ -310,7 +311,8 @@ class _Watch:
         self.hooks.enter_context(module.register_forward_hook(lambda _, *seen: hook(*seen)))
 
     def prepare_experts(self, sublayer: Experts, inputs: Any, output: Any) -> None:
-        """Fill each expert's sites with 0, [rows, positions, channels]. ``note`` then sets its tokens, by ``taken``."""
+        """Set the sites of every expert to zeros, [rows, positions, channels]. ``note`` then fills in the tokens that
+        the expert gets, by the masks in ``taken``."""
         values, layout = self.values, self.layout
         chosen, weights = output[0].bool(), output[1]
         if sublayer.chosen:  # of tokens of all rows
@@ -342,11 +344,12 @@ def attack(
     sites: Sequence[str] | None = None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> AttackEntry:
-    """Search for inputs with large values in ``steps`` gradient steps; return the largest values found at each site.
+    """Search for inputs that bring sites near their limits, and return the largest |x| found at each site.
 
-    model: a stock model with the weights that run in fp16, in any dtype; it is not changed. sites: audit names, by
-    default all sites and norms; a repeated name gets more rows. For a site that ``watched`` lacks, its attention's
-    scores are attacked. length: positions of encoder and decoder inputs. Deterministic for a seed, on every device."""
+    model: a stock model with the weights that run in fp16, in any dtype; it is not changed. steps: the gradient steps
+    for each group of goals. sites: names of the sites to attack, by default all; a repeated name gets more rows. If the
+    search does not watch a site, the scores of the site's attention are attacked. length: the positions of the
+    encoder's and the decoder's input. For one seed the search is deterministic, on every device."""
     half, wide = copy.deepcopy(model).half(), copy.deepcopy(model).float()
     for copied in (half, wide):
         set_attention(copied, "eager")
@@ -384,7 +387,7 @@ def attack(
 def _search(
     adversary: _Adversary, goals: Sequence[str], steps: int, advance: Callable[[int, int], None]
 ) -> tuple[_Elite, _Elite]:
-    """Return the best ids and the best mixtures for each goal."""
+    """Return the best inputs found for each goal: as token ids, and as mixtures of embedding rows."""
     tokens, mixtures = _Elite(), _Elite()
     groups = [goals[i : i + GROUP] for i in range(0, len(goals), GROUP)]
     numbers, changes = count(1), max(1, steps // TOKEN_SHARE)

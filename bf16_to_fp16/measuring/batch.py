@@ -1,5 +1,4 @@
-"""Batches of token ids with padding: rows of mixed lengths, their entry in the report, and their run by a stock
-model."""
+"""Batches of padded token ids: how they are made of rows, described in the report, and run by a stock model."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ CHOSEN, SWEEP, IMAGE, GENERATE, DATA = "chosen ids", "vocabulary sweep", "image"
 
 @dataclass(frozen=True)
 class Batch:
-    """One input: int64 ids and 0/1 masks, [rows, length]."""
+    """One input of a model: int64 token ids and 0/1 masks, [rows, length]."""
 
     description: str
     input_ids: Tensor
@@ -62,7 +61,8 @@ class Batch:
         return replace(self, **kept)
 
     def labels(self) -> Tensor:
-        """Return each position's label: the next id, in the decoder if there is one; -100 if the next is padding."""
+        """Return the label of each position, which is the next id, of the decoder if there is one. It is -100 at the
+        end, and where this or the next position is padding."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask
@@ -72,7 +72,8 @@ class Batch:
 
 
 def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
-    """Return int64 ids and 0/1 mask, [rows, longest], padded on the right."""
+    """Return int64 ids and their 0/1 mask, both [rows, longest]. padding: the id that fills shorter rows on the
+    right."""
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
     mask = torch.zeros((len(rows), longest), dtype=torch.int64)
@@ -83,7 +84,7 @@ def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
 
 
 def ended(batch: Batch, end: int) -> Batch:
-    """Return the batch with exactly one end token in each row, at its last unpadded position."""
+    """Return the batch with exactly one end token, the id ``end``, in each row, at its last unpadded position."""
     ids = batch.input_ids.clone()
     ids[ids == end] = end - 1 if end else 1
     places = torch.arange(ids.shape[1]) * batch.attention_mask
@@ -92,8 +93,8 @@ def ended(batch: Batch, end: int) -> Batch:
 
 
 def without_blind_padding(inputs: Sequence[Batch], attention: str) -> list[Batch]:
-    """Return the batches to audit. Under eager attention, padding that attends to no position may give NaN, so
-    batches with such padding (``blind``) lose their padded rows."""
+    """Return the batches that an audit runs under an attention implementation. Eager attention may give NaN for padding
+    that attends to no position. Batches with such padding (``blind``) then lose their padded rows."""
     if attention != "eager":
         return list(inputs)
     seen = []
@@ -114,7 +115,8 @@ def seeded(seed: int) -> torch.Generator:
 def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
     """Return the report's entry ``inputs``, from which the same batches can be made again.
 
-    ``chosen`` is empty if the probe runs every id. ``sha256`` is the digest of all tensors."""
+    Its ``chosen`` is empty if the probe runs every id. Its ``sha256`` is the digest of all tensors. data: a file or a
+    Hub dataset; of a file the entry has only the name."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -142,8 +144,9 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Return a stock model's output on a batch; None if the batch generates or computes no logits. labels: compute a
-    loss too. shown: stock arguments for further outputs. Raises UserError where stock code fails."""
+    """Run a stock model on a batch and return its output, or None if the batch generates or computes no logits. labels:
+    compute a loss too. shown: arguments of stock code that ask for more outputs, such as ``output_attentions``. Raises
+    UserError if stock code fails."""
     try:
         return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):
@@ -199,7 +202,7 @@ def _run(model: nn.Module, batch: Batch, labels: bool, shown: Mapping[str, bool]
 
 
 def values_of(output: Any) -> Tensor:
-    """Return an output's logits, of a span head [rows, positions, 2], or else its first tensor."""
+    """Return an output's logits, else its first tensor. Start and end logits are stacked as [rows, positions, 2]."""
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     return output["logits"] if "logits" in output else output[0]
@@ -212,8 +215,8 @@ def padded(
     description: str = "padded, mixed lengths",
     kind: str = PADDED,
 ) -> Batch:
-    """Return rows as one batch, padded on the right. Decoder rows get a start token and lose their last id; a model
-    without a decoder ignores them."""
+    """Return rows of ids as one batch, padded on the right. A decoder row gets a start token and loses its last id; a
+    model without a decoder ignores these rows."""
     ids, mask = stack(encoder, pad_id(config))
     if not takes_decoder_ids(config):
         return Batch(description, ids, mask, kind=kind)
@@ -230,8 +233,9 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def runnable(config: Any, batch: Batch) -> list[Batch]:
-    """Return the rows as stock code can run them in fp16: with spare padding, or unpadded, one batch for each length.
-    Left padding that cannot run is dropped."""
+    """Return a batch as batches that stock code can run in fp16. If it needs spare padding, every row gets that. If it
+    can run no padding, there is one unpadded batch for each length. In both cases a batch with padding on the left is
+    dropped: the same rows come padded on the right too."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
@@ -247,7 +251,8 @@ def runnable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def with_spare_padding(config: Any, batch: Batch) -> Batch:
-    """Pad every row by ``spare_padding`` more positions, if finite. An fp16 backward needs this in full rows too."""
+    """Return the batch with more padding in every row, ``spare_padding`` positions, if this number is finite. A
+    backward in fp16 needs it in full rows too."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch
@@ -256,8 +261,8 @@ def with_spare_padding(config: Any, batch: Batch) -> Batch:
 
 
 def runnable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return the batch with the padding that stock code needs in fp16. If stock code can run no padding, each row's ids
-    are repeated to the full length."""
+    """Return the batch with the padding that stock code needs in fp16. If stock code can run no padding, the ids of
+    each row are repeated to the full length."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return batch
@@ -269,7 +274,8 @@ def runnable_as_one(config: Any, batch: Batch) -> Batch:
 
 
 def is_blind(config: Any, batch: Batch) -> bool:
-    """Return whether some padding attends to no position: left under a causal mask, or outside a window."""
+    """Return whether some padding may attend to no position. This is so for padding on the left under a causal mask,
+    and for padding of at least half a sliding window."""
     family = of_model_type(config.model_type)
     if family is not None and not family.blind_padding:
         return False

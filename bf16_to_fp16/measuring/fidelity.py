@@ -1,5 +1,5 @@
-"""Measure how far the source in bf16 and the output in fp16 are from the source in fp32. Logits are compared by KL, an
-encoder's states by relative squared error."""
+"""Measure how far the source in bf16 and the converted checkpoint in fp16 are from the source in fp32. Logits are
+compared by KL, an encoder's states by relative squared error."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def compared(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return a stock output's logits or last states. A classifier gives one row per input row, a span head two, other
-    models one per unpadded position."""
+    """Return the logits or last states of a stock output as rows to compare. There is one row for each unpadded
+    position. A classifier gives one for each row of the batch, and a head with start and end logits two."""
     values = values_of(output).detach().cpu()
     mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if values.dim() == 2:
@@ -57,8 +57,9 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Schedule runs in ``walk`` that return the model's output on each of ``compared(batches)``. every: a list to fill
-    with all that stock code returns on the ``smallest_batches``."""
+    """Add one run of the model on each of ``compared(batches)`` to ``walk``, and return the lanes that will hold the
+    outputs. every: a list to fill with all outputs of stock code on the ``smallest_batches``, such as hidden states.
+    options: arguments of ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -78,8 +79,9 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Schedule fp32 runs in ``walk`` that return how far the model's output, times ``scale``, is from ``expected`` on
-    each compared batch."""
+    """Add one fp32 run of the model on each of ``compared(batches)`` to ``walk``, and return the lanes that will hold
+    the differences. A difference is between the model's output times ``scale`` and that in ``expected``. probabilities:
+    compare by KL, else by squared error."""
 
     def run(batch: Batch, source: Tensor, model: Any) -> Difference:
         with FastProducts():
@@ -105,7 +107,8 @@ class Difference:
 
     @torch.no_grad()
     def add(self, expected: Tensor, actual: Tensor, *, probabilities: bool) -> Difference:
-        """Add the difference of two outputs, [positions, channels], to the totals; return self."""
+        """Add the difference of two outputs, [positions, channels], to the totals, and return self. probabilities:
+        compare by KL, else by squared error."""
         positions = max(1, _ELEMENTS_AT_A_TIME // expected.shape[1])
         for start in range(0, len(expected), positions):
             a, b = (output[start : start + positions].double() for output in (expected, actual))
@@ -139,7 +142,8 @@ def mean_divergence(differences: Sequence[Difference]) -> float:
 
 
 def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabilities: bool) -> Fidelity:
-    """Return how far ``bf16`` and ``fp16`` are from ``reference``. Raises ValueError without batches."""
+    """Return the report's entry on how far the outputs ``bf16`` and ``fp16`` are from ``reference`` on the same
+    batches. probabilities: compare by KL, else by relative squared error. Raises ValueError if there is no batch."""
     from_bf16, from_fp16 = Difference(), Difference()
     for i, expected in enumerate(reference):
         from_fp16.add(expected, fp16[i], probabilities=probabilities)
@@ -166,7 +170,7 @@ def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabi
 # ---- every output ---------------------------------------------------------------------------------------------------
 
 EveryOutput = Mapping[str, tuple[Tensor, ...]]
-"""The outputs of one batch by name, layer by layer."""
+"""All outputs of stock code on one batch, by name. Each has one tensor for each layer."""
 
 RETURN_ALL: dict[str, Any] = {"output_hidden_states": True, "output_attentions": True}
 INFINITE = 1e300  # JSON has no infinity
@@ -189,7 +193,7 @@ def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: 
 
 
 def all_outputs(output: Any) -> EveryOutput:
-    """Return an output's tensors by name, on the CPU. The last of ``hidden_states`` is named ``last_hidden_state``."""
+    """Return a stock output's tensors by name, on the CPU. The last of ``hidden_states`` is ``last_hidden_state``."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

@@ -1,8 +1,8 @@
-"""Gradients under fp16 AMP: the loss scale that they allow, and the gradients that become 0 at this scale.
+"""Measure gradients under fp16 AMP: the largest loss scale that they allow, and the share that becomes 0 at this scale.
 
-A dynamic scaler settles where the largest gradient just fits; gradients under 2⁻²⁵ become 0. Gradients of a signal
-times 2^r are times 2^-r. A stream scaled down further than needed lowers the loss scale, so other signals lose their
-smallest gradients."""
+A dynamic scaler settles where the largest scaled gradient just fits, and scaled gradients under 2⁻²⁵ become 0. If a
+plan multiplies a signal by 2^r, the gradients of this signal are multiplied by 2^-r. So a stream that is scaled down
+more than needed lowers the loss scale, and other signals lose their smallest gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ SHOWN = 20  # sites that a report lists
 
 
 def output_and_loss(model: Any, batch: Batch) -> tuple[Any, Tensor | None]:
-    """Return a model's output and loss, or (None, None) without an output. Without labels the loss is a mean square."""
+    """Run a model on a batch and return its output and loss, or (None, None) without an output. If stock code computes
+    no loss from labels, the loss is the output's mean square. Tokens whose embedding is 0 are replaced."""
     rows = model.get_input_embeddings().weight.detach()
     zeros = [token for token in batch.input_ids.unique().tolist() if not bool(rows[token].any())]
     if zeros:

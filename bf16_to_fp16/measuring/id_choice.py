@@ -1,7 +1,7 @@
-"""Choose which ids of a large vocabulary the probe runs: special, random, extreme in the embedding, and those with the
-largest values inside the model.
+"""Choose which ids of a large vocabulary the probe runs: special and random ids, those with extreme embeddings, and
+those with the largest values inside the model.
 
-``forward`` finds these values in fp32 on rows of a single token, where attention returns the token's own value."""
+``forward`` computes these values in fp32 on rows of a single token, where attention returns the token's own value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..families.wiring import Attention, Experts, FeedForward, Sublayer
 CHOSEN, WHOLE = 256, 384  # how many ids are chosen, and the largest vocabulary that is run whole instead
 SPECIAL, DRAWN, LONGEST, SHORTEST, CHANNELS = "special", "random", "largest norm", "smallest norm", "outlier channels"
 ALONE = "largest alone"
-"""Reasons for choosing an id. ``ALONE``: as a row of one token it has one of the largest values at some site."""
+"""Reasons for choosing an id. ``ALONE``: in a row of its own, the id gives one of the largest values at some site."""
 
 _CHANNELS = 24  # channels whose largest and smallest entry is taken
 _MOST = {LONGEST: 16, SHORTEST: 16, CHANNELS: 2 * _CHANNELS}  # how many ids each reason brings in
@@ -42,7 +42,8 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` ids, grouped by the reason for choosing them. An id with several reasons is under the first."""
+    """Return ``CHOSEN`` ids, grouped by the reason for choosing them. An id with several reasons is listed under the
+    first. special: ids that are chosen first."""
     weights = Weights(source, layout)
     carried = max(_CANDIDATES, affordable(layout))
     others = torch.randperm(weights.vocabulary, generator=generator)[:carried].tolist()
@@ -108,7 +109,8 @@ def scanned(weights: Weights) -> dict[str, list[int]]:
 
 
 class Weights:
-    """A layout's fp32 weights, from ``reader`` or ``source``. ``vocabulary``, ``width``: the embedding's sizes."""
+    """Reads a layout's weights in fp32, and computes its operations with them. reader: returns a weight by name; by
+    default it is read from ``source``. ``vocabulary`` and ``width`` are the sizes of the embedding."""
 
     def __init__(self, source: TensorSource, layout: Layout, reader: TensorReader | None = None) -> None:
         self.source, self.layout = source, layout
@@ -176,7 +178,8 @@ class Weights:
         return [*outputs, self.linear(sublayer.output, outputs[-1])]
 
     def expert_outputs(self, sublayer: Experts, x: Tensor) -> list[Tensor]:
-        """Return the router's logits, the values inside each token's first expert, and last the sublayer's output."""
+        """Return the outputs of a sublayer with experts: the router's logits, the values inside each token's first
+        expert, and last the sublayer's output. All are [tokens, channels]."""
         logits = self.linear(sublayer.classifier, x)
         numbers, shares = self.chosen(sublayer, logits)
         outputs: list[Tensor] = []
@@ -192,8 +195,8 @@ class Weights:
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each token's experts and their weights, [tokens, experts per token], largest first. A restriction
-        to some groups of experts is ignored."""
+        """Return the numbers of each token's experts and the weights of these experts, [tokens, experts per token],
+        best first. A restriction to some groups of experts is ignored."""
         number, weight, _ = self.layout.experts_together(sublayer)
         scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
         correction = self.read(sublayer.correction) if sublayer.correction else None
@@ -210,7 +213,7 @@ class Weights:
         return ACT2FN[sublayer.activation](x)
 
     def head_output(self, states: Tensor) -> Tensor:
-        """Return the head's output for the last states; the states themselves without a head."""
+        """Return the output of the model's head for its last states, or the states themselves if it has no head."""
         head = self.layout.head
         if head is None:
             return states
@@ -224,15 +227,15 @@ class Weights:
 
 @dataclass
 class Step:
-    """A norm and the sublayer after it, run on rows of a single token. All values are [tokens, channels]."""
+    """A norm and the sublayer after it, if any, run on rows of a single token. All values are [tokens, channels]."""
 
     stack: ResolvedStack
     norm: str  # "" for none
     sublayer: Sublayer | None
     stream: Tensor  # the norm's input
     outputs: list[Tensor]
-    """Of the norm, then of the linears; neurons stand before a feed-forward's last output. For experts:
-    ``expert_outputs``."""
+    """The norm's output, then those of the sublayer's linears. A feed-forward's neurons come before its last linear. A
+    sublayer with experts has ``expert_outputs`` instead."""
 
 
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:

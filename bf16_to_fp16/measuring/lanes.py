@@ -1,8 +1,8 @@
 """Run a stock model many times in one pass over its files, with one block's weights in memory.
 
-A lane is one run of the model in its own thread. It waits at each place: a block, a final norm or a head. The walk
-loads the weights of the first place where lanes wait, lets these pass one after another, and drops the weights. Results
-equal those of a model loaded whole. A generation reads the weights once per token."""
+A lane is one run of the model, in its own thread. It waits at each place, which is a block, a final norm or a head. The
+walk loads the weights of the first place where lanes wait, lets these lanes pass one after another, and drops the
+weights. Results equal those of a model loaded whole. A generation reads the weights once per token."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from .stock import STOCK_LOCK, set_attention, structure
 T = TypeVar("T")
 
 Change = Callable[[str, Tensor], Tensor]
-"""Gives the values that a run uses in place of a stored weight, from its name and values in the run's dtype."""
+"""A function of a stored weight's name and its values in the run's dtype. It returns the values to use instead."""
 
 
 class _Ended(BaseException):
-    """Raised in a lane to stop it after another lane failed."""
+    """Raised in a lane, which is the thread of one run, to stop it after another lane failed."""
 
 
 class _Model:
-    """A stock model in one dtype, copied for each lane with shared parameters. Only the block that runs has values."""
+    """A stock model in one dtype, of which each lane has a copy that shares the parameters. Only parameters of the
+    block that is running have values."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)
@@ -49,7 +50,8 @@ class _Model:
 
 
 def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) -> dict[nn.Parameter, str]:
-    """Move a model to a device, with placeholders for meta tensors; return the stored name of each parameter."""
+    """Move a model to a device, and return the name of each parameter that is stored in a file. Meta tensors become
+    placeholders. stored: the names in the files."""
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, old in module._parameters.items():
@@ -70,7 +72,8 @@ def _move_to(model: nn.Module, device: torch.device, stored: Collection[str]) ->
 
 
 def _places(path: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Yield the path and module of each place in the model's order: a block, or another module that has parameters."""
+    """Yield the path and module of each place where lanes wait, in the model's order. A place is a block, or another
+    module with parameters of its own."""
     for name, child in module.named_children():
         below = f"{path}.{name}".removeprefix(".")
         if isinstance(module, nn.ModuleList) or next(child.parameters(recurse=False), None) is not None:
@@ -116,8 +119,9 @@ class Walk:
         attention: str = "eager",
         change: Change | None = None,
     ) -> Lane[T]:
-        """Add a run of the model as ``stock.load`` would load it; raises the same errors. run: called with the model in
-        its own thread; must not change weights. half: cast all weights to fp16."""
+        """Add a run of the model as ``stock.load`` would load it, and return the lane that will hold the result. run:
+        is called with the model in its own thread, and must not change weights. half: cast all weights to fp16. Raises
+        the errors of ``stock.load``."""
         weights = self._weights(dtype, half)
         model: Any = copy.deepcopy(weights.module, dict(weights.shared))
         set_attention(model, attention)
@@ -140,7 +144,7 @@ class Walk:
         return self._models[dtype, half]
 
     def run(self, advance: Advance | None = None) -> None:
-        """Run all lanes to their ends; raise the first error. advance: called after each block, final norm or head."""
+        """Run all lanes to their ends, and raise the first error. advance: is called after each block, norm or head."""
         with STOCK_LOCK:
             done, total = 0, max((len(lane.weights.places) for lane in self.lanes), default=0)
             try:

@@ -1,4 +1,4 @@
-"""Measure the ranges of an fp32 model's modules, and of norms' inputs in any dtype."""
+"""Measure the value ranges of an fp32 model's modules, and those of norms' inputs in any dtype."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _STEPS_IN_A_BINADE = 8
 
 
 class RangeObserver:
-    """Measures the ranges of an fp32 model's linears, embeddings, norms and attentions. Several runs add up, but must
-    not overlap. Padding counts. Scores need ``attn_implementation="eager"``."""
+    """Measures the value ranges of an fp32 model's linears, embeddings, norms and attentions. Several runs add up, but
+    must not overlap. Padding counts too. Attention scores are measured only with ``attn_implementation="eager"``."""
 
     def __init__(self) -> None:
         self.meters: dict[str, _Meter] = {}

@@ -1,5 +1,5 @@
-"""Measure every operation's output by a dispatch mode, below autograd and autocast. It also sees operations between
-modules, such as a residual add."""
+"""Measure the output of every operation by a dispatch mode, below autograd and autocast. It also sees operations
+between modules, such as a residual add."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Frame(Call):
     cubing: bool = False  # whether it is between gelu_new's cube and the tanh that makes its infinities harmless
     unseen: bool = False  # whether a row of its attention weights is fully masked, and NaN
     pending: list[tuple[Site, int, int]] = field(default_factory=list)
-    """NaN of fully masked rows: the site, how many NaN, and the number of the output."""
+    """NaN of fully masked rows, for ``_settle`` to decide on: the site, their number, and the output's number."""
 
     def site(self, name: str, count: int, dtype: torch.dtype, order: int) -> Site:
         site = self.sites.get((name, count, dtype))
@@ -56,12 +56,12 @@ class _Frame(Call):
 
 
 class SiteObserver(TorchDispatchMode):
-    """Context manager that measures every floating-point output of ``model``'s forward and backward. Entering again
+    """Context manager that measures every floating-point output of ``model``'s forward and backward. Entering it again
     adds to the same sites.
 
-    A linear's site has its path as name. Other names add the operation: ``<path>:add``, ``<path>:add#2`` for the second
-    in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its mask must lower masked scores).
-    The backward has ``<site>:grad``. only: the paths of modules to measure."""
+    The site of a linear has the linear's path as its name. Other names add the operation, as in ``<path>:add``, or
+    ``<path>:add#2`` for the second in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its
+    mask must lower masked scores). Gradients are named ``<site>:grad``. only: the paths of modules to measure."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class SiteObserver(TorchDispatchMode):
         return [site for sites in self._sites.values() for site in sites.values()]
 
     def score_ranges(self) -> dict[str, ScoreRange]:
-        """Return, by path, each attention's largest score before and after scale and bias."""
+        """Return the largest scores of each attention, before and after scale and bias, by the attention's path."""
         ranges = {}
         for path, sites in self._sites.items():
             amax: dict[str, float] = {}
@@ -248,7 +248,7 @@ class SiteObserver(TorchDispatchMode):
         site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 
     def _see_cubed(self, operand: Tensor, cube: Site) -> None:
-        """Measure the input x of a cube x³. Its limit is below fp16's, since a backward also computes 3x²."""
+        """Measure the input x of a cube x³. Its limit is below fp16's, because a backward also computes 3x²."""
         if operand.dtype != torch.float16 or self._frame is None:
             return
         site = self._frame.site("cubed", 1, operand.dtype, cube.order)
@@ -323,12 +323,12 @@ def _note(site: Site, out: Tensor, low: float, high: float, *, harmless: bool = 
 
 
 def _count(chosen: Tensor) -> int:
-    """Count true elements; ``sum`` would first make an int64 of each."""
+    """Count the true elements. ``sum`` would first make an int64 of each."""
     return int(torch.count_nonzero(chosen))
 
 
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
-    """Count as saturated the masked positions that keep an attention weight, in rows that are not fully masked."""
+    """Count masked positions that keep an attention weight as saturated, except those in fully masked rows."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:
@@ -350,7 +350,7 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
 
 
 def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
-    """Measure a softmax's output whose fully masked rows are NaN. ``_settle`` later decides on the NaN."""
+    """Measure an output whose fully masked rows are NaN, without these NaN. ``_settle`` later decides on them."""
     nans = out.isnan()
     kept = out.masked_fill(nans, 0.0)
     _note(site, kept, *_extremes(kept))

@@ -1,5 +1,5 @@
-"""Track which tensors are computed only from constants, as masks are, to tell intended infinities from overflows.
-Observer and tap share these rules."""
+"""Track which tensors are computed only from constants, as masks are. This tells intended infinities from overflows,
+for ``SiteObserver`` and ``Tap``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..numerics import FP16_MAX, FP16_STEP
 MASK_FROM = -FP16_MAX / 2  # a constant at or below this is a mask, not a number: half of fp16's lowest value (-32752)
 
 MASKED_REACH = -math.log(FP16_STEP)
-"""How far a masked score must lie below the largest of its row, so that its weight is at most 2⁻²⁴ (16.6)."""
+"""How far a masked score must lie below its row's largest score (16.6) for an attention weight of at most 2⁻²⁴."""
 
 FACTORIES = {
     "full_like",
@@ -37,14 +37,14 @@ UNINITIALISED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty
 MASKING = dict.fromkeys(("add", "sub", "mul", "minimum"), "pointwise")
 MASKING |= {"clone": "copy", "_to_copy": "copy", "constant_pad_nd": "pad", "pad": "pad"}
 MASKING |= {kind: kind for kind in ("where", "masked_fill", "cat")}
-"""Operations that pass a mask on, and the way in which each does."""
+"""Operations whose output keeps the masks of their inputs, and the way in which each combines them."""
 
 _ORIGIN = "_bf16_to_fp16_origin"
 
 
 @dataclass(slots=True)
 class Origin:
-    """What went into a tensor, stored as its attribute."""
+    """What a tensor was computed from, stored as an attribute of the tensor."""
 
     constant: bool = False  # no activation or parameter went into it
     masked: Tensor | None = None  # positions that a mask hides
@@ -95,7 +95,7 @@ def forget_origin(out: Tensor) -> None:
 
 
 def _positions(operand: Any) -> Tensor | bool:
-    """Return the positions that an operand masks: a bool tensor of its shape, or one bool for all positions."""
+    """Return the positions that an operand masks, as a bool tensor of its shape or as one bool for all positions."""
     if isinstance(operand, (int, float)):
         return operand <= MASK_FROM
     origin = origin_of(operand)
@@ -107,7 +107,8 @@ def _positions(operand: Any) -> Tensor | bool:
 
 
 def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor | None:
-    """Return an output's masked positions, broadcastable to it, or None. kind: a value of ``MASKING``."""
+    """Return the masked positions of an operation's output as a bool tensor that broadcasts to it, or None without a
+    mask. kind: the operation's value in ``MASKING``. args, kwargs: the operation's."""
     masked: Tensor | bool
     if kind == "cat":
         parts = [_positions(part) for part in args[0]]
@@ -132,7 +133,8 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the scores that a constant mask is added to; None if the mask hides a score however large it is."""
+    """Return the scores to which a constant mask is added, or None if there are none. It is also None for a mask that
+    hides every score however large, as −inf does. args: the two operands of the addition."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
@@ -143,7 +145,7 @@ def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
 
 
 def is_sum_of_positions(args: Iterable[Any]) -> bool:
-    """Return whether a matrix product has a constant factor, which attention scores have not."""
+    """Return whether a matrix product has a constant factor. Products that are attention scores have none."""
     return any(isinstance(x, Tensor) and (origin := origin_of(x)) is not None and origin.constant for x in args)
 
 
@@ -153,16 +155,16 @@ def sees_nothing(scores: Tensor) -> bool:
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
-    """Return how far a mask must lower scores to hide them, fp32 [..., queries]. It is 0 if none or all are masked, or
-    one is NaN. scores: [..., queries, keys], before the mask."""
+    """Return how far a mask must lower each query's scores to hide them, fp32 [..., queries]."""
+    # scores: [..., queries, keys], before the mask. A query with none or all keys masked, or with a NaN, gets 0.
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
     return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)
 
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Return ``most`` at masked positions and inf at others. On a CPU, ``minimum`` with the result is 15 times as fast
-    as ``masked_fill``."""
+    """Return a tensor that is ``most`` at masked positions and inf elsewhere. On a CPU, ``minimum`` with it is 15 times
+    as fast as ``masked_fill``."""
     for axis, (size, stride) in enumerate(zip(masked.shape, masked.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded
             masked = masked.narrow(axis, 0, 1)

@@ -37,13 +37,14 @@ from .products import FastProducts
 from .tokenizer import tokenised
 
 _PROBE_LOGITS = 2**25
-"""Most logits of the probe, without random and short rows: about a thousand positions at a vocabulary of 32,128."""
+"""Most logits of the probe, without random and short rows. At a vocabulary of 32,128 it is a thousand positions."""
 
 _SHORT, _SHORT_DECODER = 8, 4
-"""Most tokens of a short row, and of its decoder row: each costs logits of the whole vocabulary."""
+"""Most tokens of a short row, and of its decoder row. Each token costs the logits of the whole vocabulary."""
 
 _BEYOND_WINDOW, _LONGEST_WINDOW = 16, 2048
-"""Tokens by which a row exceeds a sliding window; longest window with such a row, as scores grow with its square."""
+"""The number of tokens by which a row exceeds a sliding window, and the longest window that gets such a row. Scores
+grow with the square of the window."""
 
 
 def batches(
@@ -56,9 +57,9 @@ def batches(
     length: int = 512,
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
-    """Return batches of the text in ``data``; without data, the built-in probe. examples: the most rows of text.
-    length: the most tokens of a row. chosen: the probe's ids by reason, random by default. Raises UserError for
-    unusable data or tokenizer."""
+    """Return the batches of the text in ``data``, or the built-in probe without data. source: the folder with the
+    tokenizer. examples: the most rows of text. length: the most tokens of a row. chosen: the probe's ids by the reason
+    for choosing them, random by default. Raises UserError for unusable data or an unusable tokenizer."""
     length = min(length, stock.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, chosen)
@@ -81,8 +82,8 @@ def audit_batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
-    """Return the built-in probe, then the batches of ``data``. chosen: the probe's ids by reason; by default the
-    weights choose them. opened: the checkpoint in ``folder`` and its layout."""
+    """Return the batches of the built-in probe, then those of the text in ``data``. chosen: the probe's ids by reason;
+    by default the weights choose them. opened: the checkpoint in ``folder`` and its layout, if already known."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -95,7 +96,8 @@ def audit_batches(
 
 
 def chosen_ids(config: Any, source: TensorSource, layout: Layout, *, seed: int = 0) -> dict[str, list[int]] | None:
-    """Return which ids of a large vocabulary the probe runs, by reason; None for a small one, run completely."""
+    """Return the ids of a large vocabulary that the probe runs, by the reason for choosing them. For a small vocabulary
+    return None: the probe then runs every id."""
     if stock.vocabulary_of(config) <= id_choice.WHOLE:
         return None
     with FastProducts():
@@ -109,7 +111,8 @@ def usable(by_reason: Mapping[str, Sequence[int]], config: Any) -> Mapping[str, 
 
 
 def _with_end_token(config: Any, batch: Batch) -> Batch:
-    """Give every row one end token if the class answers at that token. Raises UserError if the config has none."""
+    """Return the batch with one end token in each row if the model's class reads its answer at that token. Raises
+    UserError if the config has no end token."""
     kind = stock.class_in(config)
     if kind is None or not kind.reads_end_token:
         return batch
@@ -174,7 +177,7 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def images(config: Any) -> list[Batch]:
-    """Return a row whose image is uniform noise in [−1, 1] and whose text has no image token; [] without vision."""
+    """Return one batch with an image of uniform noise in [−1, 1] and text around it; [] for a model without vision."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -207,7 +210,8 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Turn the head off in batches past ``_PROBE_LOGITS``, but never in the first of kind ``RANDOM`` or ``SHORT``."""
+    """Return the batches, with logits turned off in those that exceed the rest of ``_PROBE_LOGITS``. The first of kind
+    ``RANDOM`` and the first of kind ``SHORT`` keep theirs."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}
@@ -221,8 +225,9 @@ def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
 
 
 def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
-    """Return 16 rows of random ids with log-uniform lengths, 1 to 64 (decoder: 1 to 16). Half have a start or end
-    token, about one in four a special token. left: pad the encoder's rows on the left."""
+    """Return a batch of 16 rows of random ids, with log-uniform lengths from 1 to 64 (decoder: 1 to 16). Half of the
+    rows get a start or end token, and about one in four a special token. left: pad the encoder's rows on the left, if
+    stock code can run that in fp16."""
     generator, vocabulary = seeded(seed), stock.vocabulary_of(config)
     most, special = stock.longest_sequence(config), stock.special_ids(config)
 
@@ -244,8 +249,8 @@ def random_rows(config: Any, *, seed: int, left: bool = False) -> Batch:
 
 
 def few_rows(config: Any) -> Batch:
-    """Return eight unpadded rows of eight random ids (decoder: four), for comparing checkpoints; 32 rows for models
-    with one answer per row."""
+    """Return a batch of eight rows for comparing checkpoints, or of 32 for a model that predicts no tokens. A row has
+    eight random ids (decoder: four) and a start or end token. There is no padding."""
     generator, vocabulary = torch.Generator().manual_seed(0), stock.vocabulary_of(config)
     most = stock.longest_sequence(config)
 
@@ -261,20 +266,20 @@ def few_rows(config: Any) -> Batch:
 
 
 def whole_rows(config: Any, ids: Tensor, description: str) -> Batch:
-    """Return ids [rows, length] as one unpadded batch; a decoder gets them after its start token."""
+    """Return ids [rows, length] as one unpadded batch. A decoder gets them shifted right, after its start token."""
     started = ids.roll(1, dims=1)
     started[:, 0] = stock.decoder_start(config)
     return _with_end_token(config, _unpadded(config, kinds.RANDOM, description, ids, started))
 
 
 def _with_start_or_end(config: Any, ids: list[int], most: int) -> list[int]:
-    """Return at most ``most`` ids, with the start token or, if there is none, the end token."""
+    """Return the ids with the start token or, if there is none, the end token, cut to ``most``."""
     first = stock.first_ids(config)
     return [*first, *ids][:most] if first else [*ids, *stock.end_ids(config)][-most:]
 
 
 def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], description: str) -> Batch:
-    """Return pairs of encoder and decoder rows as one right-padded batch. Decoder rows begin with the start token."""
+    """Return pairs of encoder and decoder ids as one right-padded batch. Decoder ids must include the start token."""
     ids, mask = stack([torch.tensor(row) for row, _ in rows], stock.pad_id(config))
     if not stock.takes_decoder_ids(config):
         return _with_end_token(config, runnable_as_one(config, Batch(description, ids, mask)))
@@ -283,8 +288,8 @@ def rows_of(config: Any, rows: Sequence[tuple[Sequence[int], Sequence[int]]], de
 
 
 def _short(config: Any, longest: int, generator: torch.Generator) -> list[Batch]:
-    """Return rows of 1 to ``longest`` random tokens, or of one special token: padded on the right, and again on the
-    left."""
+    """Return two batches of short rows, padded on the right and on the left. A row has 1 to ``longest`` random ids or
+    one special id, and comes with and without a start or end token."""
     vocabulary = stock.vocabulary_of(config)
     drawn = [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in range(1, longest + 1)]
     rows: list[list[int]] = []
@@ -319,7 +324,7 @@ def _sweep(config: Any, vocabulary: int, length: int) -> list[Batch]:
 
 
 def generation(config: Any, batch: Batch) -> Batch:
-    """Return two rows of a batch for beam search. A causal model's are left-padded and leave room for new tokens."""
+    """Return two rows of a batch for beam search. A causal model's are padded on the left, with room for new tokens."""
     if stock.is_causal(config):
         kept = slice(-max(1, stock.longest_sequence(config) - GENERATED_TOKENS), None)
         batch = padded_left(config, batch)

@@ -1,4 +1,4 @@
-"""16- and 32-bit matrix products on a CPU, computed in fp32 and rounded once. Native 16-bit products take up to 100
+"""Compute the CPU's 16- and 32-bit matrix products in fp32, and round them once. torch's 16-bit products take up to 100
 times as long."""
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 
 class FastProducts(TorchDispatchMode):
-    """Context manager that computes the CPU's 16- and 32-bit matrix products in fp32 and rounds once. A backward must
-    run inside it too. Exact sums come out identical; under 1% of other 16-bit elements differ, by one rounding."""
+    """Context manager that computes the CPU's 16- and 32-bit matrix products in fp32, and rounds them once. A backward
+    must run inside it too. Exact sums come out identical. Of other 16-bit elements under 1% differ, by one rounding."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -56,13 +56,13 @@ _OF_LINEARS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)  # for o
 
 
 def _is_weight(operand: Tensor) -> bool:
-    """Whether a factor looks like a linear's weight: [inputs, outputs], contiguous when transposed."""
+    """Return whether a factor looks like a linear's weight: [inputs, outputs], and contiguous when transposed."""
     return operand.dim() == 2 and not operand.is_contiguous() and operand.t().is_contiguous()
 
 
 Widened = dict[tuple[int, torch.Size], tuple[Tensor, Tensor]]
-"""16-bit weights with their transposed fp32 copies, by address and shape. The weight is kept, so that no other tensor
-gets its address."""
+"""16-bit weights with their fp32 copies, by address and shape. The weight is kept so that no other tensor gets its
+address."""
 
 _kept: Widened | None = None
 

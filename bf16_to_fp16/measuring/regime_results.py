@@ -1,4 +1,4 @@
-"""A regime's result: its sites over all runs, each with its largest value and whether it broke."""
+"""The audit's result for a regime, a way to use fp16: sites over all runs, with their largest values and overflows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FP16_RANGE_BITS = math.log2(FP16_MAX / FP16_STEP)
 
 
 class RegimeResult(RegimeEntry):
-    """A regime's report entry, with results that the report leaves out."""
+    """The report's entry on a regime, with further results that the report leaves out."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
@@ -35,7 +35,7 @@ def verdict(results: Mapping[str, RegimeEntry]) -> Literal["safe", "unsafe"]:
 
 @dataclass(frozen=True)
 class Run:
-    """A regime's runs under one attention implementation. ``sites``: a list for each batch of ``inputs``."""
+    """The runs of a regime under one attention implementation. ``sites`` has a list for each batch of ``inputs``."""
 
     attention: str
     inputs: Sequence[Batch]
@@ -50,7 +50,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Merged:
-    """All measurements under one site name. A site that runs in fp16 once and in fp32 once counts as fp16."""
+    """The measurements of all sites with one name. A site that ran in fp16 once and in fp32 once counts as fp16."""
 
     sites: Sequence[Site]
 
@@ -79,7 +79,8 @@ class _Merged:
 
 
 def regime_result(runs: Sequence[Run], norms: Mapping[str, NormRange], known: Iterable[Site] = ()) -> RegimeResult:
-    """Return a regime's result. known: sites that are measured without running the model, such as weights."""
+    """Return the result of a regime, with the sites nearest to their limits first. norms: the ranges of norms' inputs,
+    by path. known: sites that were measured without running the model, such as weights."""
     by_name: dict[str, list[Site]] = {}
     for site in chain(known, *(sites_of_all(run.sites) for run in runs)):
         if site.calls:
@@ -100,14 +101,15 @@ def regime_result(runs: Sequence[Run], norms: Mapping[str, NormRange], known: It
 
 
 def finite(amax: float, bits: float | None, limit: float | None) -> dict[str, Any]:
-    """Return a site's numbers, made finite: 65536 for an overflow, at most 40 bits of headroom."""
+    """Return ``amax`` and ``headroom_bits``, made finite: an overflow is 65536, and headroom at most 40 bits."""
     if bits is not None:
         bits = math.log2((limit or FP16_MAX) / OVERFLOWED) if bits == -math.inf else min(bits, _FP16_RANGE_BITS)
     return {"amax": amax if math.isfinite(amax) else OVERFLOWED, "headroom_bits": bits}
 
 
 def beside_fp32(results: dict[str, RegimeResult], run: Callable[[], Mapping[str, float]]) -> dict[str, RegimeResult]:
-    """Add the fp32 values of sites that broke. run: returns every site's largest fp32 |x|; called if a site broke."""
+    """Return the results with fp32's largest |x| added to each site that overflowed. run: returns these values of all
+    sites, by name. It is called only if a site overflowed."""
     if verdict(results) == "safe":
         return results
     fp32 = run()

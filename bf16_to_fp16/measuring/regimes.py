@@ -1,8 +1,8 @@
-"""Run a checkpoint in each regime in which people run it in fp16, and measure every operation.
+"""Run a checkpoint in each regime, a way in which people use fp16, and measure every operation.
 
-``stock``: loaded with ``dtype=float16``; T5's ``wo`` and the residual stay in fp32. ``half``: every weight in fp16.
-``amp``: fp32 weights under fp16 autocast. A regime is safe iff no operation's output is non-finite or saturated, other
-than by design."""
+``stock`` loads the model with ``dtype=float16``, where T5's ``wo`` and the residual stay in fp32. ``half`` has every
+weight in fp16. ``amp`` runs fp32 weights under fp16 autocast. A regime is safe iff no operation's output is non-finite
+or saturated, except where the model's code intends it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ATTENTIONS = ("eager", "sdpa")  # SDPA hides the scores
 
 LOSS_SCALE = 2.0**10
 """Largest loss scale of the training audit. A cross-entropy of ln(250,000) times it still fits fp16 (12,700), so the
-scale itself never breaks pure half. A lower one is used where gradients under AMP need it, as by a dynamic scaler."""
+scale itself never breaks pure fp16. If gradients under AMP need a lower one, as by a dynamic scaler, that is used."""
 
 
 def audit_folder(
@@ -56,11 +56,11 @@ def audit_folder(
     attention: Sequence[str] = ATTENTIONS,
     seed: int = 0,
 ) -> dict[str, RegimeResult]:
-    """Audit the checkpoint in ``folder`` in each regime.
+    """Audit the checkpoint in ``folder`` in each regime, and return the results by regime.
 
-    ``half`` runs all inputs under the first attention. Other runs get fewer inputs, and more if ``half`` breaks.
-    ``train_mode`` loads the whole model and runs everything. Attentions that the class lacks are left out. Raises
-    UserError for an unusable folder."""
+    The regime ``half`` runs all inputs under the first attention implementation. Other runs get fewer inputs, and more
+    if ``half`` overflows. train_mode: run a backward too; the whole model is then loaded and runs everything.
+    attention: the implementations; those that the class lacks are left out. Raises UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
@@ -88,8 +88,8 @@ def audit_each(
     seed: int = 0,
     weights: Callable[[nn.Module], Iterable[Site]] = lambda model: (),
 ) -> dict[str, RegimeResult]:
-    """Audit a model in each regime. load: returns a regime's model. weights: returns the sites of non-finite
-    weights."""
+    """Audit a model in each regime on all inputs, and return the results by regime. load: returns the model of a
+    regime. train_mode: run a backward too. weights: returns a site for each non-finite weight of a model."""
     share = sum(len(without_blind_padding(inputs, name)) for name in attention)
     results: dict[str, RegimeResult] = {}
     scale, fits, first = LOSS_SCALE, train_mode, "amp" if train_mode else None
@@ -121,7 +121,8 @@ def _breaks_backwards_alone(result: RegimeResult) -> bool:
 
 @dataclass(frozen=True)
 class Audited:
-    """Results by regime. ``half``: its outputs under the first attention. ``fp32``: outputs in fp32, if requested."""
+    """The results of an audit by regime. half: the outputs of the regime ``half`` under the first attention
+    implementation. fp32, every: outputs and all outputs of an fp32 run, if requested."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -140,7 +141,7 @@ def run_regimes(
     advance: Advance | None = None,
 ) -> Audited:
     """Run a checkpoint in ``regimes`` in one pass over its files, as ``audit_folder`` does without training. fp32:
-    inputs whose outputs are wanted in fp32 too."""
+    inputs whose outputs are returned in fp32 too."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     pooled = bool(listed_modules(checkpoint.folder))
     encoder = checkpoint.folder if runs_behind(checkpoint.folder) else None
@@ -184,8 +185,9 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
 
 
 def _inputs_of(inputs: Sequence[Batch], uncovered: bool, first: bool) -> Sequence[Batch]:
-    """Return the batches that a regime runs with one attention implementation. There are fewer if another regime covers
-    its operations, or another attention came first."""
+    """Return the batches that a regime runs under one attention implementation. uncovered: whether no other regime runs
+    its operations. first: whether no other implementation came before. If either is false, few batches run besides
+    generations and padded ones."""
 
     def own(batch: Batch) -> bool:
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
@@ -196,8 +198,8 @@ def _inputs_of(inputs: Sequence[Batch], uncovered: bool, first: bool) -> Sequenc
 
 
 class _Runs:
-    """A regime's runs under one attention. meters: whether to measure norms' inputs. keeps: whether to keep outputs.
-    encoder: a sentence encoder's folder; ``half`` also runs its later modules."""
+    """Collects the runs of a regime under one attention implementation. meters: measure norms' inputs. keeps: keep
+    outputs. encoder: the folder of a sentence encoder, whose later modules the regime ``half`` runs too."""
 
     def __init__(
         self, regime: str, attention: str, *, meters: bool = False, keeps: bool = False, encoder: Path | None = None
@@ -209,7 +211,7 @@ class _Runs:
         self.norms: NormMeters = {}
 
     def run_on(self, batch: Batch, loss_scale: float | None = None) -> Callable[[nn.Module], None]:
-        """Add a batch; return a function that runs a model on it. loss_scale: adds a backward."""
+        """Add a batch, and return a function that runs a model on it. loss_scale: adds a backward."""
         self.inputs.append(batch)
         return partial(self._run, len(self.inputs) - 1, loss_scale)
 
@@ -270,10 +272,10 @@ def audit_model(
     seed: int = 0,
     known: Iterable[Site] = (),
 ) -> RegimeResult:
-    """Return the regime's result of ``model`` on ``batches`` under each attention.
+    """Return the result of a regime for ``model``, run on ``batches`` under each attention implementation.
 
-    model: in the regime's dtypes; in fp32 for ``amp``. loss_scale: adds training mode, and a backward of the loss times
-    this scale. known: sites measured elsewhere. The model's mode and attention are restored."""
+    model: has the regime's dtypes, which are fp32 for ``amp``. loss_scale: turns on training mode and a backward of the
+    loss times this scale. known: sites measured elsewhere. The model's mode and attention are restored."""
     config: Any = model.config
     was_training, stock = model.training, str(config._attn_implementation)
     cards = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
@@ -296,7 +298,8 @@ def audit_model(
 
 
 def _output(model: nn.Module, batch: Batch, regime: str, loss_scale: float | None) -> Any:
-    """Run a model and, given a scale, the backward of its loss; return its output, None without a head."""
+    """Run a model on a batch and return its output, or None if it generates or computes no logits. loss_scale: if
+    given, run a backward of the loss times this scale."""
     trains, place = loss_scale is not None and not batch.generate, next(model.parameters()).device.type
     with torch.set_grad_enabled(trains), torch.autocast(place, torch.float16, enabled=regime == "amp"):
         output, loss = output_and_loss(model, batch) if trains else (run_batch(model, batch), None)

@@ -1,4 +1,4 @@
-"""The modules after a sentence-transformers encoder, run by that package if it is installed."""
+"""The modules that follow the encoder in a folder of sentence-transformers, run by that package if it is installed."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 
 @dataclass(slots=True)
 class Site:
-    """The measurements of a site."""
+    """The measurements of a site, over all calls."""
 
     name: str
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Site:
     zeros: int = 0  # the same
 
     def take(self, later: Site, offset: int) -> None:
-        """Add a later run's measurements. offset: is added to its ``order``, which begins anew in each run."""
+        """Add the measurements of a later run. offset: is added to the later run's ``order``, which begins anew."""
         if later.nonfinite and not self.nonfinite:
             self.order = later.order + offset
         self.amax = max(self.amax, later.amax)
@@ -51,7 +51,7 @@ class Site:
 
 
 def sites_of_all(runs: Iterable[Iterable[Site]]) -> list[Site]:
-    """Return the sites of several runs of one model's copies, as if one observer had measured the runs in order."""
+    """Return the sites of several runs of one model, as if one observer had measured the runs in order."""
     sites: dict[tuple[str, torch.dtype], Site] = {}
     for number, run in enumerate(runs):
         offset = number << 40  # no run has more outputs
@@ -86,7 +86,7 @@ class Call:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear, or a router with a weight."""
+    """Return whether a module is a linear, or a router of experts with a weight."""
     own = getattr(module, "weight", None)
     return isinstance(module, nn.Linear) or (hasattr(module, "top_k") and isinstance(own, nn.Parameter))
 

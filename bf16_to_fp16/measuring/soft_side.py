@@ -1,7 +1,7 @@
-"""Search the soft side of edits: inputs for which an edited signal is small, so that an edit changes the function most.
+"""Search for inputs that edits harm. An edit changes the function most where the edited signal is small: its soft side.
 
-Candidates are ids and sets of ids for which edits change outputs or attention weights most. Stock code runs a row of
-each, and rows of random pairs. Harm is confirmed in several rows: one bad row can be chance."""
+Candidates are ids, and sets of ids, for which edits change outputs or attention weights most. Stock code runs a row of
+each, and rows of random pairs of ids. Harm is confirmed in several rows, because one bad row can be chance."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ RANKS = 8  # suspects of one site
 IN_PAIRS = 2048  # ids of which all pairs are looked at
 DRAWS = 8  # stochastic roundings whose mean stands for bf16
 TIMES, LEAST = 10.0, 0.01
-"""An edit harms an input if its divergence exceeds LEAST and TIMES bf16's, by one statistic of AGAIN rows."""
+"""Edits harm an input if its divergence exceeds both LEAST and TIMES that of bf16, by one statistic of AGAIN rows."""
 
 STATISTICS: tuple[Callable[[Tensor], Tensor], ...] = (torch.mean, *(partial(torch.quantile, q=q) for q in (0.75, 0.5)))
-"""Of rows' divergences. One row that bf16 ruins raises its mean, which hides harm to other rows; quartiles do not."""
+"""Statistics of rows' divergences. One row that bf16 ruins raises its mean and hides harm to others; quartiles do
+not."""
 
 LOGITS_TOGETHER = 1 << 25  # of lone tokens, 128 MiB
 HALF_STEP = 2.0**-9  # relative rounding error of bf16
@@ -62,8 +63,8 @@ class SoftSide:
 def soft_side(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
 ) -> SoftSide:
-    """Search for inputs that a plan's edits harm. written: the edited checkpoint. text: token ids of ordinary text,
-    int64 [rows, length], into which candidate ids are put; random ids if None."""
+    """Search for inputs that a plan's edits harm, and return what was found. written: the checkpoint with the edits.
+    text: ids of ordinary text, int64 [rows, length], into which candidate ids are put; by default random ids."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)
@@ -97,7 +98,7 @@ def soft_side(
 
 @dataclass(frozen=True)
 class Rows:
-    """Makes rows that contain candidate ids, and runs the source and the edited checkpoint on them."""
+    """Makes rows that contain candidate ids, and runs the source and ``written``, the edited checkpoint, on them."""
 
     source: Checkpoint
     written: Checkpoint
@@ -114,7 +115,8 @@ class Rows:
         return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
 
     def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
-        """Return entries of the inputs that edits harm, and each input's divergence after edits and in bf16."""
+        """Return the report's entries of the inputs that edits harm, and the divergence of each input after edits and
+        in bf16. inputs: sets of ids; each set makes one row."""
         rows = self.of(inputs)
         kl, run = self.divergences(rows)
         order = in_order(kl, run)
@@ -138,7 +140,7 @@ class Rows:
         return entries
 
     def divergences(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's divergence from the fp32 source: of the edited checkpoint, and of the source in bf16."""
+        """Return each row's divergence from the fp32 source, of the edited checkpoint and of the source in bf16."""
         batches, walk, other = self.batches(rows), Walk(self.source), Walk(self.written)
         expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
         edited = add_outputs(other, batches, torch.float32)
@@ -152,7 +154,7 @@ class Rows:
 
 
 def in_order(kl: Tensor, run: Tensor) -> Tensor:
-    """Return the rows' indices by falling ratio of ``kl`` to bf16's divergence ``run``."""
+    """Return the indices of rows, sorted by the ratio of ``kl`` to bf16's ``run``, largest first."""
     return (kl / run.clamp(min=NEGLIGIBLE)).argsort(descending=True)
 
 
@@ -167,9 +169,9 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 def suspected(
     source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
 ) -> tuple[list[tuple[int, ...]], float | None]:
-    """Return the ids, and sets of ids, that edits change most. Changes of the final output come first, then those at
-    each edited site in turn. Return also the fraction ``covered`` of ``SearchEntry``; None if no gate or head is
-    edited."""
+    """Return the ids, and sets of ids, for which edits change values most. Changes of the final output come first, then
+    those at each edited site in turn. Return also the share of ids or pairs that edits change no more than bf16's
+    rounding may, or None if no gate or attention head is edited. edits: a plan of edits alone. ids: the ids to try."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -203,7 +205,7 @@ def first_of(change: Tensor, ids: Tensor) -> list[int]:
 
 
 def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
-    """Return how much edits change each token's feed-forward output, in units of bf16's error."""
+    """Return how much edits change each token's feed-forward output, in units of bf16's error. step: without edits."""
     normed, output = step.outputs[0], step.outputs[-1]
     sublayer = step.sublayer
     assert isinstance(sublayer, FeedForward | Experts)
@@ -218,7 +220,8 @@ def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
 
 
 def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Tensor) -> Tensor:
-    """Return how much edits change each token's final output: divergence of logits, or relative squared error."""
+    """Return how much edits change the final output of each token: the KL of its logits, or else its relative squared
+    error. before, after: the last states without and with edits."""
     parts, together = [], max(1, LOGITS_TOGETHER // plain.vocabulary)
     for states in zip(before.split(together), after.split(together), strict=True):
         a, b = (weights.head_output(each) for weights, each in zip((plain, edited), states, strict=True))
@@ -233,8 +236,8 @@ def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Ten
 def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
 ) -> Iterator[tuple[list[tuple[int, ...]], float]]:
-    """Yield, for every edited head, sets of ids between which its attention weights change most. Yield with them the
-    fraction of pairs that change no more than bf16's rounding may."""
+    """Yield, for every attention head that is edited, sets of ids between which its attention weights change most.
+    Yield with them the share of pairs that change no more than bf16's rounding may. step: the values without edits."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])
@@ -291,7 +294,7 @@ def divergences(batches: Sequence[Batch], expected: Outputs, probabilities: bool
 
 
 def mean_bf16_divergence(source: Checkpoint, batches: Sequence[Batch], layout: Layout) -> Tensor:
-    """Return each row's mean divergence under stochastic rounding to bf16, since one bf16 run may be lucky."""
+    """Return each row's mean divergence in bf16 over runs with stochastic rounding. A single run may be lucky."""
     walk = Walk(source)
     expected = add_outputs(walk, batches, torch.float32)
     draws = [

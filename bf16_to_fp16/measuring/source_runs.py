@@ -1,4 +1,4 @@
-"""Run the source in fp32 and bf16 (as it is, edited, or with another eps) to get the ranges and outputs for a plan."""
+"""Run the source in fp32 and bf16, as it is, edited, or with another eps, for the ranges and outputs of a plan."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .meter import RangeObserver
 
 @dataclass(frozen=True)
 class Observed:
-    """Results of running the source: each module's fp32 ranges, and the outputs to compare others with."""
+    """The results of running the source: fp32 ranges by module, and the reference outputs to compare others with."""
 
     ranges: Mapping[str, ModuleRange]
     reference: Reference
@@ -41,8 +41,8 @@ class Observed:
 def observe_source(
     checkpoint: Checkpoint, inputs: list[Batch], progress: Progress, device: Device, change: Change | None = None
 ) -> Observed:
-    """Run the source in fp32 and, on inputs whose outputs are compared, in bf16. change: applies edits to a weight; the
-    source then runs only in fp32."""
+    """Run the source in fp32, and in bf16 on inputs whose outputs are compared; return ranges and outputs. change:
+    applies edits to a weight; the source then runs only in fp32. Raises UserError for an inf or NaN in fp32."""
 
     def observed(place: torch.device) -> Observed:
         walk = Walk(checkpoint, place)
@@ -83,8 +83,8 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the function that applies a plan's edits to a stored weight. read: returns weights with centred keys, and
-    several functions can share it; by default ``centred`` makes it."""
+    """Return the function by which a run applies a plan's edits to a stored weight. read: returns weights after the
+    plan has centred attention keys; several functions can share it. By default ``centred`` makes one."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 
@@ -99,9 +99,9 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the fp32 source's outputs with a plan's edits and drift. If the plan scales a norm's input by 2^r, the
-    norm gets the converted config's eps times 4^-r instead. Corrected gains are rounded to fp16; where gains are stored
-    minus an offset, all weights are."""
+    """Return the outputs of the fp32 source with a plan's edits and drift. If the plan scales the input of a norm by
+    2^r, this norm runs with the converted config's eps times 4^-r. Gains that the plan corrects are rounded to fp16. If
+    gains are stored minus an offset, all weights are rounded."""
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 

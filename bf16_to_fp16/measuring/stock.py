@@ -1,5 +1,5 @@
-"""Stock models: the class that a config names, loaded from a folder with no remote code and no network. A family's
-declaration overrides the class's signature, which overrides the config's flags."""
+"""Load stock models: the transformers class that a config names, from a folder, without remote code or network. What a
+class does is known from its family's declaration, else from its signature, else from the config's flags."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from ..families.types import Part, StockClass
 from ..progress import Progress
 
 STOCK_LOCK = threading.RLock()
-"""Taken while stock code loads a model and during a ``Walk``: both change settings of the whole process, such as
-torch's default dtype."""
+"""The lock that is held while stock code loads a model and during a ``Walk``. Both change settings of the whole
+process, such as torch's default dtype."""
 
 
 @cache
 def by_signature(name: str) -> StockClass | None:
-    """Return the ``StockClass`` made from a class's signature; None for an unknown name. A class that can generate
-    counts as a language model."""
+    """Return what the signature of a transformers class tells about it, or None for an unknown name. A class that can
+    generate counts as a language model."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -82,8 +82,8 @@ def vocabulary_of(config: Any) -> int:
 
 
 def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str = "eager") -> Any:
-    """Return a folder's stock model, in eval mode on the CPU. half: cast every weight to fp16. Raises UserError for
-    unreadable files or a missing tensor."""
+    """Return the stock model in a checkpoint's folder, in eval mode on the CPU. half: cast every weight to fp16. Raises
+    UserError for unreadable files or a missing tensor."""
     config = load_config(folder).to_dict()
     model, missing = from_files(folder, stock_class(config), dtype, attention)
     check_complete(folder, config, missing)
@@ -91,15 +91,15 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def ready(model: Any) -> Any:
-    """Split a model's fused experts in place; let a classifier without a pad token run several rows."""
+    """Split a model's fused experts in place. A classifier without a pad token can then run several rows."""
     if takes_one_row(model):
         model.config.get_text_config().pad_token_id = NO_PADDING
     return experts_apart(model, of_model_type(model.config.model_type))
 
 
 NO_PADDING = -1
-"""A padding token that is no id. Stock code that reads a row's last token refuses several rows without a padding token;
-with this one it reads the last token of each, as it does of one."""
+"""A padding token that is no id. Stock code that reads the last token of a row refuses several rows without a padding
+token. With this one it reads the last token of each row."""
 
 
 def takes_one_row(model: Any) -> bool:
@@ -114,7 +114,7 @@ def several_rows(model: Any) -> AbstractContextManager[Any]:
 
 def all_half(model: Any) -> Any:
     """Cast parameters and stored buffers to fp16 in place, including T5's ``wo``. ``.half()`` would also cast rotary
-    frequencies, which changes the function."""
+    frequencies, and so change the function."""
     kept = [(m, {name: m._buffers[name] for name in m._non_persistent_buffers_set}) for m in model.modules()]
     model.half()
     for module, buffers in kept:
@@ -141,8 +141,9 @@ def from_files(folder: Path, name: str, dtype: torch.dtype, attention: str) -> t
 
 
 def structure(checkpoint: Checkpoint, dtype: torch.dtype, *, half: bool = False) -> Any:
-    """Return a checkpoint's stock model with eager attention on the meta device. Only buffers, and tensors that no file
-    holds, have values. Stored tensors stay separate even if equal. Raises UserError as ``load`` does."""
+    """Return the stock model of a checkpoint on the meta device, with eager attention. Only buffers, and tensors that
+    no file holds, have values. Tensors that are stored apart stay separate even if equal. Raises UserError for
+    unreadable files or a missing tensor."""
     folder = checkpoint.folder
     config = load_config(folder)
     try:
@@ -171,7 +172,7 @@ def attentions_of(name: str, wanted: Sequence[str], progress: Progress | None = 
 
 
 def set_attention(model: Any, implementation: str) -> None:
-    """Set the attention of a stock model and its stacks; raises stock code's error if a class lacks it."""
+    """Set the attention implementation of a stock model and its stacks. Raises stock code's error if one lacks it."""
     model.set_attn_implementation(implementation)
     # Some versions of transformers 5, such as 5.17, do not change a stack's own config.
     for module in model.modules():
@@ -188,7 +189,7 @@ NOTHING_REMOTE |= {"force_download": False, "subfolder": "", "trust_remote_code"
 def without_values(
     checkpoint: Checkpoint, config: Any, dtype: torch.dtype, *, any_shape: bool = False
 ) -> tuple[Any, Mapping[str, Any]]:
-    """Return a checkpoint's stock model on the meta device, and the loader's report about the weights. any_shape:
+    """Return the stock model of a checkpoint on the meta device, and the loader's report about the weights. any_shape:
     report unexpected shapes instead of raising."""
     import transformers
 
@@ -212,7 +213,7 @@ def without_values(
 
 
 def run_everywhere(model: Any, layout: Layout, **inputs: Any) -> None:
-    """Run a stock model. A head that reads only the end token runs at every position: rows may lack that token."""
+    """Run a stock model. A head that reads only end tokens runs at every position, because rows may have none."""
     stock, head = layout.stock, layout.head
     if not stock.reads_end_token or head is None:
         model(**inputs)
@@ -267,14 +268,14 @@ def class_in(config: Any) -> StockClass | None:
 
 
 def config_of(model: Any) -> Any:
-    """Return a copy of a model's config with the class in ``architectures``, as in a saved config."""
+    """Return a copy of a model's config that names the class in ``architectures``, as a saved config does."""
     config = copy(model.config)
     config.architectures = [type(model).__name__]
     return config
 
 
 def takes_decoder_ids(config: Any) -> bool:
-    """Return whether a model needs decoder ids. ``is_encoder_decoder`` does not tell: encoders often have it too."""
+    """Return whether a model needs decoder ids. The config's ``is_encoder_decoder`` is often true for encoders too."""
     stock = class_in(config)
     return bool(config.is_encoder_decoder) if stock is None else stock.takes_decoder_ids
 
@@ -321,7 +322,7 @@ def end_ids(config: Any) -> list[int]:
 
 
 def first_ids(config: Any) -> list[int]:
-    """Return a list with a causal model's start token; [] for other models."""
+    """Return a list with a causal model's start token; [] if there is none, and for other models."""
     return _named(config, "bos_token_id")[:1] if is_causal(config) else []
 
 

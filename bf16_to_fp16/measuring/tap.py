@@ -1,4 +1,4 @@
-"""The observer's sites as differentiable tensors for the penalty, seen before autograd and autocast act on them."""
+"""The observer's sites as differentiable tensors for the penalty, before autograd and autocast have acted on them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class _Function:
 
 @dataclass(slots=True, kw_only=True)
 class _Call(Call):
-    """One call of one module. ``names``: full names of its sites, None for unwanted ones."""
+    """One call of one module. names: the full names of the module's sites, by operation and number; None for sites that
+    are not wanted. tapped: whether its outputs are handed over."""
 
     module: nn.Module
     tapped: bool
@@ -86,14 +87,14 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
-    forwards, differentiable. Names are ``SiteObserver``'s with eager attention; ``<path>:masked`` has one value for
-    each query.
+    forwards. The tensors are differentiable. Names are those of ``SiteObserver`` with eager attention;
+    ``<path>:masked`` has one value per query.
 
-    Masked positions are zero. Use a tensor at once: an in-place operation may change it. What ``on_site`` saves
-    survives gradient checkpointing. Forwards without gradients and reruns inside a backward are not tapped.
+    Masked positions are zero. Use a tensor at once, because an in-place operation may change it. What ``on_site`` saves
+    survives gradient checkpointing. Forwards without gradients, and reruns inside a backward, are not tapped.
 
-    only: returns whether a site is wanted, asked once per name. glance: called first, with the detached tensor; if it
-    returns False, ``on_site`` is not called.
+    only: returns whether a site is wanted; it is asked once per name. glance: is called first, with the detached
+    tensor; if it returns False, ``on_site`` is not called.
 
     Left out are copies, constants, operations without gradients, the statistics of ``layer_norm``, dropout's noise, and
     the inside of fused functions except SDPA's context. The input of a cube is a site (``:cubed``). Raises UserError
@@ -317,7 +318,7 @@ def _itself(x: Tensor) -> Tensor:
 
 
 def paths(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return every module with its path, without the names that wrappers add; the root is "model"."""
+    """Return every module with its path. Names that wrappers such as DDP add are left out, and the root is "model"."""
     prefix, inner = "", model
     # A wrapper that has nothing but a ``module``: DDP, DeepSpeed.
     while [name for name, _ in inner.named_children()] == ["module"]:

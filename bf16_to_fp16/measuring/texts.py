@@ -1,5 +1,5 @@
-"""Rows of text from JSONL, CSV, Parquet, text files and Hub datasets. Files are read here because ``datasets`` changes
-texts (2020-01-01 becomes a time) and does not name the line of an error."""
+"""Read rows of text from JSONL, CSV, Parquet, text files and Hub datasets. Files are not read by ``datasets``, which
+changes texts (2020-01-01 becomes a time) and does not name the line of an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_HUB_ROWS = 4096  # rows that are read of a dataset of the Hub, which may b
 
 
 def texts(data: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the text and target of each row of a file, or of a Hub dataset's first 4096."""
+    """Yield text and target of each row of a file, or of a Hub dataset's first 4096 rows."""
     file = local_file(data)
     yield from text_pairs(data, hub_rows(data) if file is None else file_rows(file))
 
@@ -32,8 +32,8 @@ def choose_columns(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[str, str | None]:
-    """Return the names of the text column and the target column. Raises UserError if a named column or any text is
-    missing."""
+    """Return the names of the text column and the target column. strings: names of the columns of strings. The target
+    is ``target`` by default, even if there is none. Raises UserError if a named column or any text is missing."""
     listed = ", ".join(map(str, names)) or "none"
     for wanted in (target_column, input_column):
         if wanted is not None and wanted not in names:
@@ -49,8 +49,9 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield text and target of each row. The first row decides on columns that are not named. Raises UserError if a
-    column is missing or a text is no string."""
+    """Yield the text and target of each row. The first row decides on columns that are not named. A target that is no
+    string becomes None. data: names the source in errors. Raises UserError if a column is missing or a text is no
+    string."""
     columns: tuple[str, str | None] | None = None
     for row in rows:
         if columns is None:
@@ -64,8 +65,8 @@ def text_pairs(
 
 
 def file_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file; all but Parquet may be .gz. Raises UserError for
-    an unreadable file."""
+    """Yield the rows of a .jsonl, .json, .csv, .parquet or .txt file. All but Parquet may be compressed (.gz). Raises
+    UserError for an unreadable file."""
     if (ending := _ending(path)) == ".parquet":
         yield from parquet_rows(path)
         return
@@ -128,13 +129,14 @@ READERS: Mapping[str, Callable[[Path, Iterable[str]], Iterator[dict[str, Any]]]]
     ".csv": csv_rows,
     ".txt": text_rows,
 }
-"""Readers of a text file's lines by its ending; the path is for errors."""
+"""Functions that yield the rows in a file's lines, by the file's ending. The path is for errors."""
 
 KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 
 def local_file(path: str) -> Path | None:
-    """Return the file at a path; None for a Hub dataset. Raises UserError for a missing file or an unreadable kind."""
+    """Return the file at ``path``; None for a Hub dataset. Raises UserError for a missing file or an unreadable
+    kind."""
     file = local_path(path)
     if not (file.exists() or file.is_absolute() or file.suffix in (*KINDS, ".gz")):
         return None
@@ -166,8 +168,8 @@ def open_texts(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[Any, tuple[str, str | None]]:
-    """Return a ``datasets`` table and the names of its text and target columns. path: a file, else a Hub
-    dataset with ``subset`` and ``split``. Raises UserError for unreadable data."""
+    """Return a ``datasets.Dataset`` and the names of its text column and its target column, or None. path: a file, or a
+    Hub dataset, of which ``subset`` and ``split`` are read. Raises UserError for unreadable data."""
     import datasets
 
     named = (input_column, target_column)
@@ -202,7 +204,7 @@ def open_texts(
 
 
 def _local_rows(path: str, file: str, columns: tuple[str | None, str | None], stamp: Any) -> Iterator[dict[str, Any]]:
-    """Yield a file's rows as {"text", "target"}. stamp: unused, but ``datasets`` hashes it to notice a changed file."""
+    """Yield a file's rows with the keys "text" and "target". stamp: lets ``datasets`` notice a changed file."""
     for text, target in text_pairs(path, file_rows(Path(file)), *columns):
         yield {"text": text, "target": target}
 

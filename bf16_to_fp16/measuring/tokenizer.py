@@ -1,4 +1,4 @@
-"""Batches of texts by a checkpoint's tokenizer. A causal model gets text and target as one row."""
+"""Make batches of texts with a checkpoint's tokenizer. A causal model gets the text and its target as one row."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from .texts import texts
 
 
 def tokenised(config: Any, source: Path, data: str, *, seed: int, examples: int, length: int) -> list[Batch]:
-    """Return rows of ``data`` (a file or Hub dataset) in batches of token ids, shortest first. source: the tokenizer's
-    folder. examples, length: as in ``batches``. Raises UserError for unusable data or tokenizer."""
+    """Return a random sample of the rows of ``data``, a file or Hub dataset, as batches of token ids, shortest first.
+    source: the tokenizer's folder. examples: the most rows. length: the most tokens of a row. Raises UserError for
+    unusable data or an unusable tokenizer."""
     chosen = _sample(texts(data), examples, random.Random(seed))
     if not chosen:
         raise UserError(f"{data}: no examples in it; give a file with at least one")

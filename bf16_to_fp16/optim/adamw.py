@@ -1,8 +1,8 @@
 """AdamW for parameters kept in bf16 or fp16 with no fp32 copy.
 
-A step is computed in fp32; only its result is rounded, stochastically or to nearest (see ``rounding``). Random bits
-depend on (seed, step, parameter's position, element's index in the whole parameter). So FSDP2 gives the bits of a
-single process, and under DDP every replica draws the same bits.
+A step is computed in fp32, and only its result is rounded, stochastically or to nearest (see ``rounding``). Random bits
+depend on (seed, step, parameter's position, element's index in the whole parameter). FSDP2 therefore gives the bits of
+a single process, and under DDP every replica draws the same bits.
 
 On a CPU eager and compiled steps give the same bits. On an accelerator they differ by rounding, because compiled
 divisions are not rounded correctly."""
@@ -46,11 +46,12 @@ def _coefficients(group: dict[str, Any], unscale: float, step: int, device: torc
 
 
 _Tensors = tuple[Tensor, ...]
-"""Parameter, gradient and both moments: flat and of one length."""
+"""The parameter, its gradient and both moments, flat and of one length."""
 
 
 def _update(tensors: _Tensors, key: Tensor, coefficients: Tensor, how: str) -> None:
-    """Do AdamW's step on some elements in place, eagerly or inside torch.compile. key: as for ``rounding``."""
+    """Take one AdamW step on some elements in place, eagerly or inside torch.compile. key: from ``rounding.make_key``.
+    coefficients: from ``_coefficients``. how: "stochastic" or "nearest"."""
     parameter, grad, exp_avg, exp_avg_sq = tensors
     # Tensors, because torch.compile would compile again for a new Python number.
     unscale, beta1, one_minus_beta1, beta2, one_minus_beta2, minus_rate, eps, decay = coefficients.unbind()
@@ -113,7 +114,7 @@ def first_index(parameter: Tensor) -> int:
 
 
 class AdamW(Optimizer):
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) whose parameters are stored in bf16 or fp16 and nowhere else.
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101) for parameters stored in bf16 or fp16 with no fp32 copy.
 
     params: parameters or groups of them, in bf16, fp16 or fp32 (which is not rounded); plain tensors or DTensors. Every
     option may be set per group.
@@ -125,8 +126,8 @@ class AdamW(Optimizer):
     ``torch.amp.GradScaler`` works with fp16 gradients: a step with inf or NaN changes nothing. ``GradScaler.unscale_``
     refuses fp16 gradients, so clip before the step at max_norm · scale.
 
-    A resumed run equals an uninterrupted one, bit for bit; the state of torch.optim.AdamW loads too. Raises UserError
-    for bad options and parameters, and for a step at a loss scale that is 0 or not finite."""
+    A resumed run equals an uninterrupted one, bit for bit. The state of torch.optim.AdamW can be loaded too. Raises
+    UserError for bad options and parameters, and for a step at a loss scale that is 0 or not finite."""
 
     # GradScaler then sets grad_scale and found_inf as attributes before step(), as for torch's fused optimizers.
     _step_supports_amp_scaling = True
@@ -162,8 +163,8 @@ class AdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient, and return the closure's result. GradScaler's ``grad_scale``
-        divides the gradients; its ``found_inf``, unless 0, prevents the update."""
+        """Update every parameter that has a gradient, and return the closure's result. If GradScaler has set
+        ``grad_scale``, it divides the gradients. If its ``found_inf`` is not 0, nothing is updated."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -224,8 +225,8 @@ class AdamW(Optimizer):
             local.copy_(tensors[0].view(local.shape))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of ``state_dict()`` in its saved dtypes. Saved options replace present ones, except
-        ``compile``."""
+        """Restore a state that ``state_dict()`` has returned. Its options replace the present ones, except ``compile``.
+        The moments get the dtype of the option ``moments``."""
         before = [{name: value for name, value in group.items() if name != "params"} for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, options, saved_group in zip(self.param_groups, before, state_dict["param_groups"], strict=True):

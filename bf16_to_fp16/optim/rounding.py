@@ -51,7 +51,7 @@ def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 
 
 
 def counters(length: int, device: torch.device | None = None) -> Tensor:
-    """Return an int32 counter for ``random_bits`` of each of ``length`` elements: index · ``_STRIDE``, modulo 2³²."""
+    """Return the counters of ``length`` elements for ``random_bits``, int32: index · ``_STRIDE``, modulo 2³²."""
     return torch.arange(length, dtype=torch.int32, device=device) * _STRIDE
 
 
@@ -66,8 +66,8 @@ def random_bits(counter: Tensor, key: Key) -> Tensor:
 
 
 def more_bits(bits: Tensor, key: Key) -> tuple[Tensor, Tensor]:
-    """Return two more sets of 16 random bits, in the low halves of two int32 tensors. The high halves are not random.
-    bits: a result of ``random_bits``."""
+    """Return two more sets of 16 random bits, in the low halves of two int32 tensors."""
+    # bits: a result of ``random_bits``. The high halves of both results are not random.
     x = (bits + key[2]).mul_(_MULTIPLIERS[2])
     high = x >> 16
     return high, x.bitwise_xor_(high)
@@ -93,7 +93,8 @@ def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
-    """Add ``bits``, or half a gap if None, to fp32's bit pattern and cut the sum to the grid of ``dtype``."""
+    """Round x by adding ``bits`` to its fp32 bit pattern and cutting the sum to a value of ``dtype``. If ``bits`` is
+    None, half a gap is added, so that x is rounded to nearest."""
     pattern = x.view(torch.int32)
     magnitude = pattern & _MAGNITUDE
     cut = _CUT[dtype]
@@ -115,7 +116,7 @@ def _round(x: Tensor, dtype: torch.dtype, bits: Tensor | None) -> Tensor:
 
 
 def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
-    """Return |x| as a multiple of fp16's smallest step: the nearest if bits is None, else as in ``stochastic``."""
+    """Return |x| rounded to fp16's smallest step: to the nearest multiple if ``bits`` is None, else stochastically."""
     steps = x.abs().mul_(1 / FP16_STEP)
     if bits is None:
         return steps.round_().mul_(FP16_STEP)
@@ -128,8 +129,8 @@ def _subnormal(x: Tensor, bits: Tensor | None) -> Tensor:
 
 
 def index_blocks(start: int, stop: int, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-    """Cut a range at borders of blocks (of 2³¹ indices), to at most ``chunk``. Yield (start, stop, block, start in the
-    block)."""
+    """Cut the range from ``start`` to ``stop`` at multiples of 2³¹, into pieces of at most ``chunk``. Yield start and
+    stop of each piece, the number of its block of 2³¹ indices, and its start in the block."""
     while start < stop:
         block = start >> BLOCK_BITS
         end = min(stop, start + chunk, (block + 1) << BLOCK_BITS)
