@@ -1,5 +1,5 @@
-"""Progress on standard error: a bar on a terminal (by rich, which respects ``NO_COLOR``), else lines. Also the
-escaping of hidden characters in printed text."""
+"""Show progress on standard error: a bar on a terminal (by rich, which respects ``NO_COLOR``), else lines of text. The
+module also escapes hidden characters in printed text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Advance = Callable[[int, int], None]  # called with (done, total) as work procee
 
 
 def visible(text: str) -> str:
-    """Escape hidden characters except newline and tab, since names from files could steer a terminal or hide text."""
+    """Escape hidden characters except newline and tab, because names from files could steer a terminal or hide text."""
     if text.isprintable():
         return text
     return "".join(c if c in "\n\t" or unicodedata.category(c) not in HIDDEN else ascii(c)[1:-1] for c in text)
@@ -36,7 +36,7 @@ class VisibleConsole(Console):
 
 
 class Progress:
-    """Shows progress on standard error; nothing if ``quiet``, the default for library calls."""
+    """Shows progress on standard error, or nothing if ``quiet``, as in library calls without ``progress=True``."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.console = VisibleConsole(stderr=True, quiet=quiet, highlight=False)
@@ -46,7 +46,8 @@ class Progress:
 
     @contextmanager
     def step(self, text: str) -> Iterator[Advance]:
-        """Announce a step; yield a function that updates its progress bar."""
+        """Show a bar named ``text`` inside a ``with`` block, and yield the function that moves the bar. If standard
+        error is no terminal, only ``text`` is printed and the function does nothing."""
         if not self.console.is_terminal:
             self.say(text)
             yield lambda done, total: None
@@ -64,5 +65,5 @@ class Progress:
 
 
 def progress_of(progress: Progress | bool | None) -> Progress:
-    """Return the given Progress, a printing one for True, or a silent one for False and None."""
+    """Return ``progress`` itself if it is a ``Progress``, else a new one, silent unless ``progress`` is True."""
     return progress if isinstance(progress, Progress) else Progress(quiet=not progress)

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the bars, advice and warnings of other libraries inside a ``with`` block or a decorated function."""
+    """Hide other libraries' progress bars, advice and warnings inside a ``with`` block or a decorated function."""
     from transformers.utils import logging as stock
 
     bars, level = stock.is_progress_bar_enabled(), stock.get_verbosity()

@@ -1,4 +1,4 @@
-"""Ranges of modules' inputs and outputs by channel: observed, or bounded for every input."""
+"""The ranges of modules' inputs and outputs by channel. A range is observed in a run, or bounds every input."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .numerics import FP16_MAX, NORM_FLOOR
 
 @dataclass(frozen=True)
 class ChannelRange:
-    """The largest |x| and mean x² of each channel, fp32 [channels], over ``rows`` vectors."""
+    """The largest |x| (``amax``) and the mean x² of each channel over ``rows`` vectors, both fp32 [channels]."""
 
     amax: Tensor
     mean_square: Tensor
@@ -20,20 +20,20 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The range of a norm's input. A variance is the mean square, except in ``nn.LayerNorm``."""
+    """The range of a norm's input. A variance is a token's mean square; in ``nn.LayerNorm`` it is about the mean."""
 
     norm_max: float  # the largest ‖x‖₂ of a token
     variances: Tensor  # fp64 [k, 2]: variances, to an eighth of a binade, and the fractions of tokens
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return the factors on a norm's output, [k], if its input is scaled by 2^exponent but eps is not. Return also
-        the fractions of tokens, [k]. fixed: eps after scaling, by default ``eps``."""
+        """Return the factors on a norm's output, [k], and the fractions of tokens that they apply to, [k]."""
+        # The input is scaled by 2^exponent; eps is ``fixed`` afterwards, by default as before.
         variance, shares = self.variances.unbind(1)
         scaled = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + scaled)).sqrt(), shares
 
     def drift(self, eps: float, exponent: int) -> float:
-        """Return the relative RMS change of the norm's output if its input is scaled by 2^exponent but eps is not."""
+        """Return the norm output's relative RMS change if the input, but not eps, is scaled by 2^exponent."""
         kept, shares = self.kept(eps, exponent)
         power = shares * self.variances[:, 0] / (self.variances[:, 0] + eps)  # far under eps no output is left
         return float((power * (kept - 1).square()).sum() / power.sum()) ** 0.5 if power.any() else 0.0
@@ -41,7 +41,7 @@ class NormRange:
 
 @dataclass(frozen=True)
 class ScoreRange:
-    """An attention's largest |score|."""
+    """The largest |score| of an attention, over all heads."""
 
     product: float  # of QKᵀ alone
     biased: float  # of every later value before the mask
@@ -54,7 +54,7 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """The ranges of a module's input and output. The tensors of an embedding's input have the shape [0]."""
+    """The ranges of a module's input and output. For an embedding's input, token ids, the tensors have shape [0]."""
 
     input: ChannelRange
     output: ChannelRange
@@ -67,7 +67,8 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 
 @dataclass(frozen=True)
 class Squares:
-    """A token's largest sum of squares and least mean square, in the input of a norm that squares it in fp16."""
+    """The extremes of token vectors whose squares a norm sums in fp16. ``largest``: the largest sum of squares, as fp16
+    can round it. ``least``: the smallest mean square."""
 
     largest: float
     least: float

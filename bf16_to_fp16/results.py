@@ -37,8 +37,9 @@ def dump(part: BaseModel) -> dict[str, Any]:
 
 
 class Fidelity(ReportObject):
-    """The distances of the bf16 source and the fp16 output from the fp32 source, on the same tokens. The bf16 fields
-    are None if no bf16 model ran. A model that gives inf or NaN is infinitely far, which is null in JSON."""
+    """How far the bf16 source and the fp16 output are from the fp32 source, on the same tokens. ``top1``: the fraction
+    of positions with the same most probable token. bf16 fields are None if no bf16 model ran. A model that gives inf or
+    NaN is infinitely far, which is null in JSON."""
 
     measure: str = Field(
         default="kl",
@@ -54,13 +55,13 @@ class Fidelity(ReportObject):
     top1_bf16: Real | None = None
     top1_fp16: Real | None = None
     positions: Count | None = None
-    kl_fp32: Infinite | None = Field(default=None, description="of the output's weights in fp32")
-    squared_error_fp32: Infinite | None = Field(default=None, description="of the output's weights in fp32")
+    kl_fp32: Infinite | None = Field(default=None, description="KL of the output's weights in fp32")
+    squared_error_fp32: Infinite | None = Field(default=None, description="relative, of the output's weights in fp32")
     reference: str = "fp32 source"
 
     @property
     def exact(self) -> bool:
-        """Whether the outputs in fp32 are equal bit for bit; a KL of 0 may come from rounding."""
+        """Whether source and output agree in fp32 bit for bit; a KL of 0 can come from rounding."""
         return self.kl_fp32 == 0 and self.squared_error_fp32 == 0
 
     @property
@@ -76,14 +77,14 @@ class ExceptionEntry(ReportObject):
     """Token ids that edits harm: the divergence from the source is over 0.01, and over 10 times that of bf16."""
 
     ids: list[int] = Field(description="one id, tried in ordinary text, or several, drawn to fill a row")
-    tokens: list[str] = Field(default=[], description="the ids' names by the tokenizer")
-    kl: Real = Field(description="in fp32: the mean of 8 rows, or a quartile where the mean hides the harm")
-    kl_bf16: Real = Field(description="of the source, activations rounded stochastically to bf16, mean of 8 draws")
-    kl_run: Real = Field(description="of a bf16 run of the source")
+    tokens: list[str] = Field(default=[], description="the tokens of these ids, from the tokenizer")
+    kl: Real = Field(description="divergence in fp32: mean of 8 rows, or a quartile where the mean hides the harm")
+    kl_bf16: Real = Field(description="divergence with activations rounded stochastically to bf16, mean of 8 draws")
+    kl_run: Real = Field(description="divergence of the source run in bf16")
 
 
 class CountedEntry(ReportObject):
-    """Counts of elements that are non-finite or saturated; those that stock code makes by design are left out."""
+    """Counts of elements that are non-finite or saturated, except those that transformers makes so by design."""
 
     nonfinite: Count
     saturated: Count
@@ -96,15 +97,15 @@ class CountedEntry(ReportObject):
 class PlacedEntry(ReportObject):
     """Where in the model an entry belongs; keys that are unknown or do not apply are absent."""
 
-    stack: str | None = Field(None, description="encoder or decoder, also of a model that has no other")
-    block: Count | None = Field(None, description="number of its block in the stack, from 0")
+    stack: str | None = Field(None, description="encoder or decoder, also if the model has only one")
+    block: Count | None = Field(None, description="number of the block in the stack, from 0")
     role: str | None = Field(
-        None, description="what its module is for in the block, such as cross-attention; in a regime the operation"
+        None, description="the module's part in the block, such as cross-attention; in a regime, the operation"
     )
 
 
 class SiteEntry(PlacedEntry, CountedEntry):
-    """One site of a regime. ``amax`` is the largest |x|, 65536 for an overflow."""
+    """One site as measured in one regime. ``amax`` is the largest |x|, 65536 for an overflow."""
 
     name: str
     amax: NumberOrNaN
@@ -128,7 +129,7 @@ class RunEntry(ReportObject):
 
 
 class GradientSiteEntry(ReportObject):
-    """Gradients of one operation: the largest, at the loss scale, and the fraction that becomes 0 in fp16."""
+    """Gradients of one operation at the loss scale. ``amax``: the largest. ``flushed``: the fraction that becomes 0."""
 
     name: str
     amax: Real
@@ -136,29 +137,29 @@ class GradientSiteEntry(ReportObject):
 
 
 class GradientsEntry(ReportObject):
-    """The backward pass under fp16 AMP."""
+    """The gradients of a backward pass under fp16 AMP."""
 
-    loss_scale: Real | None = Field(description="the largest without overflow; null: every one overflows")
+    loss_scale: Real | None = Field(description="largest loss scale without overflow; null: every scale overflows")
     flushed: Real = Field(description="the fraction of gradient elements that become 0")
     largest: GradientSiteEntry | None = Field(
-        description="of the largest gradient, or of the first overflow if every scale overflows; null: no finite loss"
+        description="the largest gradient, or the first overflow if loss_scale is null; null: no finite loss"
     )
-    sites: list[GradientSiteEntry] = Field(description="those with the largest flushed")
+    sites: list[GradientSiteEntry] = Field(description="the operations with the largest flushed")
 
 
 class RegimeEntry(CountedEntry):
-    """The result of one regime. ``amax`` and ``headroom_bits`` are those of the tightest site."""
+    """The result of one regime, a way of running in fp16. ``amax`` and ``headroom_bits``: of the tightest site."""
 
     amax: Real
     headroom_bits: Real
     nonfinite_logits: Count = Field(default=0, description="non-finite outputs that a user would see")
-    runs: list[RunEntry] = Field(default=[], description="by attention")
-    sites: list[SiteEntry] = Field(description="tightest first")
-    gradients: GradientsEntry | None = Field(default=None, description="of amp in training")
+    runs: list[RunEntry] = Field(default=[], description="batches run, by implementation of attention")
+    sites: list[SiteEntry] = Field(description="those with the least headroom first")
+    gradients: GradientsEntry | None = Field(default=None, description="gradients under amp in training")
 
     @property
     def reached(self) -> float:
-        """The largest |x| that fp16 must represent; if sites overflowed, the largest of theirs, in fp32 if known."""
+        """The largest |x| of broken sites, in fp32 where it is known; ``amax`` if none broke."""
         broken = self.broken_sites
         limited = [site for site in broken if site.limit is not None] or broken
         return max((site.reached for site in limited), default=self.amax)
@@ -173,7 +174,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def measured(self) -> str:
-        """What the tightest site measures, in a word: "gradient" or "value"."""
+        """What is measured at the tightest site, in a word: "gradient" or "value"."""
         return "gradient" if ":grad" in (self.tightest or "") else "value"
 
 
@@ -196,14 +197,14 @@ class BoundEntry(PlacedEntry):
 
 
 class CertificateEntry(ReportObject):
-    """The bounds of every site, and their assumptions."""
+    """The bounds of all sites, and the inputs and arithmetic for which they hold."""
 
     holds: Flag
     headroom_bits: Real
     max_length: Count = Field(description="most positions of a sequence")
     splits: Count = Field(description="most fp16 partial sums of one matrix product")
-    train_mode: Flag = Field(default=False, description="with dropout")
-    sites: list[BoundEntry] = Field(default=[], description="left out by verify")
+    train_mode: Flag = Field(default=False, description="whether the bounds include dropout")
+    sites: list[BoundEntry] = Field(default=[], description="bounds by site; verify leaves them out")
 
     @property
     def over(self) -> list[BoundEntry]:
@@ -211,8 +212,9 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """The largest |x| at a site: in fp32 from ``random`` inputs, found ``tokens``, and found mixtures of tokens'
-    ``embeddings``. ``half``: in fp16 from what was found. ``worst``: of all."""
+    """The largest |x| that an attack reached at a site. Three fields are in fp32: on ``random`` inputs, on the
+    ``tokens`` found, and on the mixtures of token ``embeddings`` found. ``half``: in fp16, on what was found.
+    ``worst``: the largest."""
 
     name: str
     worst: NumberOrNaN
@@ -222,7 +224,7 @@ class AttackedSite(ReportObject):
     half: NumberOrNaN
     limit: Real
     headroom_bits: Real
-    ids: tuple[list[Count], list[Count]] | None = Field(description="the worst, of encoder and decoder")
+    ids: tuple[list[Count], list[Count]] | None = Field(description="of the worst input, to encoder and decoder")
 
     @property
     def fp32(self) -> float:
@@ -231,7 +233,7 @@ class AttackedSite(ReportObject):
 
 
 class AttackEntry(ReportObject):
-    """The result of a gradient search for the worst input, with its sites, tightest first."""
+    """The result of an attack, a gradient search for the worst input. The sites come in the order of their headroom."""
 
     steps: Count
     seed: Count
@@ -240,12 +242,13 @@ class AttackEntry(ReportObject):
 
 
 class InexactEntry(ReportObject):
-    """An edit, which changes the function. Divergences are None if not run; edits of columns may count together."""
+    """An edit, a factor that changes the function. Divergences are None if nothing ran. Those of edited columns can be
+    measured together."""
 
     site: str = Field(description="the site whose limit needs the edit")
     exponent: int | float = Field(description="log2 of the edit's factor, the least over its channels")
     columns: Count = Field(default=0, description="number of input channels scaled; 0 if it scales output channels")
-    predicted: Real | None = Field(default=None, description="divergence in fp32 that it alone causes in the source")
+    predicted: Real | None = Field(default=None, description="divergence in fp32 from this edit alone in the source")
     measured: Real | None = Field(default=None, description="the same in the written files")
 
 
@@ -256,8 +259,8 @@ class SearchEntry(ReportObject):
     covered: float | None = Field(
         default=None,
         description=(
-            "fraction of ids, or of pairs at a head, that an edit changes no more than bf16's rounding may;"
-            " of the worst gate or head; null if none is edited"
+            "fraction of token ids, or of pairs at a head, that an edit changes no more than bf16's rounding can;"
+            " the least over gates and heads; null if none is edited"
         ),
     )
     further: float = Field(description="fraction of random pairs of ids whose divergence exceeds bf16's")
@@ -269,19 +272,19 @@ BF16_NOISE = 2.0**-20  # the relative squared error of bf16 where it happens to 
 
 
 class OutputEntry(ReportObject):
-    """One output of the stock class, compared with the source's. Of several layers, the worst counts. Errors are None
-    if no model ran or none returned the output."""
+    """One output of the transformers class, compared with the source's. If it has several layers, the worst counts.
+    Errors are None if no model ran or none returned the output."""
 
     factor_log2: int | float | Sequence[int | float] = Field(
-        description="log2 of the factor that rescaling put on it, for all channels or for each"
+        description="log2 of the factor that rescaling put on the output, for all channels or for each"
     )
     error: Real | None = Field(default=None, description="relative squared error in fp32, after division by the factor")
-    error_bf16: Real | None = Field(default=None, description="the same of the source in bf16")
+    error_bf16: Real | None = Field(default=None, description="relative squared error of the source in bf16")
 
     @property
     def ratio(self) -> float:
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether the error is at most 4 × bf16's and, without ``drifts`` (from edits or eps), at most 1/8."""
+        """Return whether the error is at most 4 × bf16's and, unless the function ``drifts``, at most 1/8."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

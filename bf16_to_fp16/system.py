@@ -1,4 +1,4 @@
-"""The memory that this process may still use, and glibc's arenas."""
+"""The memory that this process can still use, and glibc's arenas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ M_ARENA_MAX = -8  # glibc's mallopt option: how many arenas threads allocate in,
 
 
 def available_memory() -> float:
-    """Return the bytes that this process may still use, within its cgroup."""
+    """Return the number of bytes that this process can still use, within its cgroup."""
     limits = [float(psutil.virtual_memory().available)]
     with suppress(OSError, ValueError, KeyError):  # no such file, or "max"
         most = int((CGROUP / "memory.max").read_text(encoding="ascii"))

@@ -1,4 +1,4 @@
-"""The targets of a conversion, and tiers: classes of runtimes by arithmetic. Imports no torch, so it loads fast."""
+"""The targets of a conversion, and tiers: groups of runtimes by arithmetic. It imports no torch, so it loads fast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ MARGIN_BITS = 1.25  # headroom that an observed value keeps: unseen data may go 
 
 @dataclass(frozen=True)
 class Tier:
-    """A class of runtimes with the same arithmetic: name in reports, target, title, arithmetic and runtimes."""
+    """A group of runtimes with the same arithmetic. ``name``: its key in reports. ``target``: the target of a
+    conversion for it. ``words``: the arithmetic in words."""
 
     name: str
     target: str

@@ -1,8 +1,8 @@
-"""Plugin that lets vLLM run converted folders in fp16 although it refuses fp16 for their model type. In vLLM 0.33 these
-types are gemma2, gemma3, gemma3_text and glm4.
+"""A plugin that lets vLLM run converted folders in fp16 although it refuses fp16 for their model type. In vLLM 0.33
+these types are gemma2, gemma3, gemma3_text and glm4.
 
-vLLM calls ``register`` in each process. The refusal is lifted for a local folder whose report says safe and whose
-hashes match."""
+vLLM calls ``register`` in each process. The refusal is lifted for a local folder whose report says safe, if its files
+have the hashes in the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ REFUSED, DECIDES = "_FLOAT16_NOT_SUPPORTED_MODELS", "_get_and_verify_dtype"
 
 
 def register() -> None:
-    """Wrap vLLM's function that chooses a dtype, once, if it exists."""
+    """Wrap vLLM's function that chooses a dtype, so that it accepts fp16 for safe folders. A second call, or a vLLM
+    without this function, changes nothing."""
     from vllm.config import model as module
 
     if not (isinstance(getattr(module, REFUSED, None), dict) and callable(getattr(module, DECIDES, None))):
@@ -54,7 +55,7 @@ def register() -> None:
 
 @cache
 def objection(folder: Path) -> str | None:
-    """Return why a folder's report and hashes do not prove it safe; None if they do. Each file is hashed once."""
+    """Return why a folder's report and hashes do not show it safe; None if they do. Each folder is checked once."""
     try:
         report = read_written(folder)
         checkpoint = open_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""Rounding of figures for people. A claim of safety is never rounded up: headroom and exact shares are rounded down,
+"""Write figures for people, rounded. A claim of safety is never rounded up: headroom and exact shares are rounded down,
 bounds and excesses up, measurements to the nearest."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST_FACTOR = 1_000_000  # no number is shown for a ratio over this, such as one
 
 
 def infinite(value: float) -> bool:
-    """Return whether a number means infinity, as in reports (± the largest double) and pages (±1e308)."""
+    """Return whether a number stands for infinity: reports write the largest double for it, pages 1e308."""
     return abs(value) >= 1e308
 
 
@@ -24,8 +24,8 @@ def rounded_down(value: float, decimals: int) -> float:
 
 
 def rounded_up(value: float, digits: int) -> float:
-    """Return ``value`` ≥ 0 rounded up to ``digits`` significant digits. Whole numbers up to ten million keep all
-    digits: 65504 has five."""
+    """Return ``value`` ≥ 0 rounded up to ``digits`` significant digits. Whole numbers up to ten million keep all their
+    digits, such as 65504's five."""
     if value <= 0 or not math.isfinite(value):
         return value
     exact = Decimal(repr(float(value)))
@@ -34,7 +34,8 @@ def rounded_up(value: float, digits: int) -> float:
 
 
 def headroom(value: float | None) -> str:
-    """Return headroom bits as "3.2 × (1.7 bits)", rounded down; "none" under 0, "all" over 39, "no limit" for None."""
+    """Return headroom bits as text, rounded down, such as "3.2 × (1.7 bits)". It is "none" under 0, "all" over 39, and
+    "no limit" for None."""
     if value is None or math.isnan(value):
         return "no limit"
     if value < 0:
@@ -50,7 +51,7 @@ def bits(value: float) -> str:
 
 
 def below_limit(value: float | None) -> str:
-    """Return headroom bits as "3.2 × below the limit (1.7 bits)" or "past the limit"."""
+    """Return headroom bits as text: "3.2 × below the limit (1.7 bits)", or "past the limit" if negative or None."""
     text = headroom(value)
     if text[0].isdigit():
         return text.replace("×", "× below the limit")
@@ -58,15 +59,15 @@ def below_limit(value: float | None) -> str:
 
 
 def reached(value: float | None) -> str:
-    """Return the text of a site's largest |x|: "overflow" for None, NaN, infinity and 65536, the signs of overflow."""
+    """Return the text of a site's largest |x|. It is "overflow" for None, NaN, infinity and 65536."""
     if value is None or not value <= FP16_MAX:
         return "overflow" if value is None or not OVERFLOWED < value < 1e308 else magnitude(value)
     return magnitude(value)
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return the text of headroom, or "5.5 × over" if the fp32 value ``largest`` is over the limit. A site that only an
-    earlier overflow broke is "passed on"."""
+    """Return headroom bits as text, or "5.5 × over" if ``largest``, the largest |x| in fp32, is over the limit. If only
+    the headroom is negative, an earlier site overflowed, and the text is "passed on"."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:
@@ -80,12 +81,12 @@ def over_limit(value: float, limit: float = FP16_MAX) -> str:
 
 
 def headroom_by_bound(bits: float) -> str:
-    """Return the text of a bound's headroom. Below 0 it is "5.6 × over", rounded up; below −23 bits "none"."""
+    """Return a bound's headroom as text: "5.6 × over" if negative, and "none" (no headroom) below −23 bits."""
     return headroom(bits) if bits >= 0 or bits < -MOST_EXCESS_BITS else f"{rounded_up(2.0**-bits, 2):,g} × over"
 
 
 def factor(bits: float) -> str:
-    """Return the text of 2^bits, rounded down: with two decimals under 2, one under a hundred, else none."""
+    """Return the text of 2^bits, rounded down, with two decimals below 2, one below 100 and none above."""
     ratio = 2.0 ** rounded_down(bits, 4)  # the same digits as the page's script
     decimals = 2 if ratio < 2 else 1 if ratio < 100 else 0
     return f"{rounded_down(ratio, decimals):,.{decimals}f}"
@@ -98,7 +99,7 @@ def excess(value: float | None, decimals: int = 1) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Return a fraction in percent, rounded down to four decimals: only 1 gives 100%."""
+    """Return a fraction in percent, rounded down to four decimals, so that only 1 gives 100%."""
     return f"{rounded_down(fraction, 6) * 100:.4f}".rstrip("0").rstrip(".") + "%"
 
 
@@ -125,7 +126,7 @@ def magnitude(value: float | None) -> str:
 
 
 def bound_magnitude(value: float | None) -> str:
-    """Return the text of a bound, rounded up, in ``magnitude``'s form; "–" for None, "∞" for NaN and infinity."""
+    """Return the text of a bound, rounded up, formatted by ``magnitude``; "–" for None, "∞" for NaN and infinity."""
     if value is None:
         return "–"
     if math.isnan(value) or infinite(value):
@@ -143,7 +144,7 @@ def scientific(value: float | None) -> str:
 
 
 def power(exponent: float) -> str:
-    """Return 2^exponent as text: 2⁻³, or with eighths before it if the exponent is not whole, 5/8·2⁻³."""
+    """Return 2^exponent as text, such as 2⁻³. If the exponent is not whole, eighths come first: 5/8·2⁻³."""
     whole = math.ceil(exponent)
     fraction = "" if whole == exponent else f"{round(8 * 2 ** (exponent - whole))}/8"
     return "·".join(filter(None, (fraction, f"2{superscript(whole)}" if whole or not fraction else "")))

@@ -1,4 +1,4 @@
-"""YAML with version 1.2's scalars (``1e-4`` is a number, ``off`` a word), no duplicate keys, and one-line errors."""
+"""Read YAML with version 1.2's scalars (``1e-4`` is a number, ``off`` a word), no duplicate keys, one-line errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import UserError, first_line, shortened
 
 
 def read_yaml(path: Path) -> Any:
-    """Return a recipe's data, None for an empty file. Raises UserError for a file that is not readable UTF-8 YAML."""
+    """Return a recipe's data, None for an empty file. Raises UserError if the file is not readable UTF-8 YAML."""
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -42,9 +42,9 @@ def build(
     others: Sequence[Mapping[str, Any]] = (),
     max_kl: float | None = None,
 ) -> schema.Report:
-    """Return the report of a conversion. command: the command line that repeats the conversion. inputs: from
-    ``describe_batches``. others: records of the output's files other than weights. max_kl: the divergence from the
-    source that the user accepts."""
+    """Return the report of a conversion. checkpoint: the source. command: the command line that repeats the conversion.
+    inputs: the description of the inputs that were run, from ``describe_batches``. others: an entry for each output
+    file that holds no weights. max_kl: the divergence from the source that the user accepts."""
     layout, planned, written = decided.layout, decided.planned, rewritten.written
     plan, certificate, regimes, attack = measured.plan, measured.certificate, measured.regimes, measured.attack
     broken = remedies.overflowing(attack) if attack is not None else []

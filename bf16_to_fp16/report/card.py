@@ -1,4 +1,5 @@
-"""The model card of a converted checkpoint. Licence, languages, tags and task are the source's, or left out."""
+"""Write the model card of a converted checkpoint. Its licence, languages, tags and task are copied from the source's
+card, or left out if that lacks them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def write_card(path: Path, report: Report, config: Mapping[str, Any]) -> None:
 
 
 def render_card(report: Report, config: Mapping[str, Any]) -> str:
-    """Return the card, front matter and Markdown; an unsafe verdict comes first. config: names the model's class."""
+    """Return the model card: YAML front matter, then Markdown. An unsafe checkpoint's card begins with the verdict.
+    config: the output's config.json, which names the model's class."""
     inherited: dict[str, Any] = dict(report.source.card)
     architecture = next(iter(architectures(config)), "?")
     run, carried, family = report.finetune, report.source.carried_over, named(report.family)
@@ -72,7 +74,8 @@ def warned(card: str, report: Report) -> str:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """Return licence, languages, tags and task from a source's card. In a pipeline, the card is one folder up."""
+    """Return the licence, languages, tags and task from a source's model card, or {} if there is no readable card.
+    folder: the source's; in a diffusers pipeline, the card can also be in the folder above."""
     own, above = folder / "README.md", folder.parent
     cards = [own, folder / "SOURCE_README.md", *[above / "README.md"] * (above / "model_index.json").is_file()]
     try:

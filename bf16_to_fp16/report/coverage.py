@@ -1,4 +1,4 @@
-"""The coverage of a report's bounds: which inputs and arithmetic they cover, and what they leave out."""
+"""Say in words which inputs and which arithmetic a report's bounds cover, and what they leave out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def headroom_by_proof(report: schema.Report) -> str:
 
 
 def input_exceptions(padding: int | None, family: str | None, model_class: str | None = None) -> str:
-    """Return the words after "every input" that name its exceptions: padding, the vision tower, other classes."""
+    """Return the words that follow "every input" and name the inputs and parts of the model that a proof leaves out.
+    padding: the least padding, in positions, that a padded row needs; None if no row may be padded. model_class: the
+    only class that the proof covers; None if it covers every class that the files fit."""
     aside = tower_aside(family)
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
@@ -36,7 +38,8 @@ def input_exceptions(padding: int | None, family: str | None, model_class: str |
 
 
 def every_input(report: schema.Report, *, length: bool = False) -> str:
-    """Return "every input" with its exceptions. length: name the maximum length even if it is the default."""
+    """Return the words "every input", followed by the inputs that a proof leaves out. length: whether to name the
+    maximum sequence length even if it is the default."""
     certificate = report.certificate
     shown = certificate is not None and (length or certificate.max_length < MAX_LENGTH)
     of = f" of up to {counted(certificate.max_length, 'position')}" if certificate is not None and shown else ""

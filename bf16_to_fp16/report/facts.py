@@ -1,4 +1,4 @@
-"""Rows and sentences on verdict, distances, outputs, edits and tiers, for the page, the card and the terminal."""
+"""Table rows and sentences about verdict, distances, outputs, edits and runtimes, for the page, card and terminal."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def by_design(site: SiteEntry) -> str:
 
 
 class Distance(NamedTuple):
-    """A finetuned checkpoint's distance from the original, None if infinite. ``bf16``: the original's own in bf16."""
+    """The distance of a finetuned checkpoint from the original, on the inputs that ``where`` names. ``value``: infinite
+    or None if it is not finite. ``bf16``: the distance of the original in bf16; 0 if not measured."""
 
     value: float | None
     where: str
@@ -201,7 +202,7 @@ def scaled_outputs(report: schema.Report) -> str:
 
 
 def giving_states(report: schema.Report) -> str:
-    """Return the name of the stock class that outputs the model's last hidden states; "" if there is none."""
+    """Return the name of the transformers class that outputs the last hidden states; "" if there is none."""
     family, decodes = named(report.family), "cross_attentions" in report.outputs
     return "" if family is None else family.giving_states(decodes=decodes) or ""
 
@@ -216,7 +217,7 @@ def inexactness(report: schema.Report) -> str:
 
 
 def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
-    """Return rows on changes of outputs, class and function that users must know. most: how many edits to name."""
+    """Return (title, text) rows on changes of outputs, class and function that users must know. most: edits to name."""
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
     centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
     before, after = report.source.class_in("before"), report.source.class_in("after")
@@ -280,7 +281,8 @@ def held_in(entry: schema.TierEntry, proven: str, *, broken: bool) -> str:
 
 
 def unmet_target(report: schema.Report | other_reports.Verification) -> str:
-    """Return why a checkpoint is not known to be safe in its target's arithmetic, or "" if it is."""
+    """Return why a checkpoint is not known to be safe in its target's arithmetic, or "" if it is known to be safe. The
+    target is the group of runtimes for which it was converted."""
     name = next((tier.name for tier in TIERS if tier.target == report.target), "")
     entry = report.tiers.get(name)
     if entry is None or entry.holds:

@@ -1,5 +1,5 @@
-"""A report's two figures for each stack, with log2 |x| by block: before and after the plan; bound and observed. The
-page sets colours."""
+"""Draw a report's figures of the largest |x| by block, on a log2 axis. Each stack (encoder or decoder) has two: values
+before and after the plan, and bounds beside observed values. The page sets their colours."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _VARIABLES = {_INK: "ink", _GRID: "grid", _LIMIT: "limit", _PAPER: "paper"} | {s
 
 @dataclass(frozen=True)
 class Point:
-    """The largest |x| of one kind of activation in one block."""
+    """A point of a figure: the largest |x| of one kind of activation in one block."""
 
     series: Series
     x: int  # the block in its stack
@@ -66,7 +66,8 @@ def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return one stack's points: each series' largest values by block, no zeros or infinities; logits come last."""
+    """Return the points of a stack's figure before and after the plan. They are the largest values of each series in
+    each block, without zeros and infinities. Logits come after the decoder's last block."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     norms = {s.module for s in mine if signal_series(s) is STREAM}
     end = 1 + max((s.block for s in mine if s.block is not None), default=-1)
@@ -124,8 +125,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 
 def pictures(stacks: Mapping[str, Sequence[Point]], in_words: Callable[[float], str], prefix: str) -> list[Picture]:
-    """Return a figure for each stack with points, captioned with its largest values. in_words: writes ``Point.upper``.
-    prefix: the word before ``Point.lower``, such as "after"."""
+    """Return a figure for each stack that has points, with a caption that names its largest values. in_words: formats
+    the largest ``Point.upper`` for it. prefix: the word before the largest ``Point.lower``, such as "after"."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []
@@ -142,7 +143,8 @@ def pictures(stacks: Mapping[str, Sequence[Point]], in_words: Callable[[float], 
 
 
 def drawn(points: Sequence[Point], stack: str, low: int, high: int) -> str:
-    """Return a stack's points as SVG: ``upper`` dashed, ``lower`` solid. low, high: log2 of the y axis's ends."""
+    """Return a line chart of a stack's points as SVG, with ``Point.upper`` dashed and ``Point.lower`` solid. low, high:
+    the ends of the y axis, as log2 of |x|."""
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator, MultipleLocator

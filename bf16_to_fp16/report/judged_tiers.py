@@ -1,4 +1,4 @@
-"""The report's tiers: whether the checkpoint is safe in each tier, by bounds or in a run, or why not."""
+"""Judge in which tiers a checkpoint is safe. A tier is a group of runtimes with the same arithmetic."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from . import remedies, schema
 def judged_tiers(
     certified: Mapping[str, bool], *, clean: bool = False, squares: Squares | None = None, pooled: bool = False
 ) -> dict[str, schema.TierEntry]:
-    """Return, by tier, whether the checkpoint is safe there, by bounds or in a run.
+    """Return the report's entry for each tier: whether the checkpoint is safe there, by bounds or in a run, or why not.
 
-    certified: whether each tier's bounds hold. clean: regime ``half`` ran and nothing broke. squares: of the residual
-    stream in a run; if None, no tier with norms in fp16 is safe. pooled: the model returns sentence vectors, whose
-    squares no run measures."""
+    certified: whether all bounds hold, by tier. clean: whether the model ran with every parameter in fp16 and nothing
+    broke. squares: the extremes of the residual stream in a run; if None, no tier with norms in fp16 is safe. pooled:
+    whether the model returns sentence vectors; no run measures their squares."""
     unfit = remedies.SQUARES_UNSEEN if squares is None else ""
     if squares is not None and squares.least < NORM_FLOOR:
         unfit = remedies.sinks(squares.least)

@@ -1,4 +1,4 @@
-"""The verdict of a conversion: the reasons why it is unsafe, values close to a limit, and sites without a proof."""
+"""Judge a conversion: list the reasons why it is unsafe and the sites without a proof, and conclude the verdict."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FP16_RANGE_BITS = 40.0  # bits from fp16's last subnormal to its limit, counted 
 
 
 def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> list[schema.UnsafeEntry]:
-    """Return the reasons why a conversion is unsafe, except sites that broke in a run. report: without its verdict.
-    planned: None for a plan that the user gave."""
+    """Return an entry for each reason why a conversion is unsafe, except for sites that broke in a run. report: the
+    report before its verdict is set. planned: the planner's result; None for a plan that the user gave."""
     plan, ran, drifts = report.plan, bool(report.regimes), bool(report.inexact)
     over = list[schema.UnsafeEntry]()
     if plan is not None:
@@ -60,8 +60,9 @@ def unmet(target: str, tiers: Mapping[str, schema.TierEntry]) -> list[schema.Uns
 
 
 def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool) -> list[schema.UnsafeEntry]:
-    """Return an entry for each output that, without its factor, is not the source's. drifts: the plan changes the
-    function; then outputs that the class gives only on request do not count."""
+    """Return an entry for each output that differs from the source's after division by its factor, a power of two.
+    drifts: whether the plan changes the function; then outputs that the class returns only on request are not judged.
+    ran: whether the audit ran the model, which decides the remedy."""
     remedy = remedies.A_BUG if not drifts else remedies.INEXACT if ran else remedies.INEXACT_BY_BOUNDS
     return [
         schema.UnsafeEntry(signal=name, kind="inexact", reason=remedies.OTHER_OUTPUT, remedy=remedy)
@@ -73,7 +74,8 @@ def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeEntry], plan: Plan, *, proven: bool
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry for each signal that the plan leaves over its limit; none if ``proven`` and nothing ran."""
+    """Return an entry for each signal (an activation that the plan scales) that is left over its limit. After a run, a
+    signal that only takes from the margin is left out. If nothing ran, a ``proven`` checkpoint has no entries."""
     return [
         schema.UnsafeEntry(
             signal=each.signal,
@@ -120,7 +122,7 @@ def uncertified_sites(layout: Layout, certificate: Certificate, planned: Planned
 def is_exact(
     plan: Plan | None, weights: schema.WeightsEntry | None, source: schema.Source, edits: Sequence[InexactEntry] = ()
 ) -> bool:
-    """Return whether the function is unchanged: no weight rounded, added, replaced or edited, and every eps scaled."""
+    """Return whether the function is unchanged: no weight is rounded, added, replaced or edited; no norm drifts."""
     if plan is None or weights is None or edits or source.made:
         return False
     return plan.exact and weights.lossless_fraction == 1
@@ -135,9 +137,10 @@ def too_inexact(
     edits: float = 0.0,
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``. Return one too if an ``exact``
-    plan's output differs in fp32. edits: the divergence that edits cause. If it is over half of fp16's, a ``proven``
-    checkpoint may be ``MOST_FOR_A_PROOF`` times as far as bf16."""
+    """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``. There is one too if the plan is
+    ``exact`` but the output differs in fp32. ran: whether the audit ran the model, which decides the remedy. edits: the
+    divergence that edits cause; if it is over half of fp16's, a ``proven`` checkpoint is accepted up to
+    ``MOST_FOR_A_PROOF`` times as far off as bf16."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:
@@ -157,6 +160,6 @@ def too_inexact(
 
 
 def inexact(error: float, most: float, reason: str, remedy: str) -> schema.UnsafeEntry:
-    """Return the entry for an output whose ``error``, squared or KL, exceeds ``most``."""
+    """Return the report's entry for an output whose ``error``, a squared error or KL, exceeds ``most``."""
     bits = math.log2(error / most) / 2 if math.isfinite(error) else FP16_RANGE_BITS
     return schema.UnsafeEntry(signal=remedies.OUTPUT, kind="inexact", excess_bits=bits, reason=reason, remedy=remedy)

@@ -18,7 +18,7 @@ MOST_UNCERTIFIED = 6  # sites without a proof that are listed; the report has al
 
 
 def results_text(report: Report, *, on_page: bool = False) -> str:
-    """Return the results as Markdown. on_page: leave out the verdict, which the page has in its header."""
+    """Return a report's results as Markdown. on_page: whether to leave out the verdict, which the page's header has."""
     unproven = report.uncertified
     hub_id, revision = origin(report)
     close, run = report.fidelity, report.finetune
@@ -82,7 +82,8 @@ def notice(report: Report) -> str:
 
 
 def origin(report: Report) -> tuple[str | None, str | None]:
-    """Return the Hub id and commit of the source or, after a finetune, of the original; None for a local folder."""
+    """Return the Hub id and commit of the report's source; both are None for a local folder."""
+    # After a finetune the source is the original.
     path, revision = report.source.path, report.source.revision
     return (None, None) if path is None or revision is None else (path.partition("@")[0], revision)
 

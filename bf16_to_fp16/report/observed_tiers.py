@@ -1,4 +1,4 @@
-"""The largest values that an audit's regimes reached, and the tiers in which a checkpoint is therefore safe."""
+"""Find the largest values that an audit's runs reached, and so in which tiers of runtimes a checkpoint is safe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .judged_tiers import judged_tiers
 
 
 def largest_seen(results: Mapping[str, RegimeResult], attack: AttackEntry | None) -> dict[str, float]:
-    """Return the largest |x| of each site in ``half`` and in the attack, infinite if it overflowed."""
+    """Return the largest |x| of each site, by name, in the regime ``half`` (every parameter in fp16) and in the attack.
+    It is infinite for a site that overflowed in ``half``. attack: the result of a search for the worst input."""
     sites = results["half"].sites if "half" in results else []
     seen = {site.name: math.inf if site.nonfinite and site.amax == OVERFLOWED else site.amax for site in sites}
     for site in attack.sites if attack is not None else ():

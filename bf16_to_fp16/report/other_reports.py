@@ -22,7 +22,8 @@ class Claim(ReportObject):
 
 
 class Verification(Versioned):
-    """The result of ``verify``. If files differ, ``certificate`` is None and ``tiers`` empty."""
+    """The result of ``verify``, which checks a converted folder against its report. ``report``: what that report
+    claims. If files differ from it, ``certificate`` is None and ``tiers`` is empty."""
 
     verdict: Literal["safe", "unsafe"]
     verified: Flag
@@ -48,7 +49,7 @@ class PipelineEntry(ReportObject):
 
 
 class PipelineReport(Versioned):
-    """The conversion of a whole pipeline."""
+    """The report on a diffusers pipeline, whose encoders are converted and whose other files are linked or copied."""
 
     verdict: Literal["safe", "unsafe"]
     source: Source

@@ -1,5 +1,5 @@
-"""The report as one HTML file that loads nothing and forbids every request. Jinja2 or the Markdown renderer escapes all
-text, since it contains names from other people's files."""
+"""Render the report as one HTML file that loads nothing and forbids every request. Jinja2 or the Markdown renderer
+escapes all text, because it contains names from other people's files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ MOST_ROWS = 3_000  # rows of the table, by least headroom, so that the page stay
 
 @dataclass(frozen=True)
 class SiteRow:
-    """A site of the table, in the ``regime`` where its headroom is least ("" if nothing ran), with its ``bound``."""
+    """A row of the page's table of sites: a site as measured in the ``regime`` (a way of running in fp16) where its
+    headroom is least. ``regime`` is "" if nothing ran. ``bound`` is None if the site has none."""
 
     site: SiteEntry
     regime: str
@@ -33,7 +34,7 @@ class SiteRow:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Sort key: broken rows first, then by headroom, rows without a limit last."""
+        """The sort key: broken sites first, then by least headroom; sites without a limit come last."""
         bits = self.site.headroom_bits
         return not self.site.broken, math.inf if bits is None or math.isnan(bits) else bits
 
@@ -44,7 +45,7 @@ class SiteRow:
 
 
 def sort_value(value: float | None) -> str:
-    """Return the text of a number by which the page's script sorts."""
+    """Return a number as the page's script sorts it: infinity as 1e308, NaN and None as ""."""
     if value is None or math.isnan(value):
         return ""
     return f"{math.copysign(1e308, value):g}" if infinite(value) else f"{value:.6g}"

@@ -80,8 +80,8 @@ def prices(rare: ExceptionEntry) -> str:
 
 
 def tower_in_fp32(family: str | None, regimes: Mapping[str, RegimeEntry]) -> list[str]:
-    """Return lines of code that put a vision tower and its readers in fp32, if only the tower overflows. Return []
-    otherwise, and if only ``amp`` was audited."""
+    """Return lines of Python that put a vision tower and its projector in fp32, if only the tower overflows. Return []
+    otherwise, or if the only regime run was ``amp``."""
     known = named(family)
     projector = None if known is None else known.projector
     broken = [site for regime in regimes.values() for site in regime.broken_sites]
@@ -103,8 +103,8 @@ def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
 def unsafe_sites(
     regimes: Mapping[str, RegimeEntry], family: str | None = None, *, converted: bool = False, convertible: bool = True
 ) -> list[UnsafeEntry]:
-    """Return an entry for each site that broke in a regime, with reason and remedy. converted: the weights are rescaled
-    already. convertible: the model is of a known family."""
+    """Return an entry, with reason and remedy, for each site that broke in a regime (a way of running in fp16).
+    converted: whether the weights are already rescaled. convertible: whether the model is of a known family."""
     broken = {name: {site.name: site for site in regime.broken_sites} for name, regime in regimes.items()}
     clean = " or ".join(name for name, sites in broken.items() if not sites)
     remedy = NO_FAMILY if not convertible else PENALTY if converted else NOT_CONVERTED
@@ -141,8 +141,8 @@ def unsafe_sites(
 
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
-    """Return the sites that an attack drove over their limits, worst first. If some exceed theirs in fp32 too, return
-    these alone: the other sites overflow because these do."""
+    """Return an entry for each site that an attack (a search for bad inputs) drove over its limit, worst first. If some
+    of them exceed their limits in fp32 too, only those are returned: the others overflow because of them."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")
@@ -215,7 +215,8 @@ def next_command(
 def finetuning_of(
     source: str, out: str, regimes: Mapping[str, RegimeEntry], target: str | None, subfolder: str | None
 ) -> str:
-    """Return a remedy: a regime that did not break, or a finetune by a minimal recipe. regimes: {} if no audit ran."""
+    """Return a sentence with two remedies: a regime where nothing broke, or else bf16; and the commands of a minimal
+    finetune. out: the folder for the finetune's result. regimes: the audit's results; {} if no audit ran."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     if target not in (None, AUTO, TIERS[0].target):
         recipe["target"] = target

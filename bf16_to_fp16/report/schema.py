@@ -1,4 +1,4 @@
-"""The types of the report, through which it is written, read and checked. They keep the order of keys and unknown keys,
+"""The types of the report, through which it is written, read and checked. They keep unknown keys and the order of keys,
 so a report written again has the same bytes. ``python -m bf16_to_fp16.report.schema`` makes
 ``docs/report.schema.json``."""
 
@@ -51,16 +51,16 @@ class Original(ReportObject):
 
 
 class Source(ReportObject):
-    """The source of the weights, and what ``undo`` needs. After a finetune, path, revision and hashes are the
-    original's."""
+    """The source of the weights, with the data from which ``undo`` restores it. ``path``: its Hub id or local folder.
+    After a finetune, path, revision and hashes are the original checkpoint's."""
 
     path: str | None = None
-    subfolder: str | None = Field(default=None, description="below path on the Hub; a local path ends in it already")
+    subfolder: str | None = Field(default=None, description="folder below path; a local path ends in it already")
     revision: str | None = None
-    sha256: dict[str, str] = Field(default={}, description="of the weight files")
-    other_sha256: dict[str, str] = Field(default={}, description="of other files")
-    dtype: str | None = Field(default=None, description="of most tensors, in safetensors' spelling")
-    dtypes: dict[str, str] = Field(default={}, description="of the other tensors")
+    sha256: dict[str, str] = Field(default={}, description="SHA-256 of each weight file")
+    other_sha256: dict[str, str] = Field(default={}, description="SHA-256 of each other file")
+    dtype: str | None = Field(default=None, description="dtype of most tensors, in safetensors' spelling")
+    dtypes: dict[str, str] = Field(default={}, description="dtype of each other tensor")
     made: list[str] = Field(default=[], description="tensors that the conversion added")
     dropped: dict[str, str] = Field(default={}, description="tensors left out, with the reason")
     config_changes: dict[str, dict[str, Any]] = Field(
@@ -68,7 +68,7 @@ class Source(ReportObject):
     )
     carried_over: list[str] = Field(default=[], description="files other than weights that the output has")
     left_out: list[str] = Field(default=[], description="files that the output lacks")
-    card: dict[str, str | list[str]] = Field(default={}, description="licence, languages, tags and task")
+    card: dict[str, str | list[str]] = Field(default={}, description="its licence, languages, tags and task")
     replaced: dict[str, Original] = Field(default={}, description="tensors changed by more than powers of two")
 
     @classmethod
@@ -77,7 +77,7 @@ class Source(ReportObject):
         return cls(**cls.place_of(checkpoint), sha256=hashes)
 
     def class_in(self, side: Literal["before", "after"]) -> str | None:
-        """Return the stock class before or after the conversion; None if the conversion kept the class."""
+        """Return the name of the transformers class before or after the conversion; None if the conversion kept it."""
         sides = self.config_changes.get("architectures", {})
         return next(iter(architectures({"architectures": sides.get(side)})), None)
 
@@ -96,21 +96,22 @@ class FileEntry(ReportObject):
 
 
 class Output(ReportObject):
-    """The files of the output except the report. ``card_edited``: a user edited the card before it was published."""
+    """The files of the output except the report. ``card_edited``: whether a user edited the card before publishing."""
 
     files: list[FileEntry] = []
     card_edited: Flag = False
 
 
 class Text(ReportObject):
-    """Text that was run in addition to the probe: its name without folder, and the number of rows drawn."""
+    """A text file that was run in addition to the probe. ``name``: without folder. ``rows``: the number drawn."""
 
     name: str
     rows: Count | None = None
 
 
 class InputKind(ReportObject):
-    """Inputs of one kind: numbers of batches and rows, and the longest encoder and decoder input in tokens."""
+    """The inputs of one kind that were run. ``encoder``, ``decoder``: the length in tokens of the longest input to
+    each. If a model is only a decoder, ``encoder`` has its length."""
 
     kind: str
     batches: Count
@@ -125,17 +126,17 @@ class Inputs(ReportObject):
     seed: Count | None = None
     data: Text | None = None
     batches: list[InputKind] = []
-    chosen: dict[str, list[Count]] = Field(default={}, description="of the probe, by reason; empty if it ran every id")
-    sha256: str | None = Field(default=None, description="of all ids and masks")
+    chosen: dict[str, list[Count]] = Field(default={}, description="ids of the probe, by reason; empty if it ran all")
+    sha256: str | None = Field(default=None, description="SHA-256 of all ids and masks")
 
 
 class Environment(ReportObject):
     """The software, devices and dtype of the run."""
 
-    versions: dict[str, str | None] = Field(default={}, description="of software; null: not installed")
+    versions: dict[str, str | None] = Field(default={}, description="version of each package; null: not installed")
     python: str | None = None
-    device: str | None = Field(default=None, description="as requested")
-    devices: dict[str, list[str]] = Field(default={}, description="by part of the work; CPU last if memory ran out")
+    device: str | None = Field(default=None, description="the device as requested")
+    devices: dict[str, list[str]] = Field(default={}, description="devices of each part of the work, in order of use")
     dtype: str | None = None
 
 
@@ -143,7 +144,7 @@ class Environment(ReportObject):
 
 
 class UnprovenEntry(ReportObject):
-    """A site whose bound exceeds its limit: by how many bits, why, and the remedy."""
+    """A site without a proof. Its ``bound`` exceeds its ``limit`` by ``excess_bits``, for the ``reason`` given."""
 
     name: str
     bound: NumberOrNaN
@@ -154,8 +155,8 @@ class UnprovenEntry(ReportObject):
 
 
 class TierEntry(ReportObject):
-    """Whether the checkpoint is safe in a tier's arithmetic, by bound ("certified") or in a run ("observed").
-    ``runtimes``: the tier's runtimes. ``reason``: why it is not safe there."""
+    """Whether the checkpoint is safe in a tier, a group of runtimes with the same arithmetic. ``proof``: certified by
+    bounds, observed in a run, or None if it is not safe. ``reason``: why it is not safe."""
 
     holds: Flag
     proof: Literal["certified", "observed"] | None
@@ -164,7 +165,8 @@ class TierEntry(ReportObject):
 
 
 class WeightsEntry(ReportObject):
-    """The conversion's effect on the weights, counted over the tensors that the source stores."""
+    """The conversion's effect on the elements of the source's tensors. ``lossless_fraction``: of those that fp16 holds
+    exactly. ``normal_fraction``: of nonzero ones that are normal in fp16. ``amax``: the largest |x| written."""
 
     elements: Count
     lossless_fraction: Real
@@ -175,7 +177,8 @@ class WeightsEntry(ReportObject):
 
 
 class SignalEntry(PlacedEntry):
-    """The largest |x| at a module's input or output, in the source and after rescaling by the plan."""
+    """The largest |x| at a module's input or output (``side``): ``before`` in the source, ``after`` rescaling by the
+    plan. ``kind``: the kind of activation, such as "residual" or "scores"."""
 
     module: str
     side: str
@@ -185,15 +188,15 @@ class SignalEntry(PlacedEntry):
 
 
 class UnsafeEntry(ReportObject):
-    """A site or output that is unsafe or misses a goal, with reason and remedy. Regimes and counts are those of a run
-    in which it broke."""
+    """A site or output, named by ``signal``, that is unsafe or misses a goal. ``regimes``: those in which it broke,
+    with the most non-finite and saturated elements of one of them."""
 
     signal: str
     kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = Field(
         default=None,
         description=(
-            "broke: in a run; found: over its limit by an attack; limit: no exponent keeps the margin;"
-            " inexact: an output further from fp32 than bf16's; goal: of a recipe or target, missed"
+            "broke: it broke in a run; found: an attack drove it over its limit; limit: no exponent keeps the margin;"
+            " inexact: the output is further from fp32 than bf16's; goal: it misses a goal of the recipe or target"
         ),
     )
     regimes: list[str] | None = None
@@ -208,18 +211,18 @@ class FinetuneEntry(ReportObject):
     """The record of a finetune."""
 
     start: Plan | None = Field(default=None, description="the plan that rescaled the original before training")
-    start_outputs: dict[str, int | list[int]] = Field(default={}, description="log2 of its factor on each output")
-    recipe: dict[str, Any] = Field(default={}, description="as written, with defaults")
-    settled: dict[str, Any] = Field(default={}, description="choices for recipe keys left open")
+    start_outputs: dict[str, int | list[int]] = Field(default={}, description="log2 of start's factor on each output")
+    recipe: dict[str, Any] = Field(default={}, description="the recipe as written, with its defaults")
+    settled: dict[str, Any] = Field(default={}, description="values chosen for recipe keys left open")
     data: dict[str, Any] = {}
     processes: Count = 1
-    devices: list[str] = Field(default=[], description="of the main process")
+    devices: list[str] = Field(default=[], description="devices of the main process")
     steps: Count = 0
     kept: Count | None = Field(default=None, description="the step whose weights are the result")
     tokens: Count = 0
     skipped: list[dict[str, Any]] = Field(default=[], description="steps with a non-finite gradient")
     evaluations: list[dict[str, Any]] = Field(default=[], description="held-out losses, distances, headroom, by step")
-    fidelity: Fidelity | None = Field(default=None, description="of the output to the original")
+    fidelity: Fidelity | None = Field(default=None, description="distance of the output from the original")
     next: str = Field(default="", description="the next command if the recipe's goals were missed")
 
     @property
@@ -229,7 +232,7 @@ class FinetuneEntry(ReportObject):
 
     @property
     def holds_bounds(self) -> bool:
-        """Whether training also lowered the sites' bounds: ``penalty.certify`` in ``settled``, else in ``recipe``."""
+        """Whether training also lowered bounds, by ``penalty.certify`` in ``settled`` or, if absent, in ``recipe``."""
         penalty = self.recipe.get("penalty")
         asked = penalty.get("certify") if isinstance(penalty, Mapping) else None
         return self.settled.get("penalty.certify", asked) is True
@@ -267,7 +270,7 @@ class Report(Versioned):
     )
     padding: Count | None = Field(
         default=0,
-        description="least padding, in positions, of a padded encoder row in fp16; null: no row may be padded",
+        description="least padding, in positions, that a padded encoder row needs in fp16; null: no row may be padded",
     )
     older: list[str] = Field(
         default=[], description="sentences on how results from these files differ between transformers 4.57 and 5"
@@ -282,22 +285,22 @@ class Report(Versioned):
     outputs: dict[str, OutputEntry] = Field(
         default={},
         description=(
-            "everything that the stock class can return, and the last state of the class without a head;"
-            " hidden_states are all but the last"
+            "each output that the transformers class can return, and the last state of its class without a head;"
+            " hidden_states stands for all states but the last"
         ),
     )
     inexact: list[InexactEntry] = Field(
-        default=[], description="what changes the function besides fp16's rounding, edit by edit"
+        default=[], description="the edits, each of which changes the function a little"
     )
     exceptions: list[ExceptionEntry] = Field(
-        default=[], description="found inputs that the edits harm, worst first; one id alone makes the verdict unsafe"
+        default=[], description="inputs found that the edits harm, worst first; a single id makes the verdict unsafe"
     )
     searched: SearchEntry | None = None
     max_kl: Real | None = Field(default=None, description="the divergence from the source that the user accepts")
     weights: WeightsEntry | None = None
     plan: Plan | None = None
     for_proof: dict[str, int] = Field(
-        default={}, description="streams scaled further for a proof alone, with the exponent that is enough without it"
+        default={}, description="streams scaled further for a proof, each with the exponent that is enough without one"
     )
     signals: list[SignalEntry] = []
     unsafe: list[UnsafeEntry] = []
@@ -340,7 +343,7 @@ Model = TypeVar("Model", bound=ReportObject)
 
 
 def read(model: type[Model], data: Mapping[str, Any]) -> Model:
-    """Return JSON data as a ``model``; raise pydantic's ValidationError for a missing key or a wrong type."""
+    """Return JSON data as a ``model`` object. Raises pydantic's ValidationError for a missing key or wrong type."""
     return model.model_validate(data)
 
 

@@ -1,5 +1,5 @@
-"""``Table`` is a table's data. ``Screen`` prints tables drawn by rich on a terminal, and plain lines elsewhere. The
-module imports nothing slow."""
+"""Print tables and lines. ``Table`` holds a table's data. ``Screen`` prints it, drawn by rich on a terminal and as
+plain lines elsewhere. The module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN_WIDTH = 1000  # more than any row needs, so that none is folded
 @dataclass(frozen=True)
 class Column:
     """A table's column. ``of``: the attribute, index or function that gives a row's value. ``write``: formats the
-    value. ``css``: "site", or "n" for numbers."""
+    value. ``css``: the class of its cells on the page, "n" for numbers or "site" for names."""
 
     title: str
     of: str | int | Callable[[Any], Any]
@@ -53,7 +53,7 @@ class Table:
 
 
 class Screen(VisibleConsole):
-    """Prints to a terminal, with tables whose cells wrap; to files and pipes, with one plain line per row."""
+    """A console that draws tables with wrapped cells on a terminal, and prints one plain line per row elsewhere."""
 
     def say(self, text: str) -> None:
         self.print(Text(text), soft_wrap=True)

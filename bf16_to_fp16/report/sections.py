@@ -1,4 +1,4 @@
-"""The parts of a report as figures, rows and tables, for terminal, page and card."""
+"""Make the tables and rows of a report that terminal, page and card share."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def exponent_rows(exponents: Mapping[str, OfChannels]) -> list[tuple[str, str]]:
 
 
 def closeness_table(close: Fidelity | None, reference: str, bf16: str, fp16: str) -> Table | None:
-    """Return the table of both 16-bit models' distances from ``reference``. bf16, fp16: the models' names."""
+    """Return a table of how far the bf16 and the fp16 model are from ``reference``, or None if ``close`` is None. bf16,
+    fp16: the titles of their columns."""
     if close is None:
         return None
     kl = close.measure == "kl"

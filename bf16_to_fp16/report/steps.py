@@ -30,7 +30,7 @@ from . import schema
 
 @dataclass(frozen=True)
 class Decided:
-    """The plan for one layout and target, and the data it was chosen from."""
+    """The plan for a checkpoint and a target (the arithmetic to be safe in), and the data from which it was chosen."""
 
     layout: Layout
     plan: Plan
@@ -57,7 +57,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Measured:
-    """The bounds and runs of the written files."""
+    """The bounds of the written files, and what runs of them measured."""
 
     certificate: Certificate
     plan: Plan  # with its measured drift
@@ -75,8 +75,8 @@ class Measured:
 def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
-    """Return the largest value of each observed signal and each attention's scores, in the source and after the plan.
-    edited: ranges in the source with edits, which centred keys need."""
+    """Return the largest |x| of each observed signal and of each attention's scores, in the source and after the plan.
+    edited: ranges in the source with edits, from which attentions with centred keys take their values."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {

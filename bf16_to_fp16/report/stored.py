@@ -23,7 +23,7 @@ STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spe
 
 
 def read_plan(path: Path, target: str | None = None) -> Report:
-    """Read a report's plan, target and origin alone, from a file or folder. target: the only target to accept."""
+    """Return a report's plan, target and origin alone, from a file or folder. target: the only one to accept."""
     file, data = recorded_plan(path, target)
     report = typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file)
     if report.target not in (None, *TARGETS):
@@ -32,7 +32,7 @@ def read_plan(path: Path, target: str | None = None) -> Report:
 
 
 def read_written(folder: Path) -> Report:
-    """Read the report of a folder that ``convert`` wrote."""
+    """Return the report in a folder that ``convert`` wrote. Raises UserError for a report that is not complete."""
     path = folder / REPORT
     report = typed(recorded(folder), path)
     if not {report.source.dtype, *report.source.dtypes.values()} <= STORED:
@@ -43,7 +43,7 @@ def read_written(folder: Path) -> Report:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors that a plan replaced, by name. Raises UserError if ``source`` does not hold them."""
+    """Return the source's tensors that a plan replaced, by name. Raises UserError if ``source`` lacks or alters one."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):

@@ -29,7 +29,8 @@ MOST_EDITS = 3  # edits that are named, the dearest
 
 
 def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = (), *, then: str = "") -> None:
-    """Print the outcome of a conversion to a folder or file. notes: more lines. then: replaces ``report.next``."""
+    """Print the outcome of a conversion. out: the folder or file written. notes: further lines to print. then: the next
+    step to advise, in place of ``report.next``."""
     screen = console()
     if report.signals:
         screen.print(source_line(report))

@@ -1,5 +1,5 @@
-"""The effects of a plan on later uses of a converted checkpoint. Under AdamW, a weight times 2^r has 2^-r times the
-learning rate; see benchmarks/rates.py."""
+"""Say what a plan means for later uses of a converted checkpoint. Under AdamW, a weight scaled by 2^r learns as at 2^-r
+times the learning rate; see benchmarks/rates.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TITLE = "What you can do with it"  # of the card's section
 
 
 def whole_plan(plan: Plan, run: schema.FinetuneEntry | None) -> Plan:
-    """Return the plan from the original's weights to the output's: of a finetune's start, if any, then ``plan``."""
+    """Return the plan from the original to the output: a finetune's starting plan, if any, composed with ``plan``."""
     return plan if run is None or run.start is None else composed(run.start, plan)
 
 
@@ -26,7 +26,7 @@ def training(plan: Plan) -> str:
 
 
 def gains_round(plan: Plan) -> bool:
-    """Return whether the plan shrinks gains that are stored minus 1: they come near −1, where bf16 is coarse."""
+    """Return whether gains are stored minus 1 and the plan shrinks them, towards −1, where bf16 is coarse."""
     family = named(plan.family)
     less_1 = family is not None and any(tensor.offset for tensor in family.encoder_output.tensors)
     return less_1 and plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)

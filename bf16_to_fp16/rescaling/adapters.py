@@ -24,7 +24,7 @@ PREFIX = "base_model.model."  # what PEFT puts before the name of every module
 
 @dataclass(frozen=True)
 class AdapterTensor:
-    """One kind of tensor in an adapter."""
+    """A kind of tensor in a LoRA adapter, known by the end of its name (``suffix``)."""
 
     suffix: str
     axes: tuple[int | None, ...]  # for each axis the matching one of the checkpoint's tensor; None for the rank
@@ -45,8 +45,8 @@ PARTS = (
 
 
 def part_of(name: str) -> tuple[str, AdapterTensor | None]:
-    """Return the name of the checkpoint's tensor that the adapter's tensor ``name`` changes, and its entry of
-    ``PARTS``; None for a tensor stored whole."""
+    """Return the name of the checkpoint's tensor that the adapter's tensor ``name`` changes. The second result is the
+    tensor's entry of ``PARTS``; None for a tensor that the adapter stores whole."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):
@@ -70,11 +70,11 @@ def check_shape(name: str, values: Tensor, tensor: ResolvedTensor, part: Adapter
 def scaled_adapter(
     tensors: Mapping[str, Tensor], layout: Layout, plan: Plan, head_gain: float = 1.0
 ) -> dict[str, Tensor]:
-    """Return an adapter's tensors scaled for the checkpoint that ``plan`` makes; in fp32 where their dtype would lose
-    bits.
+    """Return an adapter's tensors, scaled for the checkpoint that ``plan`` makes. A tensor whose dtype would lose bits
+    becomes fp32.
 
-    layout: the converted checkpoint's, even if ``plan`` leads back to the source. head_gain: the factor in a head that
-    was separated from the embedding. Raises UserError for a tensor that cannot be rescaled."""
+    layout: the converted checkpoint's, even if ``plan`` leads from it back to the source. head_gain: the factor on a
+    head that the conversion separated from the embedding. Raises UserError for a tensor that cannot be rescaled."""
     check_plan_fits(layout, plan)
     embedding = layout.tensors[layout.family.embedding]
     shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))

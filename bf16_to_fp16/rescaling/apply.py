@@ -47,9 +47,9 @@ def writes(source: TensorSource, layout: Layout, plan: Plan) -> list[Write]:
 
 
 def apply(model: torch.nn.Module, layout: Layout, plan: Plan) -> torch.nn.Module:
-    """Rescale ``model`` in place by ``plan`` and return it. Its fp32 outputs keep every bit unless the plan has
-    ``centred_keys``. Names and tied head must be as in ``layout``. A norm whose input is scaled by 2^r gets its eps
-    times 4^r."""
+    """Rescale ``model`` in place by ``plan`` and return it. The fp32 logits keep every bit if the plan is ``exact`` and
+    has no edits. The model must have the parameter names and tied or separate head of ``layout``. A norm whose input is
+    scaled by 2^r gets its eps times 4^r."""
     check_plan_fits(layout, plan)
     stored: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     stored |= dict(model.named_buffers(remove_duplicate=False))
@@ -89,8 +89,8 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, ga
 
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
-    """Return an fp32 weight after a round trip: rescaled, times ``gain``, rounded to fp16, and scaled back without the
-    gain. exponents, offset: as in ``scale``."""
+    """Return a weight in fp32 with the rounding that it gets in fp16 after rescaling. It is scaled as by ``scale``,
+    rounded, and scaled back by 2^-exponents; ``gain`` stays in it. exponents, offset, gain: as in ``scale``."""
     result = torch.empty(weight.shape)
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
     for part, here, place in zip(*map(chunks, matrices), strict=True):
@@ -103,8 +103,8 @@ def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 
 
 
 def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[str, object]:
-    """Return the source's config with the plan's eps, tie flag and dtype, and transformers 4's rotary keys. moved:
-    whether the source had been rescaled before."""
+    """Return the converted checkpoint's config: the source's with the plan's eps, the output's tie flag and dtype, and
+    the rotary keys of transformers 4. moved: whether the source was already rescaled, which the mark must show."""
     # transformers 5 would write true for T5's ``tie_word_embeddings``, and version 4 then ties an untied head.
     config = dict(layout.config)
     eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent

@@ -4,8 +4,8 @@ A softmax ignores a number that is added to every score of a row. Without an ope
 norm or soft cap), q·b is the same for every key. So the key bias b may be any vector. Behind a LayerNorm of gain g and
 bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n).
 
-From a head's position biases the mean of the largest and the least is subtracted, the same in every layer that reads
-the table."""
+From each head's position biases, the mean of the largest and the least is subtracted. It is the same in every layer
+that reads these biases."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..families.wiring import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions that can be centred. They have a table of position biases, or biases of key and norm
-    without an operation between key and score."""
+    """Return the attentions whose keys can be centred. They have a table of position biases; or both the key and the
+    norm before it have a bias, and no operation lies between key and score."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused
@@ -51,15 +51,15 @@ def centred_tensor(weights: TensorReader, layout: Layout, name: str, attention: 
 
 
 def shared_biases(tables: Sequence[Tensor]) -> Tensor:
-    """Return the number to subtract from each head's biases, fp64 [heads]. It is the mean of the largest and the least
-    over all tables of one softmax, rounded to bf16."""
+    """Return the mean of each head's largest and least bias over ``tables``, rounded to bf16: fp64 [heads]."""
     every = torch.cat([table.double() for table in tables])
     # In bf16, so that fp32 holds the differences of bf16 biases.
     return ((every.amax(0) + every.amin(0)) / 2).to(torch.bfloat16).double()
 
 
 def centred_bias(weights: TensorReader, layout: Layout, attention: Attention) -> Tensor:
-    """Return the centred key bias −Wβ in fp64, with the same bits on every machine. weights: before rescaling."""
+    """Return the key bias −Wβ that centres the keys, in fp64 and with the same bits on every machine. W is the key's
+    weight, β the bias of the norm before it. weights: reads weights that are not rescaled."""
     # Products of fp32 weights are exact in fp64, and summed in a fixed order.
     beta = weights(f"{norm_of_keys(layout, attention)}.bias").double()
     terms = weights(f"{attention.key}.weight").double() * -beta

@@ -1,4 +1,4 @@
-"""The ranges of a signal's channels, and arithmetic on exponents."""
+"""The ranges of a signal's channels, and arithmetic on exponents. A signal is an activation that a plan scales."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ def as_shares(values: torch.Tensor) -> torch.Tensor:
 
 
 def whole_log2(x: float) -> int:
-    """Return ⌊log2 x⌋; ``RESIDUAL_RANGE`` for inf, its negative for 0 and NaN."""
+    """Return ⌊log2 x⌋; ``RESIDUAL_RANGE`` for inf, and ``-RESIDUAL_RANGE`` for 0 and NaN."""
     if x == math.inf:
         return RESIDUAL_RANGE
     return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield the largest exponent that fits at each site that ``signal`` and another scale. limits: (ranges, limit)."""
+    """Yield the largest exponent that keeps within a limit each site that both ``signal`` and another signal scale.
+    limits: pairs of ranges, by module, and the limit of |x| for them."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

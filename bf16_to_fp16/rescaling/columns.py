@@ -1,5 +1,5 @@
-"""Cuts of columns: powers of two that scale down a few input channels of a gate or of queries. Tokens with little in
-these channels keep their outputs."""
+"""Cuts of columns: powers of two that scale down a few input channels of a feed-forward's gate or of an attention's
+queries. Tokens with small values in these channels keep their outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return, by signal, exponents of a few columns that shrink outputs as much as those of rows in ``needed``."""
+    """Return exponents of a few columns (input channels) that shrink outputs as far as ``needed`` asks, by signal,
+    where a few are enough. needed: the exponents of rows (outputs) to replace, by signal."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if signal_of_columns(signal := columns_read_by(layout, each.gate)) in needed:
@@ -41,7 +42,8 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 
 
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return ``cuts``, lowered further so that tokens with large values in these channels keep their direction.
+    """Return ``cuts``, exponents of columns by signal, lowered so that tokens with large values there keep their
+    direction.
 
     At such a token, nearly all of the stream comes from the first feed-forward whose gate is cut. Its cut by 2^-k makes
     the channel 2^k times as large behind later norms. So later queries are cut k bits deeper, and later gates by
@@ -95,8 +97,8 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the function ``Reach`` of queries. A head's size is the spectral norm of its qᵀk. q, k: [heads, channels
-    of a head, columns]. bits: by how many bits to lower each head."""
+    """Return the function ``Reach`` of an attention's queries, by head. A head's size is the spectral norm of qᵀk. q,
+    k: the weights, [heads, channels of a head, columns]. bits: by how many bits to lower each head's size."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L
@@ -118,8 +120,8 @@ def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
 
 
 def cut(reach: Reach, columns: int) -> list[int] | None:
-    """Return exponents of columns with which ``reach`` finds no row too large; None if too many columns or bits are
-    needed."""
+    """Return exponents of columns with which ``reach`` finds no row too large. Return None if that takes more than
+    ``MOST_CHANNELS`` columns or ``MOST_BITS`` bits."""
     exponents = torch.zeros(columns, dtype=torch.float64)
     for step in range(MOST_CHANNELS * MOST_BITS):
         over, share = reach(2.0**exponents)

@@ -54,7 +54,7 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Solution:
-    """The exponents of one signal's channels, and their costs."""
+    """The exponents chosen for one signal's channels, and their costs."""
 
     cost: float  # the least if bounds must fit; with a ``fallback``, ``free`` plus ``proof_worth`` per site
     free: float  # the least if bounds need not fit
@@ -65,7 +65,8 @@ class Solution:
 
 @dataclass(frozen=True)
 class Total:
-    """The cost of a stream exponent, whether the stream fits for every input, and how many sites have no proof."""
+    """The total cost of an exponent of the residual stream. ``holds``: whether the stream then fits for every input.
+    ``unproven``: how many sites have no proof."""
 
     cost: float
     holds: bool
@@ -98,7 +99,7 @@ class Costs(WeightLosses):
         return sum(c.sign * self.scalar(c.signal, r) for c in others)
 
     def scalar(self, signal: str, r: int) -> int:
-        """Return the one exponent of a signal if the stream's is r; 0 for a signal with one for each channel."""
+        """Return the exponent of a signal that has one for all channels, if the stream's is r. Return 0 for others."""
         kind = self.layout.signals[signal].kind
         if kind is Kind.BEFORE_NORM:
             return self.before_norm(signal, r)
@@ -116,9 +117,9 @@ class Costs(WeightLosses):
         return any(c.signal == self.stream for t, *_ in self.touched[signal.name] for c in t.carries)
 
     def importance(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return each channel's share in the outputs of the linears that read a signal, float64 [channels]. It is the
-        channel's mean square times the squared norm of its weights there. For queries and keys it is the product of
-        their mean squares."""
+        """Return each channel's share in the outputs of the linears that read a signal, float64 [channels], with the
+        sum 1. It is the channel's mean square times the squared norm of its weights in these linears. For queries and
+        keys it is the product of their mean squares."""
         ones = torch.ones(signal.size, dtype=torch.float64)
         squares = [observed.mean_square.double() for _, observed in known_points(self.ranges, signal)]
         if not squares:
@@ -131,7 +132,7 @@ class Costs(WeightLosses):
         return as_shares(sum((as_shares(squares[-1] * self.energy(*of)) for of in readers), 0 * ones))
 
     def channel_costs(self, signal: ResolvedSignal, tried: list[int]) -> Iterator[torch.Tensor]:
-        """Yield, for each stream exponent in ``tried``, the costs of exponents −24…24: float64 [channels, 49]."""
+        """Yield the costs of channel exponents −24…24, float64 [channels, 49], at each stream exponent in ``tried``."""
         restraint = RESTRAINT_OF_STATES if signal.name in self.last_norms else RESTRAINT
         own = restraint / signal.size * EXPONENTS.abs().double().expand(signal.size, -1)
         tables = [(self.table(*of), *of) for of in self.touched[signal.name]]
@@ -156,7 +157,7 @@ class Costs(WeightLosses):
             yield sum((cost[:, at[number] : at[number] + len(EXPONENTS)] for cost, at in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return the costs of bounds over their limits, for exponents −24…24: float64 [channels, 49]."""
+        """Return what bounds over their limits cost at channel exponents −24…24: float64 [channels, 49]."""
         cost = torch.zeros(signal.size, len(EXPONENTS), dtype=torch.float64)
         for point, possible in known_points(self.bounds, signal):
             amax = possible.amax.double()[:, None] * 2.0 ** (point.sign * EXPONENTS)
@@ -184,8 +185,8 @@ class Costs(WeightLosses):
         return Solution(free + price, free, unmoved, self.restrained(costs), given_up)
 
     def restrained(self, costs: torch.Tensor) -> torch.Tensor:
-        """Return each channel's cheapest exponent, as its index in ``EXPONENTS``. If ``moves_least``, as many channels
-        as possible get 0 instead, at a cost of at most ``spare`` in all."""
+        """Return each channel's cheapest exponent by ``costs``, [channels, 49], as its index in ``EXPONENTS``. If
+        ``moves_least``, as many channels as possible get exponent 0 instead, at a cost of at most ``spare`` in all."""
         index = (costs + RESTRAINT_OF_CHANNELS / len(costs) * EXPONENTS.abs().double()).argmin(1)
         if self.moves_least:
             lost = costs[:, CHANNEL_RANGE] - costs.amin(1)
@@ -202,7 +203,8 @@ class Costs(WeightLosses):
         return cost + EXCESS * excess_bits(amax, self.limit)
 
     def residual_cost(self, r: int) -> float:
-        """Return the costs that depend on r alone: of the stream, weights that only it scales, and drift."""
+        """Return the costs that depend on the stream's exponent r alone: of the stream itself, of weights that no other
+        exponent scales, and of drift."""
         signal = self.layout.signals[self.stream]
         cost = RESTRAINT * abs(r) + EXCESS * self.observed_excess(r)
         for point, observed in known_points(self.ranges, signal):
@@ -219,8 +221,8 @@ class Costs(WeightLosses):
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return the sum of the bits by which weights exceed 65504 at the stream exponent r. own: include weights that
-        channel exponents scale as well."""
+        """Return the sum of the bits by which weights exceed 65504 at the stream exponent r. own: whether to count
+        weights that channel exponents scale as well."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)
@@ -243,7 +245,8 @@ class Costs(WeightLosses):
         return self.stream_excess(self.ranges, self.limit, self.margin_bits, r)
 
     def stream_excess(self, ranges: Mapping[str, ModuleRange], limit: float, margin_bits: float, r: int) -> float:
-        """Return by how many bits the stream, times 2^r, exceeds its limits of |h| and ‖h‖₂, summed over sites."""
+        """Return by how many bits the stream h, times 2^r, exceeds its limits, summed over sites. limit: of |h|.
+        margin_bits: how far ‖h‖₂ must stay below its own limit."""
         total = 0.0
         for point, reached in known_points(ranges, self.layout.signals[self.stream]):
             factor = 2.0 ** self.at_point(point, r)

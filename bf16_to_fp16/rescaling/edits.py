@@ -67,7 +67,7 @@ def least(exponents: OfChannels) -> float:
 
 
 def sites_of(layout: Layout) -> dict[str, str]:
-    """Return, for each signal that an edit can lower, the site whose range decides whether it is lowered."""
+    """Return the site whose largest value decides on an edit, for each signal that an edit can lower."""
     attentions = [sublayer.at for sublayer in layout.topology if isinstance(sublayer, Attention)]
     scores = {f"{path}.scores": f"{path}:scores" for path in attentions}
     priced = {name: signal for name, signal in layout.signals.items() if signal.kind.has_price}
@@ -76,7 +76,8 @@ def sites_of(layout: Layout) -> dict[str, str]:
 
 
 def edited(tensor: ResolvedTensor, weight: Tensor, edits: Plan, offset: float = 0.0) -> Tensor:
-    """Return a weight under edits; the same tensor if none changes it. offset: a number that stock code adds to it."""
+    """Return a weight as edits scale it, or the same tensor if none does. offset: a number that transformers adds to
+    the weight, so that edits scale their sum."""
     exponents = exponents_of(tensor, edits).full(tensor.shape)
     if not bool((exponents != 0).any()):
         return weight
@@ -100,7 +101,8 @@ def edited_weights(source: TensorSource, layout: Layout, edits: Plan | None) -> 
 
 
 def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: float) -> dict[str, Tensor]:
-    """Return by how many bits each signal that an edit can lower exceeds ``limit``: fp64, by channel or one number."""
+    """Return by how many bits each signal that an edit can lower exceeds ``limit``. Each is fp64: one number for the
+    signal, or one for each of its channels."""
     excess = {}
     for signal in layout.signals.values():
         if not signal.kind.has_price:
@@ -127,6 +129,7 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
 
 
 def exponents_for(bits: Tensor, steps: int = 2) -> OfChannels:
-    """Return log2 of the largest factors m·2^-k, whole m from steps/2 to steps − 1, that lower values by ``bits``."""
+    """Return log2 of factors m·2^-k that lower values by ``bits``, with m from steps/2 to steps − 1."""
+    # The largest such factors; m is whole.
     fractions, powers = torch.frexp(2.0 ** (2.0**-20 - bits.double()))
     return folded((torch.floor(steps * fractions) / steps).log2().view(-1) + powers.view(-1))

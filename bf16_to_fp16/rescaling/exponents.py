@@ -19,8 +19,8 @@ from .plan import OfChannels, Plan, takes_fractions
 
 @dataclass(frozen=True)
 class Exponents:
-    """The exponent of 2 for each element of a tensor: ``scalar`` + ``rows[i]`` + ``columns[j]``. Vectors have rows
-    only. The power multiplies element + ``offset``."""
+    """The powers of 2 that scale a tensor's elements. Element [i, j] has the exponent ``scalar`` + ``rows[i]`` +
+    ``columns[j]``; vectors have no columns. The power multiplies the sum of the element and ``offset``."""
 
     scalar: float
     rows: torch.Tensor | None
@@ -119,8 +119,8 @@ LAST = "last_hidden_state"
 
 
 def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
-    """Return, by output, the log2 of its factor: one number, or one for each channel or logit. ``hidden_states`` stands
-    for all states but the last."""
+    """Return the log2 of the factor that the plan puts on each output, by its name: one number, or one for each channel
+    or logit. ``hidden_states`` stands for all states but the last."""
     # At the ends of a soft cap a logit is the same after an edit.
     capped = layout.head is not None and layout.cap(layout.head) is not None
     factors: dict[str, OfChannels] = dict.fromkeys(layout.stock.gives, 0 if capped else plan.exponent(LOGITS))
@@ -139,8 +139,7 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
-    """Return whether stock code gives an output only if asked: hidden states, attentions and, where logits are
-    among ``outputs``, the last state."""
+    """Return whether transformers gives ``name`` only if asked. Last states are so where ``outputs`` has logits."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 

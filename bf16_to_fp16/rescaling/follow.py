@@ -31,10 +31,11 @@ def follow(
     model: torch.nn.Module,
     max_grad_norm: float | None = None,
 ) -> None:
-    """Make ``optimizer`` step in the source's units, with gradients clipped there to the L2 norm ``max_grad_norm``.
+    """Make each step of ``optimizer`` act at the source's scale, although ``exponents`` scale the weights in memory.
 
-    Raises UserError for a ``max_grad_norm`` that is not positive. A step raises it for a closure, a sharded parameter
-    (FSDP, ZeRO-3), copied parameters (ZeRO-1 and 2), and after a failed step."""
+    max_grad_norm: the L2 norm to which gradients are clipped at that scale; None for no clipping. Raises UserError if
+    it is not positive. A step raises it for a closure, a sharded parameter (FSDP, ZeRO-3), copied parameters (ZeRO-1
+    and 2), and after a failed step."""
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise UserError(f"max_grad_norm is {max_grad_norm}; give a positive number, or None for no clipping")
     shapes = {parameter: parameter.shape for parameter in exponents}

@@ -25,13 +25,13 @@ OfChannels = float | Sequence[float]  # exponents of a signal: one for all its c
 
 
 def takes_fractions(signal: str) -> bool:
-    """Whether a signal's exponents may be fractions: those of attention scores, which no other weight cancels."""
+    """Return whether a signal's exponents can be fractions, as those of attention scores alone can."""
     return signal.endswith(".scores")
 
 
 class Drift(BaseModel):
-    """The change of the output by a norm's eps that cannot be scaled, or by gains rounded after an offset was
-    subtracted. Predictions run the source with rounded gains and an eps that acts as the plan's."""
+    """A small change of the function, because a norm's eps cannot be scaled, or its gains are rounded after an offset
+    was subtracted. For predictions the source is run with rounded gains and an eps of the same effect."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -43,21 +43,22 @@ class Drift(BaseModel):
 
 
 class Plan(BaseModel):
-    """Powers of two for every signal of a layout."""
+    """The powers of two that scale a checkpoint. A signal is an activation that has exponents of its own.
+    ``untied_head``: whether the head becomes a tensor of its own. ``margin_bits``: headroom above observed values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     family: str
     residual_exponent: Exponent = Field(
-        default=0, description="of the residual stream; of the encoder's, if each stack has its own"
+        default=0, description="exponent of the residual stream, or of the encoder's if the decoder has its own"
     )
     exponents: dict[str, EditExponent | Sequence[EditExponent]] = Field(
-        default_factory=dict, description="by signal: one number for all channels, or one for each"
+        default_factory=dict, description="exponents by signal: one number for all channels, or one for each"
     )
     untied_head: bool = False
-    eps: float | None = Field(default=None, description="the output's; null if no config key holds it")
+    eps: float | None = Field(default=None, description="eps of the output's norms; null if no config key holds it")
     eps_held: bool = Field(
-        default=False, description="whether eps is that of a program that reads the output without its config"
+        default=False, description="whether a program that reads the output without its config fixes eps"
     )
     gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
@@ -69,7 +70,7 @@ class Plan(BaseModel):
 
     @property
     def exact(self) -> bool:
-        """Whether the plan has no drift, gain correction or centred keys; edits may still change the function."""
+        """Whether the plan has no drift, gain correction or centred keys; edits can still change the function."""
         return not (self.drift or self.gain_correction or self.centred_keys)
 
     @property
@@ -99,8 +100,8 @@ class Violation:
 
 @dataclass(frozen=True)
 class Fallback:
-    """A signal planned without a proof for every input. ``impossible``: no exponent gives a proof. ``exponent``: the
-    stream exponent that would give one, if known."""
+    """A signal that is planned without a proof for every input. ``impossible``: whether no exponent gives a proof.
+    ``exponent``: the stream exponent that would give one, if known."""
 
     signal: str
     impossible: bool
@@ -108,7 +109,7 @@ class Fallback:
 
 
 def inverse(plan: Plan) -> Plan:
-    """Return the plan that undoes ``plan``, except for centred keys: no weight holds their former biases."""
+    """Return the plan that undoes ``plan``, except for centred keys, whose former biases no weight holds."""
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,

@@ -1,7 +1,7 @@
-"""Choosing the exponents: hard limits first, then the least predicted error.
+"""Choose a plan's exponents: hard limits come first, then the least predicted error.
 
 For a given exponent of the stream, every channel is a separate integer problem. So the planner tries exponents of the
-stream and takes each channel's best from tables. It scales norms' gains only if a loss remains.
+stream and takes each channel's best from tables of rounding losses. It scales norms' gains only if a loss remains.
 
 Observed ranges must fit with a margin, unless ``proof_is_enough``. A certificate's bounds must fit if that costs at
 most ``PROOF_WORTH`` per site. If limits cannot all hold, the excess is minimised and reported."""
@@ -67,8 +67,8 @@ def make_plan(
     """Return the plan for ``layout`` that keeps every limit of ``target`` and then has the least predicted error.
 
     target: ``half`` keeps every signal under 65504. ``norm-safe`` and ``fp16-accumulate`` also keep ‖h‖₂² of the
-    residual stream under 65504, as fp16 sums it. ``train`` keeps 2 more bits, and gates of ``gelu_new`` under 147.8.
-    bounds: must fit if that costs at most ``proof_worth`` for each site."""
+    residual stream h under 65504, as fp16 sums it. ``train`` keeps 2 more bits, and gates of ``gelu_new`` under 147.8.
+    bounds: these ranges must fit too, if that costs at most ``proof_worth`` for each site."""
     # Each of the many parameters is the result of an earlier step.
     return PlanSearch(
         layout,
@@ -93,7 +93,8 @@ class PlanSearch(Costs):
         self.for_proof: dict[str, int] = {}
 
     def run(self, held: Mapping[str, int]) -> Planned:
-        """Choose the exponents of streams, channels and, if needed, gains. held: given exponents of streams."""
+        """Choose the exponents of streams, of channels and, if needed, of norms' gains. held: streams' fixed
+        exponents."""
         streams, drift, without = self.layout.streams, 0.0, 0.0
         if self.moves_least and not held and self.holds_unmoved():
             held, self.spare = dict.fromkeys(streams, 0), math.inf
@@ -152,8 +153,8 @@ class PlanSearch(Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether a plan without scaling keeps all limits and proofs, and costs at most one rounding per norm
-        more than the best plan."""
+        """Return whether a plan that scales nothing is good enough. It must keep all limits and proofs, and cost at
+        most one fp16 rounding per norm more than the best plan."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream
@@ -170,8 +171,8 @@ class PlanSearch(Costs):
         return True
 
     def decide_stream(self, candidates: list[int]) -> dict[int, Total]:
-        """Choose the exponents of the stream and of its signals; return each candidate's cost. Of candidates that cost
-        little more than the cheapest, the nearest to 0 is chosen."""
+        """Choose the exponents of the current stream and of its signals, and return each candidate's cost. candidates:
+        the stream exponents to try; of those that cost little more than the cheapest, the nearest to 0 is chosen."""
         self.tried = candidates
         totals = {r: self.total_cost(r) for r in self.tried}
         finite = {r: total for r, total in totals.items() if math.isfinite(total.cost)}
@@ -275,8 +276,9 @@ def with_smaller_gradients(
 ) -> Plan:
     """Return a plan that undoes the stream's exponent, within limits, for linears whose output only a norm reads.
 
-    A signal times 2^r has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. No eps may change a
-    norm's output by more than one fp16 rounding. weights: before rescaling. ranges: observed on the source."""
+    A signal times 2^r has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. An exponent is lowered
+    until the norm's eps, which does not follow, changes its output by at most one fp16 rounding. weights: not rescaled.
+    ranges: observed on the source."""
     if layout.fixed_eps is not None:
         return plan
     limit = FP16_MAX * 2.0 ** -(plan.margin_bits or 0.0)

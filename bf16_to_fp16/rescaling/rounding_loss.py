@@ -1,5 +1,5 @@
-"""The rounding cost of a power of two, for weights and signals. Below 2⁻¹⁴ fp16's spacing stays at 2⁻²⁴, and weights
-under 2⁻²⁵ vanish. Rounding that no exponent avoids, as that of fp32 weights, is left out."""
+"""What weights and signals lose to fp16's rounding when a power of two scales them. Below 2⁻¹⁴ fp16's spacing stays at
+2⁻²⁴, and weights under 2⁻²⁵ vanish. Rounding that no exponent avoids, such as that of fp32 weights, is left out."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _CHANNELS, _CHUNK = 1 << 10, 1 << 18
 
 @dataclass(frozen=True)
 class LossTable:
-    """Losses of a weight by channel and exponent. ``counts`` and ``errors``: float32 [channels, columns]. ``energy``
-    and ``amax``: float64 [channels], at exponent 0. The first and last columns also stand for all exponents beyond."""
+    """What a weight loses to rounding, by channel and exponent. ``counts`` and ``errors``: float32 [channels, columns],
+    a column for each exponent; the first and last also stand for all exponents beyond. ``energy`` (sum of squares) and
+    ``amax`` (largest |x|): float64 [channels], at exponent 0."""
 
     first: int  # exponent of the first column
     counts: torch.Tensor  # of elements that scaling by 2^e makes inexact
@@ -69,7 +70,7 @@ class LossTable:
 
 @dataclass
 class Tables:
-    """Loss tables that later plans may reuse, up to ``most`` bytes."""
+    """A cache of loss tables, of up to ``most`` bytes, which later plans can reuse."""
 
     most: int = 1 << 29
     kept: dict[tuple[str, Hashable], LossTable] = field(default_factory=dict)
@@ -90,8 +91,8 @@ class Tables:
 
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:
-    """Return the losses of a 1-D or 2-D ``weight`` at each exponent of each channel along ``axis``. other: int32
-    exponents of the other axis, which scale the weight first."""
+    """Return what each channel of a 1-D or 2-D ``weight`` along ``axis`` loses to rounding, at each exponent. other:
+    int32 exponents of the channels along the other axis, which scale the weight first."""
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else matrix
     matrix = matrix if matrix.dtype in _BITS else matrix.float()
@@ -107,8 +108,8 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 
 def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
-    """Return the losses of a 1-D weight that files hold minus ``offset``; each element is a channel. Every exponent has
-    other errors."""
+    """Return what each element of a 1-D weight loses to rounding, at each exponent, if files hold it minus ``offset``.
+    Each element is a channel, and the offset gives each exponent errors of its own."""
     wide = values.detach().double()
     exponents = torch.arange(-GRID, GRID + 1)
     scales = 2.0 ** exponents.double()
@@ -128,7 +129,7 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The least and largest binade (⌊log2|x|⌋) of a weight's elements after scaling by the other axis's exponents."""
+    """The least and largest binade (⌊log2|x|⌋) of a weight's elements, once exponents of the other axis scaled it."""
 
     low: int
     high: int
@@ -203,8 +204,8 @@ def _histograms(
     part: torch.Tensor, axis: int, other: torch.Tensor | None, span: _Span
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return two histograms of the channels along ``axis``, [channels, binades, reaches], and each channel's largest
-    weight. The first counts elements; the second sums squared significands. Reach: how many bits the last set bit lies
-    below the leading one."""
+    |x|. The first histogram counts elements; the second sums their squared significands. A binade is ⌊log2|x|⌋; a reach
+    is the number of bits from an element's leading bit down to its last set bit."""
     channels, length = part.shape[axis], part.shape[1 - axis]
     packed = span.narrow and length < _PACKABLE
     reaches = 8 if packed else FP16_SIGNIFICANT_BITS
@@ -242,8 +243,8 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return by element: index in a histogram, count, squared significand. ``packed`` puts the last two into one
-    number. 0, inf and NaN count 0 at ``zero``."""
+    """Return each element's index in a histogram, count, and squared significand. With ``packed``, the second tensor
+    holds both numbers and the third is None. 0, inf and NaN have the count 0 and the index ``zero``."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)
@@ -257,8 +258,8 @@ def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, t
 
 
 def _parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return binade, reach (at most 10), count (all int64) and squared significand (float64) of each element. The count
-    is 1, or 0 for 0, inf and NaN."""
+    """Return each element's binade ⌊log2|x|⌋, reach (bits from leading to last set bit, at most 10), count (all int64)
+    and squared significand (float64). The count is 1, or 0 for 0, inf and NaN."""
     x = x.float().nan_to_num(0.0, 0.0, 0.0)
     mantissa, exponent = torch.frexp(x)
     binade = exponent.sub_(1)
@@ -278,8 +279,8 @@ def sums_below(histogram: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
 
 
 def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Return ``count`` columns from ``start``; the outermost ones repeat beyond the ends. Slices are nine times as fast
-    as an index."""
+    """Return ``count`` columns of ``values`` from ``start``. Beyond its ends the outermost columns repeat. Slices are
+    nine times as fast as an index."""
     width = values.shape[1]
     before, after = min(count, max(0, -start)), min(count, max(0, start + count - width))
     inner = values[:, max(0, start) : max(0, start + count)]
@@ -289,7 +290,6 @@ def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the relative squared error of rounding a signal to fp16's smallest step, [channels, exponents]. It is
-    2⁻⁴⁸/12 divided by the scaled mean square, and 0 for a channel of zeros."""
+    """Return the relative squared error of rounding to fp16's smallest step, 2⁻⁴⁸/12 over the scaled mean square."""
     scaled = mean_square.double()[:, None] * 4.0 ** exponents.double()
     return torch.where(scaled > 0, STEP_NOISE / scaled.clamp(min=1e-300), torch.zeros_like(scaled))

@@ -1,5 +1,5 @@
-"""How much precision weights lose to powers of two, for each axis given the exponents of the others. Also the drift of
-norms whose eps, or gain's offset, cannot be scaled."""
+"""How much precision weights lose to powers of two along one axis, given the exponents of the other. Also the drift of
+norms whose eps cannot be scaled, or whose gains files hold minus an offset."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 @dataclass(eq=False)
 class WeightLosses:
-    """The precision that weights lose, and the drift of norms that read ``stream``. Fields: as in ``make_plan``."""
+    """The precision that weights lose, and the drift of norms that read ``stream``. Fields are as in ``make_plan``."""
 
     layout: Layout
     weights: TensorReader
@@ -100,8 +100,8 @@ class WeightLosses:
             self.tables.pop((tensor.name, axis, carried), None)
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent that a norm's input has in addition to the stream's r: 0, or less if limits need it. The
-        drift that it causes stays within one rounding."""
+        """Return the exponent that a norm's input has in addition to the stream's r: 0, or less if limits need it. Its
+        drift stays within one fp16 rounding. name: the signal that is the norm's input."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
@@ -121,10 +121,11 @@ class WeightLosses:
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def drift(self, r: int, corrected: bool = True) -> float:
-        """Return the outputs' mean squared relative change at ``r``, summed over norms whose eps is not scaled.
+        """Return the mean squared relative change of norms' outputs at ``r``, summed over norms whose eps is not
+        scaled.
 
-        ``fixed_eps`` changes a token of variance v by √((v + eps) / (v + fixed_eps·4^-r)) − 1. corrected: whether gain
-        corrections remove the mean change, each at the cost of a rounding."""
+        An eps that stays at ``fixed_eps`` changes a token of variance v by √((v + eps) / (v + fixed_eps·4^-r)) − 1.
+        corrected: whether factors on the norms' gains remove the mean change, each at the cost of a rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
@@ -142,7 +143,7 @@ class WeightLosses:
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
-        """Return the squared relative rounding error of those gains that ``signal`` scales and that have an offset."""
+        """Return the squared relative rounding error of gains that ``signal`` scales and files hold minus an offset."""
         total = 0.0
         for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:
@@ -162,7 +163,8 @@ class WeightLosses:
         return norm.kept(self.layout.eps, r, self.layout.fixed_eps)
 
     def gain_correction(self, path: str, r: int) -> float:
-        """Return the factor on a norm's gains with the least drift that fits fp16; 1 for a drift under one rounding."""
+        """Return the factor on a norm's gains that leaves the least drift and fits fp16. Return 1 if a factor of 1
+        would cost at most one fp16 rounding."""
         kept, shares = self.kept(path, r)
         factor = float((shares * kept).sum() / (shares * kept.square()).sum())
         if abs(factor - 1) <= math.sqrt(ROUNDING):
