@@ -60,7 +60,7 @@ def shared_values(config: Mapping[str, object]) -> Spread:
 
 
 def rotary_factor(config: Mapping[str, Any]) -> float:
-    """Return the largest factor on rotary cosines and sines in any layer, at least 1; or raise UserError."""
+    """Return the largest factor on rotary cosines and sines, at least 1; raise UserError if it is unknown."""
     rotation = config.get("rope_parameters") or {}
     by_layer = rotation.values() if is_nested(rotation) else [rotation]
     return max(1.0, *(factor_of(config, each) for each in by_layer if isinstance(each, Mapping)))

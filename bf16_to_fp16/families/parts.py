@@ -280,7 +280,7 @@ def ends(wiring: StackEnds, *tensors: Tensor, model: str = "model") -> Part:
 
 
 def states(norm: str, style: Style = PLAIN) -> Part:
-    """Return the declaration of a final norm whose output users or another stack read."""
+    """Return the declaration of a final norm whose output is read by users or by another stack."""
     return Part((Signal(f"{norm}.output", Kind.FIXED, style.model, (output_of(norm),)),), style.norm(norm, None))
 
 

@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: as Llama, with queries, keys and values from one matrix, gate and up projections from another.
-Phi-4-mini rotates three quarters of a head."""
+"""Phi-3 and Phi-4: as Llama, but with queries, keys and values from one matrix, and gate and up projections from
+another. Phi-4-mini rotates three quarters of a head."""
 
 from __future__ import annotations
 

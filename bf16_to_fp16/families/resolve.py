@@ -285,7 +285,7 @@ class ModelTensors:
 
 
 def check_norms(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Raise UserError for a norm whose gains are all 0, since its output would not depend on its input."""
+    """Raise UserError for a norm whose gains are all 0, because its output would not depend on its input."""
     for path in layout.norms:
         tensor = layout.tensors.get(f"{path}.weight")
         name = None if tensor is None else tensor.source

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Kind(StrEnum):
-    """The kind of a signal, which decides which powers of two may rescale it."""
+    """The kind of a signal. It decides which powers of two can rescale the signal."""
 
     RESIDUAL = "residual"
     """A residual stream. Stacks that share an embedding or the config's eps have one exponent, others one each."""

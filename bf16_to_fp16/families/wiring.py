@@ -176,7 +176,7 @@ class StackEnds:
 
     @property
     def rounds_scale(self) -> bool:
-        """Whether √d is rounded to the embedding's dtype before it multiplies the embedding."""
+        """Whether the factor √d, d being the width, is rounded to the embedding's dtype before it is applied."""
         return bool(self.scaled_by) and not self.switch and not self.multiplier
 
     @property
@@ -208,7 +208,7 @@ class HeadLinear:
 
 @dataclass(frozen=True)
 class Head:
-    """The linears on the last norm's output, one after another."""
+    """A model's head: linears in sequence, of which the first reads the last norm's output."""
 
     at: str  # the module that computes them
     linears: tuple[HeadLinear, ...]

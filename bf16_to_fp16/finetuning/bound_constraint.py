@@ -2,8 +2,8 @@
 
 Rescaling cannot lower some sites (scores, gate rows, logits). Their bounds must stay under a ceiling, the lid, which
 falls during training from the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds'
-gradients bring every bound under the lid. Rows that write the residual stream are only scaled down: else their large
-terms would no longer cancel on real inputs."""
+gradients bring every bound under the lid. Rows that write the residual stream are only scaled down, because otherwise
+their large terms would no longer cancel on real inputs."""
 
 from __future__ import annotations
 

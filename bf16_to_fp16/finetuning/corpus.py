@@ -1,6 +1,6 @@
 """Make training batches from text: given (input, target) pairs, or plain text turned into pairs by an objective.
 
-Batches do not depend on the number of processes, and training resumes bit for bit. Randomness is a function of seed,
+Batches do not depend on the number of processes, and training resumes bit for bit. Random choices depend only on seed,
 epoch, row and the number of examples in a step."""
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ class TrainingBatches(Iterator[TrainingBatch]):
         return {"steps": self.steps, "settings": settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume bit for bit from ``state``; raise UserError where data or settings have changed."""
+        """Resume bit for bit from ``state``; raise UserError if data or settings have changed since."""
         now, then = self.state_dict()["settings"], state["settings"]
         changed = [key for key in sorted({*now, *then}) if now.get(key) != then.get(key)]
         if changed:

@@ -111,7 +111,8 @@ class Teacher:
         return self._distances(counted_values(out, batch), self.outputs(batch)).clamp(min=0).log1p().sum()
 
     def comparison(self, out: Any, batch: TrainingBatch | Batch) -> Tensor:
-        """Return three fp64 sums: the divergence, the argmaxes equal to the teacher's, and the positions."""
+        """Return fp64 [3]: the summed divergence, the number of argmaxes equal to the teacher's, and the number of
+        positions."""
         student, teacher = counted_values(out, batch), self.outputs(batch)
         same = (student.argmax(-1) == teacher.argmax(-1)).sum()
         sums = (self._distances(student, teacher).sum(), same, same.new_tensor(len(teacher)))

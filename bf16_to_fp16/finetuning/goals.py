@@ -1,4 +1,5 @@
-"""Check a finetune against its recipe's goals: headroom, quality, certificate. After a miss, name the next command."""
+"""Check whether a finetune reached its recipe's goals: headroom, quality and a certificate. If not, name the next
+command."""
 
 from __future__ import annotations
 

@@ -257,8 +257,8 @@ def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) 
 
 
 def write_launch(recipe: Recipe, choice: Choice, arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Write the configuration files beside the recipe's output; return their paths and the launch command. Raises
-    UserError rather than replace a YAML file that launch did not write."""
+    """Write the configuration files beside the recipe's output; return their paths and the launch command. arguments:
+    those of ``finetune`` in it. Raises UserError rather than replace a YAML file that launch did not write."""
     out, processes = Path(recipe.out), choice.machine.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
     by_engine = choice.kind.startswith("zero")

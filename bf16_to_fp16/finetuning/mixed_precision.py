@@ -82,8 +82,8 @@ class MixedPrecision:
 
     def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
         """Divide the gradients by the loss scale and clip them to ``CLIP_NORM``, but leave them if their norm is inf or
-        NaN. Then update the loss scale, and return the gradients' norm without it. units: one factor per parameter, on
-        its gradient in the norm that is clipped."""
+        NaN. Then update the loss scale, and return the norm of the unscaled gradients before clipping. units: for each
+        parameter, what its gradient is multiplied by in the norm that is clipped; None for 1."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]

@@ -57,7 +57,7 @@ def noise_spans(length: int, density: float, mean_span: float, rng: np.random.Ge
 def span_corruption(
     tokens: Sequence[int], spans: Sequence[tuple[int, int]], sentinels: Iterable[int], end: int
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: each span becomes a sentinel, and the target lists sentinels and spans."""
+    """Return (input, target) ids: each span becomes a sentinel, and the target lists each sentinel with its span."""
     source: list[int] = []
     target: list[int] = []
     place = 0
@@ -99,7 +99,7 @@ def gap_sentences(
     sentences: Sequence[Sequence[int]], *, mask: int, end: int, target_length: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
     """Return (input, target) ids: some sentences become one ``mask`` each, and the target lists them. A single
-    sentence, or one longer than a target, is first cut."""
+    sentence, or one too long for the target, is first cut."""
     room = target_length - 1
     parts = [ids[k : k + room] for ids in sentences for k in range(0, len(ids), room)]
     if len(parts) == 1 and len(parts[0]) > 1:
@@ -144,7 +144,7 @@ class Conventions:
 
     @property
     def noise(self) -> tuple[float, float]:
-        """Return the share of the tokens that are noise, and the mean length of a span."""
+        """Return the share of tokens that become noise, and the mean length of a span of noise."""
         return WHOLE_TEXT if self.objective == "denoising" else BYTES if self.bytes else SUBWORDS
 
 

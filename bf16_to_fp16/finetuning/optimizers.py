@@ -16,7 +16,7 @@ BETAS, EPSILON = (0.9, 0.999), 1e-8  # of Adam, as Kingma and Ba have them; epsi
 
 
 def typical_magnitude(parameter: Tensor) -> float:
-    """Return the median of |w|; the RMS if the median is 0; 1 if all weights are 0."""
+    """Return the median of |w|, or the RMS if that is 0, or 1 if all are 0."""
     size = parameter.detach().float().abs()
     median = float(size.median())
     return median if median > 0 else float(size.square().mean().sqrt()) or 1.0

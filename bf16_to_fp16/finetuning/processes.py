@@ -116,7 +116,7 @@ class Processes:
 
     def finish_step(self, finite: bool, mixed_precision: MixedPrecision, optimizer: Any) -> float:
         """Take the optimizer's step unless the gradient overflowed; return the gradient's norm, inf or NaN after an
-        overflow. finite: whether all losses were finite; only DeepSpeed reads it."""
+        overflow. finite: whether all losses were finite, which is used only with DeepSpeed."""
         if self.engine:
             norm = math.inf
             if finite:
