@@ -118,7 +118,7 @@ class Layout:
 
     @property
     def head(self) -> Head | None:
-        """The head on the last norm's output; None if the stock class returns the norm's output itself."""
+        """The head on the last norm's output; None if the transformers class returns the norm's output itself."""
         return next((part for part in self.topology if isinstance(part, Head)), None)
 
     @property

@@ -249,7 +249,8 @@ def stored(checkpoint: TensorSource, tensor: ResolvedTensor) -> torch.Tensor:
 
 
 def effective(tensor: ResolvedTensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the values that stock code computes with: ``weight`` plus any offset, in fp32 (fp64 for fp64 weights)."""
+    """Return the values that transformers computes with: ``weight`` unchanged, or plus its offset in fp32 (fp64 for
+    fp64)."""
     if not tensor.offset:
         return weight
     return (weight if weight.dtype == torch.float64 else weight.float()) + tensor.offset

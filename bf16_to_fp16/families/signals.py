@@ -152,6 +152,6 @@ class Tensor:
     absent: str = ""  # why a file may lack it, "" if it must be there
     generate: Callable[[int, int], torch.Tensor] | None = None  # unscaled values by shape, if stock code computes them
     offset: float = 0.0
-    """What stock code adds to it in fp32. Exponents act on the sum; the file holds the sum minus this, rounded."""
+    """What transformers adds to it in fp32. Exponents act on the sum; the file holds the sum minus this, rounded."""
     ahead: int = 0  # unused rows before the first position's, in a table of positions
     in_fp32: bool = False  # whether stock code keeps it in fp32, since rounding could change which expert takes a token

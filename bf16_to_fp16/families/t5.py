@@ -47,7 +47,7 @@ def with_table(part: Part, name: str) -> Part:
 
 
 def neurons(at: str, feed_forward_proj: str, module: str = "DenseReluDense") -> Part:
-    """Return the declaration of a feed-forward. As in stock code, "gated-gelu" means a gate with gelu_new."""
+    """Return the declaration of a feed-forward. As in transformers, "gated-gelu" means a gate with gelu_new."""
     m, gated = f"{at}.{module}", feed_forward_proj.startswith("gated-")
     return feed_forward(
         FeedForward(

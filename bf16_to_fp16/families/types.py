@@ -121,8 +121,8 @@ class Family:
     dropout: Mapping[DropoutKind, str]  # config keys of the dropout rates
     multipliers: Mapping[MultiplierKind, str] = field(default_factory=dict)  # config keys of numbers over 0
     free_keys: tuple[str, ...] = ()
-    """Config keys that the stock class reads and no bound depends on, such as the rate of layers dropped in training;
-    one that ends in ``*`` means all keys that begin so."""
+    """Config keys that the transformers class reads and no bound depends on, such as the rate of layers dropped in
+    training. One that ends in ``*`` means all keys that begin so."""
     attributes: StockAttributes
     untie: Literal["", "copy", "scaled"]
     """How a tied head can get a weight of its own: "copy" (the embedding's values), "scaled" (these times the d^-1/2
@@ -137,7 +137,7 @@ class Family:
     alone: Mapping[str, tuple[object, str]] = field(default_factory=dict)
     """Config keys with only one supported value: that value, and the message for any other."""
     made_in_fp32: bool = False
-    """Whether stock code computes buffers in fp32 that no file has, such as the frequencies of rotary positions:
+    """Whether transformers computes buffers in fp32 that no file has, such as the frequencies of rotary positions:
     ``from_pretrained(dtype=float16)`` leaves them as they are, ``.half()`` rounds them and changes the function."""
     blind_padding: bool = False
     """Whether masks can leave a padding position nothing to attend to: one to the left of a row under a causal mask, or

@@ -185,7 +185,7 @@ class StackEnds:
 
     @property
     def scaling(self) -> str:
-        """The site where stock code multiplies the embedding by √d or another number."""
+        """The site where transformers multiplies the embedding by √d or another number."""
         return f"{self.scaling_module}:mul"
 
     @property

@@ -36,7 +36,7 @@ MOST_MOVED = 0.5  # share of its length by which one Newton step may change a ro
 
 
 class BoundConstraint:
-    """Keeps the certified bounds of ``model``, a stock model in training, under a falling ceiling (the lid).
+    """Keeps the certified bounds of ``model``, a transformers model in training, under a falling ceiling (the lid).
 
     Call ``begin`` once and ``hold`` after every optimizer step, in all processes. layout: the layout of the whole
     model, even if ``model`` is sharded. engine: whether DeepSpeed takes the optimizer's steps."""
@@ -182,8 +182,8 @@ def norms(rows: Tensor) -> Tensor:
 
 
 class WholeWeights:
-    """Gives a stock model's parameters and buffers by name, whole even if the model is sharded. All processes must ask
-    for them in the same order."""
+    """Gives the parameters and buffers of a transformers model by name, whole even if the model is sharded. All
+    processes must ask for them in the same order."""
 
     def __init__(self, model: nn.Module, *, engine: bool = False) -> None:
         self.engine = engine
