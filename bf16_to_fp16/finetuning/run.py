@@ -58,13 +58,12 @@ def finetune(
     overrides: tuple[str, ...] = (),
     progress: Progress | bool | None = None,
 ) -> Conversion | None:
-    """Finetune a checkpoint by ``recipe``, and return the conversion of the trained weights; None on every process but
-    the first.
+    """Finetune by ``recipe`` and return the conversion of the trained weights; None in every process but the first.
 
     overrides: new values for keys of the recipe's file, such as ``schedule.steps=200``. force: replace an existing
-    output, and train even if a conversion alone fulfils the recipe; else that conversion is the result. A run continues
-    from its folder, even if the recipe now has more steps. Raises UserError for unusable input, or if the run cannot
-    succeed."""
+    output, and train even if a conversion alone fulfils the recipe; without it that conversion is the result. A run
+    continues from its folder, even if the recipe now has more steps. Raises UserError for unusable input, or if the run
+    cannot succeed."""
     command = Command()
     if isinstance(recipe, (str, Path)):
         command, recipe = Command(str(recipe), tuple(overrides), begun_by()), read_recipe(recipe, overrides)
@@ -112,8 +111,7 @@ def saying_where_it_stopped(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a finished run. entry: the report's entry. weights: in fp32; None in every process but the
-    first."""
+    """The result of a finished run. entry: the report's entry. weights: in fp32; None in processes but the first."""
 
     folder: Path
     entry: FinetuneEntry
@@ -253,7 +251,7 @@ def convert_or_finetune(
     progress: Progress | bool | None = None,
 ) -> Conversion:
     """Convert ``source``, and finetune it if the result is unsafe or lacks a certificate that the recipe asks for.
-    recipe: its file, whose source, out, subfolder and target are replaced by those in the other arguments."""
+    recipe: the recipe's file; the other arguments replace its source, out, subfolder and target."""
     progress = progress_of(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("convert runs in one process; under a launcher use finetune")

@@ -131,8 +131,8 @@ def overflowing(
 
 @contextmanager
 def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
-    """Yield the folder of a temporary checkpoint with the trained fp32 weights. folder: the run's. weights: by name; a
-    missing one is taken from the run's start, as are the names of the tensors."""
+    """Yield the folder of a temporary checkpoint with the trained fp32 weights. folder: the run's folder. weights: the
+    trained weights by name; a missing one is taken from the run's start, as are the names of the tensors."""
     start = folder / START_FOLDER
     checkpoint = open_checkpoint(start)
     layout = resolve(checkpoint)

@@ -1,8 +1,7 @@
 """The training loop, for one process or many. A run that is killed and continued ends with the same bits as one that
 never stopped.
 
-A run on several processes takes the steps of one: losses are sums over all positions of a step, divided by their
-number."""
+A run on two processes takes the steps of one: losses are sums over all positions of a step, divided by their number."""
 
 from __future__ import annotations
 
@@ -76,7 +75,7 @@ class Trainer:
 
     student: the model to train. teacher: the source's model, or None without distillation. accelerator: must not set
     mixed precision, except by DeepSpeed's configuration. fits: whether a new run begins in the recipe's precision; if
-    not, it begins in bf16 or fp32, and fp16 comes when all activations fit."""
+    not, it begins in a wider one and turns to fp16 when all activations fit."""
 
     def __init__(
         self,
@@ -361,7 +360,7 @@ class Trainer:
 
 def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) -> None:
     """Raise UserError if ``recipe`` trains in another way than the recipe of a saved state. Only a finished run may get
-    more steps. folder: the state's."""
+    more steps. folder: where the state is saved."""
     before, now = state["recipe"], recipe.describe()
     ended, steps = state["progress"]["step"] == before["schedule"]["steps"], recipe.schedule.steps
     if ended and steps > before["schedule"]["steps"]:
@@ -376,7 +375,7 @@ def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) ->
 
 def check_progress(recipe: Recipe, penalty: ActivationPenalty | None, p: RunPosition) -> None:
     """Raise UserError after too many skipped steps, or too many steps without a lower penalty. The error names the
-    worst site. p: where the run stands; its least excess over the limits is updated."""
+    worst site. p: the position of the run; its least excess over the limits is updated."""
     at = worst_site(penalty)
     row = list(itertools.takewhile(lambda s: s[1]["step"] == p.step - s[0], enumerate(reversed(p.skipped))))
     if len(row) >= OVERFLOW_STOP:

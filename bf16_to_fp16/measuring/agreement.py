@@ -1,4 +1,4 @@
-"""Check that stock code, transformers' own, builds the model that the layout describes and bounds are computed for.
+"""Check that stock code (transformers) builds the model that the layout describes, for which bounds are computed.
 
 A config attribute that stock code reads is accepted only if no bound depends on it, or if the config keys that the
 layout is made from determine its value."""
@@ -269,7 +269,8 @@ class _TrueValues(TorchDispatchMode):
 
 
 def run_short(model: Any, layout: Layout) -> bool:
-    """Return whether a model on the meta device scales its decoder's output before the head. It runs on two tokens."""
+    """Return whether a model on the meta device scales its decoder's output before the head. Its first layers run on
+    two tokens, and errors of stock code are raised."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     seen: dict[str, Tensor] = {}
     with ExitStack() as stack, torch.no_grad(), _TrueValues():

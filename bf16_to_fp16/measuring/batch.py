@@ -72,8 +72,7 @@ class Batch:
 
 
 def stack(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
-    """Return int64 ids and their 0/1 mask, both [rows, longest]. padding: the id that fills shorter rows on the
-    right."""
+    """Return int64 ids and their 0/1 mask, both [rows, longest]. padding: the id that fills a shorter row's right."""
     longest = max(len(row) for row in rows)
     ids = torch.full((len(rows), longest), padding, dtype=torch.int64)
     mask = torch.zeros((len(rows), longest), dtype=torch.int64)

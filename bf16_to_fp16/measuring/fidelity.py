@@ -57,9 +57,9 @@ def output_on(batch: Batch, output: Any) -> Tensor:
 def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
-    """Add one run of the model on each of ``compared(batches)`` to ``walk``, and return the lanes that will hold the
-    outputs. every: a list to fill with all outputs of stock code on the ``smallest_batches``, such as hidden states.
-    options: arguments of ``Walk.add``."""
+    """Add one run of the model on each of ``compared(batches)`` to ``walk``, and return the runs (lanes), which will
+    hold the outputs. every: a list to fill with all outputs of stock code on the ``smallest_batches``, such as hidden
+    states. options: arguments of ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -79,7 +79,7 @@ def outputs_on(some: Sequence[Batch], batches: Sequence[Batch], known: Outputs) 
 def add_differences(
     walk: Walk, batches: Sequence[Batch], expected: Outputs, *, probabilities: bool, scale: Tensor, **options: Any
 ) -> list[Lane[Difference]]:
-    """Add one fp32 run of the model on each of ``compared(batches)`` to ``walk``, and return the lanes that will hold
+    """Add one fp32 run of the model on each of ``compared(batches)`` to ``walk``, and return the runs, which will hold
     the differences. A difference is between the model's output times ``scale`` and that in ``expected``. probabilities:
     compare by KL, else by squared error."""
 

@@ -1,8 +1,8 @@
 """Measure gradients under fp16 AMP: the largest loss scale that they allow, and the share that becomes 0 at this scale.
 
 A dynamic scaler settles where the largest scaled gradient just fits, and scaled gradients under 2⁻²⁵ become 0. If a
-plan multiplies a signal by 2^r, the gradients of this signal are multiplied by 2^-r. So a stream that is scaled down
-more than needed lowers the loss scale, and other signals lose their smallest gradients."""
+plan multiplies values by 2^r, their gradients are multiplied by 2^-r. So a stream that is scaled down more than needed
+lowers the loss scale, and other sites lose their smallest gradients."""
 
 from __future__ import annotations
 

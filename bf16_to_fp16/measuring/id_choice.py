@@ -234,8 +234,8 @@ class Step:
     sublayer: Sublayer | None
     stream: Tensor  # the norm's input
     outputs: list[Tensor]
-    """The norm's output, then those of the sublayer's linears. A feed-forward's neurons come before its last linear. A
-    sublayer with experts has ``expert_outputs`` instead."""
+    """The norm's output, then those of the sublayer's linears. A feed-forward's neurons, which its last linear reads,
+    come before that linear's output. A sublayer with experts has ``expert_outputs`` instead."""
 
 
 def forward(weights: Weights, ids: Sequence[int]) -> Iterator[Step]:

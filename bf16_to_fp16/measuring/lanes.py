@@ -101,6 +101,8 @@ def results_of(lanes: Iterable[Lane[T]]) -> list[T]:
 
 
 class Walk:
+    """Runs a stock model several times in one pass over a checkpoint's files: ``add`` each run, then ``run`` all."""
+
     def __init__(self, checkpoint: Checkpoint, device: torch.device | str = "cpu") -> None:
         self.checkpoint = checkpoint
         self.device = torch.device(device)
@@ -119,9 +121,9 @@ class Walk:
         attention: str = "eager",
         change: Change | None = None,
     ) -> Lane[T]:
-        """Add a run of the model as ``stock.load`` would load it, and return the lane that will hold the result. run:
-        is called with the model in its own thread, and must not change weights. half: cast all weights to fp16. Raises
-        the errors of ``stock.load``."""
+        """Add a run of the model as ``stock.load`` would load it, and return its lane, which will hold the result. run:
+        is called with the model in its own thread, and must not change weights. half: cast all weights to fp16. change:
+        gives other values for stored weights. Raises the errors of ``stock.load``."""
         weights = self._weights(dtype, half)
         model: Any = copy.deepcopy(weights.module, dict(weights.shared))
         set_attention(model, attention)

@@ -61,7 +61,8 @@ class SiteObserver(TorchDispatchMode):
 
     The site of a linear has the linear's path as its name. Other names add the operation, as in ``<path>:add``, or
     ``<path>:add#2`` for the second in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its
-    mask must lower masked scores). Gradients are named ``<site>:grad``. only: the paths of modules to measure."""
+    mask must lower masked scores). Gradients are named ``<site>:grad``. only: the paths of modules to measure.
+    fast_products: whether to compute the CPU's matrix products as ``FastProducts`` does."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
@@ -328,7 +329,7 @@ def _count(chosen: Tensor) -> int:
 
 
 def _count_masked(frame: _Frame, args: tuple[Any, ...], weights: Tensor) -> None:
-    """Count masked positions that keep an attention weight as saturated, except those in fully masked rows."""
+    """Count as saturated each masked position that keeps an attention weight, unless its whole row is masked."""
     site = next((site for (name, *_), site in frame.sites.items() if name == "masked"), None)
     origin = origins.origin_of(args[0])
     if site is not None and origin is not None and origin.masked is not None:

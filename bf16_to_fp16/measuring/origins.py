@@ -108,7 +108,7 @@ def _positions(operand: Any) -> Tensor | bool:
 
 def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Tensor | None:
     """Return the masked positions of an operation's output as a bool tensor that broadcasts to it, or None without a
-    mask. kind: the operation's value in ``MASKING``. args, kwargs: the operation's."""
+    mask. kind: the operation's value in ``MASKING``. args, kwargs: the operation's arguments."""
     masked: Tensor | bool
     if kind == "cat":
         parts = [_positions(part) for part in args[0]]
@@ -163,8 +163,8 @@ def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
 
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:
-    """Return a tensor that is ``most`` at masked positions and inf elsewhere. On a CPU, ``minimum`` with it is 15 times
-    as fast as ``masked_fill``."""
+    """Return a tensor that is ``most`` at masked positions and inf elsewhere. On a CPU, ``torch.minimum`` with it is 15
+    times as fast as ``masked_fill``."""
     for axis, (size, stride) in enumerate(zip(masked.shape, masked.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded
             masked = masked.narrow(axis, 0, 1)

@@ -37,7 +37,7 @@ from .products import FastProducts
 from .tokenizer import tokenised
 
 _PROBE_LOGITS = 2**25
-"""Most logits of the probe, without random and short rows. At a vocabulary of 32,128 it is a thousand positions."""
+"""Most logits of the probe, random and short rows aside. At a vocabulary of 32,128 they are a thousand positions."""
 
 _SHORT, _SHORT_DECODER = 8, 4
 """Most tokens of a short row, and of its decoder row. Each token costs the logits of the whole vocabulary."""
@@ -58,8 +58,8 @@ def batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
     """Return the batches of the text in ``data``, or the built-in probe without data. source: the folder with the
-    tokenizer. examples: the most rows of text. length: the most tokens of a row. chosen: the probe's ids by the reason
-    for choosing them, random by default. Raises UserError for unusable data or an unusable tokenizer."""
+    tokenizer. examples: the largest number of rows of text. length: the largest number of tokens in a row. chosen: the
+    probe's ids by the reason for choosing them, random by default. Raises UserError for unusable data or tokenizer."""
     length = min(length, stock.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, chosen)
@@ -177,7 +177,8 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def images(config: Any) -> list[Batch]:
-    """Return one batch with an image of uniform noise in [−1, 1] and text around it; [] for a model without vision."""
+    """Return one batch with an image of uniform noise in [−1, 1], or [] for a model without vision. No image token is
+    drawn for the text around it."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -210,8 +211,8 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Return the batches, with logits turned off in those that exceed the rest of ``_PROBE_LOGITS``. The first of kind
-    ``RANDOM`` and the first of kind ``SHORT`` keep theirs."""
+    """Return the batches, with logits turned off in those that exceed what is left of ``_PROBE_LOGITS``. The first of
+    kind ``RANDOM`` and the first of kind ``SHORT`` keep theirs."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}

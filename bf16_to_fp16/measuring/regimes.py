@@ -121,8 +121,8 @@ def _breaks_backwards_alone(result: RegimeResult) -> bool:
 
 @dataclass(frozen=True)
 class Audited:
-    """The results of an audit by regime. half: the outputs of the regime ``half`` under the first attention
-    implementation. fp32, every: outputs and all outputs of an fp32 run, if requested."""
+    """An audit's results by regime. half: the outputs of the regime ``half`` under the first attention implementation.
+    fp32: outputs in fp32, if requested. every: all that stock code returned in fp32 on the smallest batches."""
 
     regimes: dict[str, RegimeResult]
     half: Outputs
@@ -198,8 +198,8 @@ def _inputs_of(inputs: Sequence[Batch], uncovered: bool, first: bool) -> Sequenc
 
 
 class _Runs:
-    """Collects the runs of a regime under one attention implementation. meters: measure norms' inputs. keeps: keep
-    outputs. encoder: the folder of a sentence encoder, whose later modules the regime ``half`` runs too."""
+    """Collects the runs of a regime under one attention implementation. meters: whether to measure norms' inputs.
+    keeps: whether to keep outputs. encoder: the folder of a sentence encoder; ``half`` also runs its later modules."""
 
     def __init__(
         self, regime: str, attention: str, *, meters: bool = False, keeps: bool = False, encoder: Path | None = None

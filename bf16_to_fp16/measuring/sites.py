@@ -17,7 +17,7 @@ CUBE_REASON = "cube inside gelu_new: tanh takes its infinity to 1"
 
 @dataclass(slots=True)
 class Site:
-    """The measurements of a site, over all calls."""
+    """The measurements of a site, an operation's outputs in one dtype."""
 
     name: str
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Site:
     zeros: int = 0  # the same
 
     def take(self, later: Site, offset: int) -> None:
-        """Add the measurements of a later run. offset: is added to the later run's ``order``, which begins anew."""
+        """Add the measurements of a later run. offset: a number to add to that run's ``order``, which begins anew."""
         if later.nonfinite and not self.nonfinite:
             self.order = later.order + offset
         self.amax = max(self.amax, later.amax)

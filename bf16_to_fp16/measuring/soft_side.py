@@ -44,11 +44,11 @@ RANKS = 8  # suspects of one site
 IN_PAIRS = 2048  # ids of which all pairs are looked at
 DRAWS = 8  # stochastic roundings whose mean stands for bf16
 TIMES, LEAST = 10.0, 0.01
-"""Edits harm an input if its divergence exceeds both LEAST and TIMES that of bf16, by one statistic of AGAIN rows."""
+"""Edits harm an input if its divergence from fp32 exceeds LEAST and TIMES bf16's, by one statistic of AGAIN rows."""
 
 STATISTICS: tuple[Callable[[Tensor], Tensor], ...] = (torch.mean, *(partial(torch.quantile, q=q) for q in (0.75, 0.5)))
-"""Statistics of rows' divergences. One row that bf16 ruins raises its mean and hides harm to others; quartiles do
-not."""
+"""Statistics of the divergences of rows. One row that bf16 ruins raises bf16's mean, which hides harm to other rows.
+Quartiles do not hide it."""
 
 LOGITS_TOGETHER = 1 << 25  # of lone tokens, 128 MiB
 HALF_STEP = 2.0**-9  # relative rounding error of bf16
@@ -170,8 +170,8 @@ def suspected(
     source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
 ) -> tuple[list[tuple[int, ...]], float | None]:
     """Return the ids, and sets of ids, for which edits change values most. Changes of the final output come first, then
-    those at each edited site in turn. Return also the share of ids or pairs that edits change no more than bf16's
-    rounding may, or None if no gate or attention head is edited. edits: a plan of edits alone. ids: the ids to try."""
+    those at each edited site in turn. Return also the least share of ids or pairs, of all edited gates and attention
+    heads, that edits change no more than bf16's rounding may; None if there are none. edits: a plan of edits alone."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -205,7 +205,8 @@ def first_of(change: Tensor, ids: Tensor) -> list[int]:
 
 
 def change_at(plain: Weights, edited: Weights, step: Step) -> Tensor:
-    """Return how much edits change each token's feed-forward output, in units of bf16's error. step: without edits."""
+    """Return how much edits change each token's feed-forward output, in units of bf16's rounding error. step: the
+    values without edits."""
     normed, output = step.outputs[0], step.outputs[-1]
     sublayer = step.sublayer
     assert isinstance(sublayer, FeedForward | Experts)

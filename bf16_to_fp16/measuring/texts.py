@@ -32,8 +32,8 @@ def choose_columns(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[str, str | None]:
-    """Return the names of the text column and the target column. strings: names of the columns of strings. The target
-    is ``target`` by default, even if there is none. Raises UserError if a named column or any text is missing."""
+    """Return the names of the text column and the target column. strings: the columns of strings. The default target is
+    ``target``, even if there is no such column. Raises UserError if a named column or all text is missing."""
     listed = ", ".join(map(str, names)) or "none"
     for wanted in (target_column, input_column):
         if wanted is not None and wanted not in names:
@@ -50,7 +50,7 @@ def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
     """Yield the text and target of each row. The first row decides on columns that are not named. A target that is no
-    string becomes None. data: names the source in errors. Raises UserError if a column is missing or a text is no
+    string becomes None. data: the source, for errors. Raises UserError for a missing column, or a text that is no
     string."""
     columns: tuple[str, str | None] | None = None
     for row in rows:
@@ -135,8 +135,7 @@ KINDS = (*READERS, ".parquet")  # endings of the files that can be read
 
 
 def local_file(path: str) -> Path | None:
-    """Return the file at ``path``; None for a Hub dataset. Raises UserError for a missing file or an unreadable
-    kind."""
+    """Return the file at ``path``; None for a Hub dataset. Raises UserError for a missing file or an unknown kind."""
     file = local_path(path)
     if not (file.exists() or file.is_absolute() or file.suffix in (*KINDS, ".gz")):
         return None

@@ -1,7 +1,8 @@
 """Exact rounding of fp32 to bf16 and fp16: stochastic and to nearest.
 
-To nearest, a weight kept in 16 bits loses every update below half its gap. Rounded up with probability (x − down)/(up −
-down), the weight is right on average (Gupta et al., arXiv:1502.02551; Zamirai et al., arXiv:2010.06192).
+Rounded to nearest, a weight in 16 bits loses every update below half its gap to the next value. Rounded up with
+probability (x − down)/(up − down), it is right on average (Gupta et al., arXiv:1502.02551; Zamirai et al.,
+arXiv:2010.06192).
 
 Every 2¹⁶-th bit pattern of fp32 is a bf16 value, and every 2¹³-th a normal fp16 value. So adding as many random bits as
 will be cut off, and cutting, gives exactly this probability. fp16's subnormals all have the gap 2⁻²⁴: x·2²⁴ is split
@@ -57,7 +58,7 @@ def counters(length: int, device: torch.device | None = None) -> Tensor:
 
 def random_bits(counter: Tensor, key: Key) -> Tensor:
     """Return 31 random bits for each counter in an int32 tensor; the top bit is 0. They come from two rounds of
-    xor-shift and multiplication (shifts and multipliers from Wellons' hash prospector)."""
+    xor-shift and multiplication (shifts and multipliers from Wellons' hash prospector). key: from ``make_key``."""
     x = counter + key[0]
     # The masks make shifts logical: after arithmetic ones, complementary states would share all later bits.
     x = x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLIERS[0]).add_(key[1])
