@@ -177,8 +177,8 @@ class Detector:
             self._drift = self._found("Divergence", self._lowest.end, rise)
 
     def _plateau_check(self) -> None:
-        """Record a plateau once the medians of the last chunks neither fall nor rise clearly. The change of a line
-        through them, plus twice its standard error, is then at most ``_FLAT`` of their median. Later calls record the
+        """Record a plateau once the medians of the last chunks hardly change. The change of a line through them must be
+        at most twice its standard error, and both together at most ``_FLAT`` of the median. Later calls record the
         plateau's end."""
         level, flat = self._chunks[-1].median, self._flat
         if self._plateau is not None:

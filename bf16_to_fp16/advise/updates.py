@@ -70,9 +70,8 @@ def advise_updates(
     rate: the learning rate. optimizer: "adamw", "adam", "lion" or "adafactor". dtype: the weights' format in training,
     "bf16" or "fp16". In ``layers`` and ``total``, ``stalled`` is the number of elements that stay unchanged, and
     ``overflow`` the number of elements that are not finite in ``dtype``. ``rate_for_half`` is the lowest rate at which
-    half the finite elements change. ``advice`` lists remedies, and is empty if at most half of the elements stay
-    unchanged. Raises UserError for a rate that is not positive and finite, an unknown optimizer or dtype, or an
-    unreadable source."""
+    half the finite elements change. ``advice`` is empty if at most half of them stay unchanged. Raises UserError for a
+    rate that is not positive and finite, an unknown optimizer or dtype, or an unreadable source."""
     if not 0 < rate < math.inf:
         raise UserError(f"the learning rate is {rate:g}; give a positive number")
     for name, given, known in (("optimizer", optimizer, OPTIMIZERS), ("dtype", dtype, FORMATS)):
@@ -100,7 +99,7 @@ def advise_updates(
 
 def _moving(checkpoint: Checkpoint, name: str, dtype: str, optimizer: str) -> tuple[int, dict[float, int]]:
     """Return how many elements of a tensor are not finite in ``dtype``, and a histogram of the others. The histogram
-    has the number of elements for each lowest learning rate at which an update changes them."""
+    counts elements by the lowest learning rate at which an update changes them."""
     exponents = torch.zeros(512, dtype=torch.int64)
     square, overflow = 0.0, 0
     for part in tensor_pieces(checkpoint, name):

@@ -74,7 +74,7 @@ def growth(terms: int) -> float:
 
 
 def rounded(times: float) -> float:
-    """Return (1 + ``UNIT``)^times, the largest growth of a value by ``times`` roundings to fp16. It is inf past fp64's
+    """Return (1 + ``UNIT``)^times, the most that ``times`` roundings to fp16 multiply a value by; inf past fp64's
     range."""
     try:
         return (1 + UNIT) ** times
@@ -88,7 +88,8 @@ class Arithmetic:
 
     Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, except
     that ``splits`` partial sums may be rounded to fp16 and added there. Norms and softmax compute in fp32, where a
-    LayerNorm's statistics are off by at most ``norm_units``. Each query of an attention sees at least one position."""
+    LayerNorm's statistics are off by at most ``norm_units``. Each query of an attention sees at least one position.
+    ``norms16`` and ``sums16`` replace fp32 by fp16."""
 
     max_length: int = MAX_LENGTH  # most positions of a sequence
     splits: int = SPLITS  # most partial sums of a matrix product that are rounded to fp16 and added in fp16

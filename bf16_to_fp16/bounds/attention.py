@@ -86,8 +86,8 @@ def summed_scores(
 
     exact: bounds of the products without rounding. error: the most that errors of query and key add to them. partial:
     bounds of partial sums. span: bounds of the difference between two exact products of one query. terms: bounds of
-    |query| + |key|, fp64 [heads, channels], for errors from subnormals. scale: the factor on the products. The other
-    tensors are fp64 [heads]."""
+    |query| + |key|, fp64 [heads, channels], for errors from subnormals. scale: the factor on products. Others are fp64
+    [heads]."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial
@@ -132,8 +132,8 @@ def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
 
 
 def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary: Rotary) -> RotatedNorm:
-    """Return the bounds of a norm's output after rotary positions. A pair of channels keeps its length, except for
-    ``rotary.factor`` and ``rotation_error``. heads: the number of heads that the norm spans."""
+    """Return the bounds of a norm's output after rotary positions. Only ``rotary.factor`` and rounding
+    (``rotation_error``) change the length of a pair of channels. heads: the number of heads that the norm spans."""
     factor, order = rotary.factor, pair_order(len(source.gain) // heads, rotary).to(source.gain.device)
 
     def largest_of_pairs(values: Tensor) -> Tensor:
@@ -150,8 +150,7 @@ def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary:
 
 
 def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of each head's query·key products, for queries and keys that are normalised and then rotated by any
-    angles.
+    """Return bounds of each head's product of a query and a key, both normalised and then rotated by any angles.
 
     By Cauchy-Schwarz a product is at most both radii times the largest gain_q·gain_k of a pair, plus terms with
     ``absolute``. scale: the factor on the products."""
@@ -174,8 +173,7 @@ def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Ar
 class RotatedLinear:
     """Bounds of queries or keys that come from a linear without a norm, after their rotary positions.
 
-    Before rotation a pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift. A rotation keeps the pair's
-    length."""
+    Before rotation a pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift; a rotation keeps its length."""
 
     grams: tuple[Tensor, ...]  # by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in pair_order
     shifts: Tensor  # fp64 [heads, channels], in pair_order
@@ -229,7 +227,7 @@ def rotated_linear(
 
 
 def query_growth(rotary: Rotary, length: int) -> float:
-    """Return the largest factor by which stock code multiplies a query for its position, over up to ``length``
+    """Return the largest factor by which stock code scales a query for its position, over up to ``length``
     positions."""
     if rotary.growth is None:
         return 1.0
@@ -264,8 +262,8 @@ def linear_scores(query: RotatedLinear, key: RotatedLinear, arithmetic: Arithmet
 
 
 def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, float]:
-    """Return upper bounds on ‖D·A·n‖ and ‖D·(A·n + c)‖ over all n with ‖n‖ ≤ 1. A·Aᵀ is ``gram``, c is ``shift`` and D
-    is diag(``factors``)."""
+    """Return bounds of ‖D·A·n‖ and ‖D·(A·n + c)‖ for ‖n‖ ≤ 1, with A·Aᵀ = ``gram``, c = ``shift``, D =
+    diag(``factors``)."""
     scaled, fixed = outer_scaled(gram, factors), shift * factors
     long, added = math.sqrt(largest_eigenvalue(scaled)), float(fixed.norm())
     if not (long > 0 and 0 < added < math.inf and long < math.inf):
@@ -279,8 +277,7 @@ def longest_of(gram: Tensor, shift: Tensor, factors: Tensor) -> tuple[float, flo
 
 @dataclass(frozen=True)
 class Capped:
-    """Bounds of the three steps of a soft cap c·tanh(x/c), in the shape of x. ``error`` bounds the result's rounding
-    error."""
+    """Bounds of the steps of a soft cap c·tanh(x/c), in the shape of x. ``error`` bounds the rounding of the result."""
 
     quotient: Tensor
     tanh: Tensor
@@ -347,8 +344,8 @@ def gathered(values: LinearBound, keep: float, arithmetic: Arithmetic) -> Contex
 def attention_output(
     context: Context, weight: Tensor, bias: Tensor | None, heads: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of an attention's output projection. weight: [d, inner]. bias: [d]. heads: the queries'
-    heads."""
+    """Return the bounds of an attention's output projection. weight: [d, inner]. bias: [d]. heads: the number of query
+    heads, each of which has its own columns of ``weight``."""
     a = arithmetic
     values, total, gamma = context.values, context.total, context.gamma
     size = weight.shape[1] // heads

@@ -42,7 +42,7 @@ from .spectral import Spectra
 
 
 def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
-    """Record the sites of a model's head, the linears that give logits or classes. source: the last norm's output."""
+    """Record the sites of a model's head, whose linears give logits or class scores. source: the last norm's output."""
     (final, square), layout, a, note = source, findings.layout, findings.arithmetic, findings.note
     scale, keep = layout.head_scale, findings.kept("head") if head.dropout else 1.0
     if scale != 1.0:
@@ -175,7 +175,7 @@ class _StreamWalk(ModuleFindings):
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
         """Record a projector, which brings another model's outputs into the stream; return bounds and mean squares of
-        its output. Its input is any fp16 vector, before a LayerNorm one with mean |x| up to ``MOST_MEAN``."""
+        its output. Its input may be any fp16 vector. Before a LayerNorm, its mean |x| must be at most ``MOST_MEAN``."""
         width = self.layout.input_width(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         unknown, longest = torch.ones_like(entering), FP16_MAX * math.sqrt(width)
@@ -211,8 +211,7 @@ class _StreamWalk(ModuleFindings):
             head_sites(self, self.layout.head, (final, square))
 
     def read_by(self, path: str) -> Normed:
-        """Record the norm at ``path``; return its output with mean squares. For an empty ``path`` return the stream
-        itself."""
+        """Record the norm at ``path``; return its output with mean squares. For "" return the stream itself."""
         if not path:
             return stream_itself(self.stream_axes, self.stream), self.stream_square
         length = min(float(self.stream.norm()), self.stream_norm)
@@ -293,8 +292,8 @@ def bound(
     also makes every sum in fp16. "train" adds dropout, and limits a gate's output before gelu_new to 147.8. refine: the
     number of rows of a feed-forward's output that may get a tighter bound each. spectra: bounds of eigenvalues of
     nearly equal weights. advance: called with the number of sublayers done and of all. until_one_fails: whether to stop
-    after a sublayer with a site over its limit. Raises UserError for an unknown target, or an activation without a
-    bound."""
+    after a sublayer with a site over its limit. Raises UserError for an unknown target, or if ``check_bounded``
+    does."""
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
     limits: dict[str, float] = {}

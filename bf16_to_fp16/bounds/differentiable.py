@@ -59,8 +59,7 @@ class DifferentiableBounds:
     @full_precision()
     def measure(self, *, again: bool = False, only: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return the bounds of each site in fp32 without a graph, one for each row, head or channel. only: the sites to
-        bound. again: whether to reuse the last bounds of LayerNorms' input means, for weights that have hardly
-        changed."""
+        bound. again: whether to reuse the last bounds of LayerNorms' input means, for weights that hardly changed."""
         wanted = None if only is None else dict.fromkeys(only, slice(None))
         with torch.no_grad():
             live = self.layout, self.read, self.arithmetic, self.means, not again
@@ -289,8 +288,7 @@ class _Walk(LiveWeights):
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
         """Record a head's linear under the name ``site``. If all rows are wanted, ``ROWS_AT_A_TIME`` of them are
-        computed at once. error: the factor on the bounds for rounding. added: a bias that stock code adds to the
-        output."""
+        computed at once. error: the factor on the bounds for rounding. added: a bias that stock code adds, if any."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)
@@ -341,5 +339,5 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return a weight or bias as [heads, …]. number: the index of the linear among ``fused`` ones."""
+    """Return a weight or bias as [heads, …]. number: the linear's index where ``fused`` ones share a matrix."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)

@@ -54,7 +54,9 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 
 class GatedNeurons:
     """Bounds of gated neurons Φ(x)·x·y on a norm's output n, where x = u·n is the gate and y = w·n the linear. Biases
-    are included. Every activation is Φ(x)·x with 0 ≤ Φ ≤ 1."""
+    are included. Every activation is Φ(x)·x with 0 ≤ Φ ≤ 1. The methods bound out·neurons, where ``out`` is one or all
+    rows of the output projection's weight. ``unit_rows`` and ``unit_row`` divide by ``scale``, so that their results
+    can be kept for every length of n."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -92,8 +94,7 @@ class GatedNeurons:
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor, label: str) -> tuple[Tensor, Tensor]:
-        """Return upper bounds of each row's out·neurons and −out·neurons, fp64 [d] each, without the neurons' rounding
-        errors."""
+        """Return upper bounds, fp64 [d], of each row's out·neurons and −out·neurons, before the neurons are rounded."""
         # ``label`` names ``out`` in the results that ``spectra`` keeps.
         both = self.spectra.once((label, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
@@ -127,8 +128,8 @@ class GatedNeurons:
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
-        """Return a bound of |out·neurons|/``scale`` for one row ``out``, from its own eigenvalue. number: the row's
-        index."""
+        """Return a bound of |out·neurons|/``scale`` for the row ``out`` of index ``number``, from its own
+        eigenvalue."""
         wide = out.double()
         values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED

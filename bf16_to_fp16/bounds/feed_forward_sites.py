@@ -21,8 +21,8 @@ OPERATIONS = {"swish": "silu", "gelu_pytorch_tanh": "gelu"}
 
 
 def feed_forward_sites(findings: ModuleFindings, sublayer: FeedForward, source: Normed) -> Projected:
-    """Record the sites of a feed-forward; return bounds and mean squares of its output projection. source: the norm's
-    output that it reads."""
+    """Record the sites of a feed-forward that reads ``source``; return bounds and mean squares of its output
+    projection."""
     linears = filter(None, (sublayer.gate, sublayer.linear, sublayer.output))
     names = frozenset(f"{linear}.{part}" for linear in linears for part in WEIGHTS)
     keep = findings.kept("neurons")

@@ -31,8 +31,8 @@ class Certificate:
         return min((site.headroom_bits for site in self.sites), default=math.inf)
 
     def entry(self, observed: Mapping[str, float] | None = None, *, sites: bool = True) -> CertificateEntry:
-        """Return a report's ``certificate`` entry. observed: the largest observed value by site. sites: whether to list
-        the sites."""
+        """Return a report's ``certificate`` entry. observed: each site's largest observed value. sites: whether to list
+        them."""
         largest = observed or {}
         listed = [site.model_copy(update={"observed": largest.get(site.name)}) for site in self.sites]
         more: dict[str, Any] = {"sites": listed} if sites else {}

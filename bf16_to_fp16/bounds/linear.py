@@ -20,7 +20,7 @@ NORM_ERROR = 2.0**-10  # relative error allowed to a LayerNorm in fp32, on input
 
 @dataclass(frozen=True)
 class NormOutput:
-    """The outputs that a norm can have with rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``. Each component of
+    """The possible outputs of a norm, with rounding: gain∘n + shift + error, with ‖n‖₂ ≤ ``radius``. Each component of
     the error is at most ``relative``·(|gain·n| + |shift|) + ``absolute``. Vectors are fp64 [d]."""
 
     gain: Tensor
@@ -122,7 +122,7 @@ def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmet
 @dataclass(frozen=True)
 class LinearBound:
     """The bounds of a linear on a norm's output, one for each of its m rows. Vectors are fp64 [m]. Without rounding the
-    output is ``matrix``·n + ``centre``, ‖n‖₂ ≤ ``radius``."""
+    output is ``matrix``·n + ``centre`` for a vector n with ‖n‖₂ ≤ ``radius``."""
 
     matrix: Factored  # weight times gain, [m, d]
     radius: float
@@ -156,8 +156,8 @@ class Projection:
 
 
 def rms_normalised(gain: Tensor, arithmetic: Arithmetic, *, once: bool = False) -> NormOutput:
-    """Return all outputs of an RMS norm, for any input. gain: fp64 [d], stock code's offset included. once: whether
-    stock code rounds to fp16 only after it multiplies by the gain."""
+    """Return the possible outputs of an RMS norm. gain: fp64 [d], with any offset that stock code adds to it. once:
+    whether stock code rounds to fp16 only after it multiplies by the gain."""
     a, width = arithmetic, gain.numel()
     radius = math.sqrt(width)
     if not a.exact:
@@ -188,7 +188,7 @@ def side_by_side(source: NormOutput, number: int, *, by_channel: bool) -> NormOu
 
 
 def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float, arithmetic: Arithmetic) -> NormOutput:
-    """Return all outputs of a LayerNorm, for any input with mean |x| up to ``mean``. gain, shift: fp64 [d]."""
+    """Return the possible outputs of a LayerNorm for inputs with mean |x| up to ``mean``. gain, shift: fp64 [d]."""
     a = arithmetic
     radius = math.sqrt(gain.numel())
     if not a.exact:
@@ -223,8 +223,8 @@ def lengthened(mean: float, eps: float, width: int) -> float:
 def bound_linear(
     source: NormOutput, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, name: str = ""
 ) -> LinearBound:
-    """Return the bounds of a linear on a norm's output. weight: [m, d]. bias: [m]. name: the weight's in the
-    checkpoint."""
+    """Return the bounds of a linear on a norm's output. weight: [m, d]. bias: [m]. name: the weight's name in the
+    checkpoint, under which ``Spectra`` may keep results on it."""
     matrix = Factored(weight, source.gain, name=name)
     lengths = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in matrix.parts()]
     norms = source.radius * torch.cat(lengths) * COMPUTED
@@ -259,7 +259,8 @@ def matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 @full_precision()
 def magnitudes(matrix: Tensor, vector: Tensor) -> Tensor:
-    """Return an upper bound of |matrix|·vector, fp64 [m], for a vector without negative entries; [m, k] for [d, k]."""
+    """Return an upper bound of |matrix|·vector for a vector without negative entries, fp64 [m], or [m, k] from [d,
+    k]."""
     if not vector.any():
         return vector.new_zeros(len(matrix), *vector.shape[1:])
     dtype = working_dtype(matrix)
@@ -291,8 +292,8 @@ def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
-    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row v of ``values``: [m]. caps: positive,
-    [n]."""
+    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row v of values: [m]. caps: [n],
+    positive."""
     count = min(values.shape[1], math.ceil(number(budget) / number(caps.min())) + 1)
     top = values.topk(count, dim=1)
     taken = caps[top.indices]
@@ -358,13 +359,12 @@ def outer_scaled(matrix: Tensor, factors: Tensor) -> Tensor:
 
 
 def quadratic(matrix: Tensor, vector: Tensor) -> float:
-    """Return √(vᵀGv) for a Gram matrix G."""
+    """Return √(vᵀGv) for a Gram matrix G and a vector v."""
     return math.sqrt(max(0.0, float(vector @ matrix @ vector)))
 
 
 def table_of(table: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return each channel's largest |x| and mean square in an embedding, fp64 [d] each, and the largest length of its
-    rows."""
+    """Return each channel's largest |x| and mean square in an embedding, fp64 [d] each, and the largest ‖row‖₂."""
     amax = torch.zeros(table.shape[1], dtype=torch.float64)
     square = torch.zeros(table.shape[1], dtype=torch.float64)
     length = 0.0

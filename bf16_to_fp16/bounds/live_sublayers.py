@@ -73,8 +73,8 @@ class LiveWeights:
         return [self.linear(path, source) for path, source in reads]
 
     def normalised(self, path: str, amax: Tensor | None = None) -> NormOutput:
-        """Return all outputs of a norm. amax: a bound of each input component, from which a LayerNorm's mean |x| is
-        bounded."""
+        """Return the possible outputs of a norm. amax: a bound of each input component, needed to bound the mean |x| of
+        a LayerNorm's input."""
         gain, shift = self.pair(path)
         if not self.layout.family.centred_norm:
             return rms_normalised(gain, self.a, once=self.layout.family.norm_rounds_once)
@@ -198,7 +198,8 @@ def rotary_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source
 
 def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor) -> tuple[Tensor, Tensor]:
     """Return bounds of scores after a soft cap and position bias, and how far a mask must lower scores to hide
-    positions. scores, span: bounds before the cap of a score, and of the difference between two scores of one query."""
+    positions. scores: bounds of the scores before the cap. span: bounds of the difference between two scores of one
+    query, also before the cap."""
     cap = live.layout.cap(sublayer)
     if cap is not None:
         capped = soft_capped(scores, cap, live.a)

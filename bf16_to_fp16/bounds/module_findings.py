@@ -80,8 +80,8 @@ class ModuleFindings:
         return Certificate(tuple(self.sites.values()), self.arithmetic, ranges)
 
     def note(self, name: str, kind: SiteKind, bound: Tensor | float, partial: Tensor | float | None = None) -> None:
-        """Record the largest element of a site's bounds. partial: bounds of the partial sums. A site recorded twice,
-        such as dropout at both ends of a stack, keeps the larger values."""
+        """Record the largest element of a site's bounds. partial: bounds of its partial sums, if they differ. A site
+        recorded twice, such as dropout at both ends of a stack, keeps the larger values."""
         top = largest(bound)
         sums = top if partial is None else largest(partial)
         before = self.sites.get(name)
@@ -113,8 +113,7 @@ class ModuleFindings:
         self.inputs[path], self.outputs[path] = entering, (torch.maximum(*bounds), expected)
 
     def kept(self, what: DropoutKind) -> float:
-        """Return 1 − p, lowered by one rounding to fp16, for dropout of this kind with probability p; 1 outside
-        training."""
+        """Return 1 − p for dropout with probability p, lowered by one rounding to fp16; 1 outside training."""
         if not self.arithmetic.train:
             return 1.0
         key = self.layout.family.dropout.get(what)
@@ -206,8 +205,8 @@ class ModuleFindings:
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Record each linear in ``reads`` and yield the results of ``linear``. fused: their row counts in a shared
-        matrix, else ()."""
+        """Record the linears in ``reads`` and yield the results of ``linear`` for them. fused: the linears' row counts
+        if they share a matrix, else ()."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return

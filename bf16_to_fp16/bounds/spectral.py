@@ -148,7 +148,7 @@ def product_of_rows(left: Tensor, right: Tensor) -> Tensor:
 @full_precision()
 def largest_eigenvalue(matrix: Tensor) -> float:
     """Return an upper bound on the largest eigenvalue of a symmetric positive semidefinite fp64 matrix. It is usually
-    within 1% of the eigenvalue, and 0 for an empty matrix."""
+    within 1% of the eigenvalue, 0 for an empty matrix, and inf for one that is not finite."""
     size = matrix.shape[0]
     trace = float(matrix.trace())
     if size == 0 or trace <= 0:
@@ -198,8 +198,7 @@ def ritz_value(matrix: Tensor) -> float:
 
 @cache
 def onednn_linear() -> Any:
-    """Return torch's operator for oneDNN's fp32 linear. Return None if there is none or it rounds inputs to TF32 or
-    bf16."""
+    """Return torch's oneDNN linear for fp32. Return None if there is none or if it rounds inputs to TF32 or bf16."""
     with torch._C._DisableTorchDispatch():  # observers of a model's operations need not see these
         x = torch.full((2, 64), 1 + 2.0**-12)
         try:
@@ -211,8 +210,7 @@ def onednn_linear() -> Any:
 
 
 def times_rows(left: Tensor, right: Tensor) -> Tensor:
-    """Return left·rightᵀ, computed by oneDNN if both are in fp32 on the CPU. left: [m, k]. right: [n, k]. Both must be
-    contiguous for oneDNN."""
+    """Return left·rightᵀ, computed by oneDNN for fp32 on the CPU. left: [m, k], right: [n, k], both contiguous."""
     linear = onednn_linear() if left.dtype == torch.float32 and left.device.type == "cpu" else None
     if linear is None:
         return left @ right.t()

@@ -17,7 +17,7 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return for each tier, by name, whether its certificate holds. holds: whether that for ``target`` holds.
+    """Return for each tier, by name, whether its certificate holds. holds: whether the certificate for ``target`` does.
     arithmetic: the assumptions to which ``bound`` adds a tier's."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
