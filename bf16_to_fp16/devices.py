@@ -76,7 +76,7 @@ def how_to_mend(capability: tuple[int, int]) -> str:
 
 
 def find_device(name: str | torch.device) -> torch.device:
-    """Return a device by name: auto (CUDA, else CPU), cpu, cuda, cuda:N, mps. Raises UserError if it is missing."""
+    """Return a device by name: auto (CUDA, else CPU), cpu, cuda, cuda:N, mps. Raises UserError if it is unusable."""
     import torch
 
     if isinstance(name, torch.device) and name.type not in ("cuda", "mps"):

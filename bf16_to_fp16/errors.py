@@ -1,5 +1,4 @@
-"""The error that users are meant to see, as ``error: …`` with status 2. Any other exception is a bug, with status
-70."""
+"""The errors that users are meant to see, as ``error: …`` with status 2. Any other exception is a bug: status 70."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ names in files."""
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
     """Return the names in files, by name in transformers' modules, of the tensors whose two names differ. names: all
-    names in the files. classes: the config's ``architectures``. Raises UserError if files hold both names of a
-    tensor."""
+    names in the files. classes: the config's ``architectures``. Raises UserError if a tensor has both names in
+    files."""
     names = frozenset(names)
     # Such a class has no head, so its module names lack the prefix.
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""

@@ -1,4 +1,4 @@
-"""Open a checkpoint, with every check, and read its tensors on request."""
+"""Open and check a checkpoint, and read its tensors on request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Checkpoint:
     states: Mapping[Path, formats.FileState] = field(default_factory=dict)
     subfolder: str | None = None
     notes: tuple[str, ...] = ()  # what was assumed on opening a single file
-    stored_names: Mapping[str, str] = field(default_factory=dict)  # by name in stock modules, another name in files
+    stored_names: Mapping[str, str] = field(default_factory=dict)  # names in files that differ, by name in ``tensors``
     own_folder: Path | None = None  # the source's, if ``folder`` is a temporary copy
 
     @property

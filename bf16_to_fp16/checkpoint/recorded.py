@@ -1,4 +1,4 @@
-"""Read the record of ``convert`` from a folder's report or one file's metadata, as JSON without torch."""
+"""Read what ``convert`` recorded in a folder's report or in one file's metadata. This module imports no torch."""
 
 from __future__ import annotations
 

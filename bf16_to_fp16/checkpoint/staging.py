@@ -106,7 +106,7 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def scratch(out: Path) -> Iterator[Path]:
     """Yield an empty temporary folder beside ``out``. It is removed when the block ends, unless the block has renamed
-    it. Such folders of processes that no longer run are removed first."""
+    it. Temporary folders of processes that no longer run are removed first."""
     out = out.absolute()
     work = _beside(out)
     try:

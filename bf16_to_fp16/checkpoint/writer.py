@@ -72,7 +72,8 @@ def write_fp16(
 ) -> Written:
     """Write tensors as safetensors files into ``folder``; return their counts and the files' sizes and hashes. A value
     beyond fp16 becomes inf and is counted. If writing fails, the new files are removed. one_file: write one file,
-    instead of files as in the source. advance: called with the bytes done and the total."""
+    instead of files as in the source. hashes: compute SHA-256 of files. advance: called with the bytes done and the
+    total."""
     files = lay_out(shards(checkpoint, writes, one_file=one_file), folder, checkpoint.stored_names)
     stats = {write.name: TensorStats(0, 0, 0, 0, 0, 0.0, 0) for write in writes}
     records: list[FileRecord] = []

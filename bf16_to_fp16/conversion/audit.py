@@ -42,7 +42,7 @@ BOUNDED_FOR = "half"  # the certificate's target; of stricter tiers only whether
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to audit. ``run``: returns each regime's results on ``inputs``. ``converted``: whether by ``convert``."""
+    """A model to audit. ``run``: returns each regime's results. ``converted``: whether ``convert`` wrote the model."""
 
     family: str
     attention: Sequence[str]
@@ -97,8 +97,9 @@ def audit(
 
     regimes: the ways to run: ``stock`` (loaded in fp16), ``amp`` (fp32 weights under autocast) and ``half`` (every
     parameter in fp16). data: text to run besides the built-in probe. train_mode: run with dropout, and a backward pass
-    under a loss scale. attack_steps: gradient steps of a search for each site's worst input. seed: of the probe.
-    device: auto, cpu, cuda, cuda:N or mps. Raises UserError for unusable input."""
+    under a loss scale. attention: the implementations to run. attack_steps: the gradient steps of a search for each
+    site's worst input. seed: the seed of the probe. device: auto, cpu, cuda, cuda:N or mps. Raises UserError for
+    unusable input."""
     # As many parameters as the command has options.
     progress = progress_of(progress)
     if attack_steps is not None and attack_steps < 1:

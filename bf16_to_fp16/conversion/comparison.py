@@ -91,7 +91,7 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
     """Yield (name, reason) for each copied file that differs from the original's. A file that only one side has counts
-    if it is in a sub-folder, or if transformers reads it (``OBEYED``)."""
+    if transformers reads it (one of ``OBEYED``, or in a copied sub-folder)."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):

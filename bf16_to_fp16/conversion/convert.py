@@ -76,10 +76,10 @@ def convert(
     progress: Progress | bool | None = None,
     **options: Any,
 ) -> Conversion:
-    """Convert ``source`` (a folder, a file of weights or a Hub id) to an fp16 checkpoint at ``out``, and judge it.
+    """Convert ``source`` (a folder, a file of weights or a Hub id) to an fp16 checkpoint at ``out``; return the result.
 
-    options: the fields of ``Options``. dry_run: make the plan and write nothing. force: replace an existing ``out``.
-    Raises UserError for unusable input; ``out`` is then not written."""
+    options: the fields of ``Options``. dry_run: make the plan and write nothing. force: replace an ``out`` that this
+    program wrote. Raises UserError for unusable input; ``out`` is then not written."""
     place = Destination(Path(out), force=force, dry_run=dry_run)
     return convert_by(Options(**options), source, place, progress=progress)
 

@@ -1,5 +1,4 @@
-"""Choose edits where no exact plan is enough. An edit is a factor that does not cancel, so the function changes a
-bit."""
+"""Choose edits where no exact plan is enough. Edits do not cancel, so each of them changes the function a little."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that 
 
 @dataclass(frozen=True)
 class NeededExponents:
-    """The exponents that bring a signal, the values scaled by one exponent of the plan, under its limit."""
+    """The exponents that bring one signal under its limit. A signal is what one exponent of a plan scales."""
 
     proven: OfChannels  # for any input; the same as ``observed`` if no exponents can do that
     observed: OfChannels | None  # for the observed values; None if these are under the limit already
@@ -93,8 +92,8 @@ def needed_edits(
 
 
 def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[str, ModuleRange]) -> list[str]:
-    """Return the paths of attentions to centre: to subtract a part of keys or position biases that softmax ignores.
-    Their scores can overflow, or their position biases have a midpoint of ``LARGE_BIAS`` or more."""
+    """Return the paths of the attentions to centre. Centring subtracts a part of keys or position biases that softmax
+    ignores. It is done where scores can overflow, or where biases have a midpoint of ``LARGE_BIAS`` or more."""
     passed = excess_of_signals(layout, bounds, PROOF_LIMIT)
 
     def useful(attention: Attention) -> bool:
@@ -162,7 +161,8 @@ class Trial:
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
         """Return the cost of each trial (edits' exponents, by signal), in one pass over the weight files. what:
-        describes the trials in progress lines. number: how many edits are compared in all; many run on fewer inputs."""
+        describes the trials in progress lines. number: how many edits are compared in all; many edits run on fewer
+        inputs."""
         plans = [dict(trial) for trial in trials]
         # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]

@@ -1,5 +1,4 @@
-"""Measure a written checkpoint from its files: its certificate, its audit, and its fidelity (nearness to its
-source)."""
+"""Measure a written checkpoint's files: the certificate, the audit, and the fidelity (nearness to the source)."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ def present_files(folder: Path) -> list[str]:
 
 
 def check_hashes(folder: Path, report: Report, *, advance: Any = None) -> Iterator[tuple[str, ...]]:
-    """Yield (name, reason) for each file of the report that is missing or changed. Files that the report does not list
-    follow as (name, reason, remedy). advance: called with the bytes done and the total."""
+    """Yield (name, reason) for each file that the report lists and that is missing or changed. Files that it does not
+    list follow as (name, reason, remedy). advance: called with the bytes done and the total."""
     listed = {entry.name: entry for entry in report.output.files}
     if not any(name.endswith(".safetensors") for name in listed) or "config.json" not in listed:
         yield REPORT, "lists no weights or no config.json"

@@ -15,8 +15,8 @@ from ..progress import Progress
 def locate(
     source: str | Path, subfolder: str | None, endpoint: str | None, progress: Progress
 ) -> tuple[Path, str | None]:
-    """Return a converted checkpoint's folder, and its commit if it is on the Hub, else None. All files are fetched from
-    the Hub. Raises UserError if a repository has no report."""
+    """Return a converted checkpoint's folder, and its commit if it is on the Hub, else None. From the Hub, all of its
+    files are fetched. Raises UserError if a repository has no report."""
     folder = local_folder(source, CONVERTED)
     if folder is not None:
         return folder if subfolder is None else subfolder_of(folder, subfolder), None

@@ -40,11 +40,12 @@ class MadeSafe:
 
     plan: the powers of two that scale the weights, including those of a converted folder that was loaded. certified:
     whether no input can overflow the fp16 model before training. headroom_bits: log2(limit / bound) at ``tightest``,
-    the site with the least. eps: the eps of norms in the source. originals: the source's key biases and position-bias
-    tables that were centred (a part that softmax ignores was subtracted). tables: these tables after centring. outputs:
-    by output, the log2 of its factor, for all channels or for each; logits keep their values. inputs: the log2 of the
-    factor that ``inputs_embeds`` needs. passed: an observed signal that stays over 65504, or "". head_gain: the factor
-    that a conversion put into a separated head. original: the name of the source."""
+    the site with the least headroom. eps: the eps of norms in the source. originals: the source's key biases and
+    position-bias tables that were centred (a part that softmax ignores was subtracted). tables: these tables after
+    centring. outputs: by output, the log2 of its factor, for all channels or for each; logits keep their values.
+    inputs: the log2 of the factor that ``inputs_embeds`` needs. passed: the name of an observed signal that stays over
+    65504, or "". head_gain: the factor that a conversion put into a separated head. original: the name of the
+    source."""
 
     plan: Plan = field(repr=False)
     target: str

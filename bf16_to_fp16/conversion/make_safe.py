@@ -50,16 +50,18 @@ from .undo import with_start
 def make_fp16_safe(
     model: Any, *, target: str = "train", margin_bits: float = MARGIN_BITS, max_length: int = MAX_LENGTH
 ) -> MadeSafe:
-    """Rescale a transformers model in fp32 in memory, so that it can be trained under fp16 AMP.
+    """Rescale a transformers model in fp32 in memory, so that it can be trained under fp16 AMP, and return the result.
 
-    The result's ``undo`` restores every weight bit for bit; after training it keeps the trained function exactly. The
+    ``undo`` of the result restores every weight bit for bit; after training it keeps the trained function exactly. The
     fp32 outputs keep every bit, except that gains stored minus an offset (Gemma's) are rounded to fp32. The config's
     eps changes with the weights. Call ``undo`` before you save a Pegasus, whose config has no eps. With ``train``,
     norms behind linears get an eps that no config can hold: if a saved model must be equal in every bit, call ``undo``
-    before you save it. target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights.
-    margin_bits: the headroom that values of the built-in probe keep. max_length: the most positions for which the
-    certificate holds. A model that was made safe before, or is certified as it is, is not changed. Raises UserError for
-    a model of no known family, in 16 bits, with an adapter, or spread over devices."""
+    before you save it.
+
+    target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights. margin_bits: the
+    headroom that values of the built-in probe keep. max_length: the most positions for which the certificate holds. A
+    model that was made safe before, or is certified as it is, is not changed. Raises UserError for a model of no known
+    family, in 16 bits, with an adapter, or spread over devices."""
     check_asked(target, margin_bits)
     check_plain(model, "call make_fp16_safe before get_peft_model")
     check_known(model)

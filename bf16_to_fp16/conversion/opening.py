@@ -1,4 +1,4 @@
-"""Open a source, print its loading notes, and classify its tensors: the first step of every command."""
+"""Open a source, print notes on it, and find out what each tensor is: the first step of every command."""
 
 from __future__ import annotations
 

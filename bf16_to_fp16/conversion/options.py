@@ -1,4 +1,4 @@
-"""The options of a conversion, its destination and its provenance. Imports no torch, so that refusals are quick."""
+"""Options, destination and provenance of a conversion. This module imports no torch, so that refusals are quick."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class Options:
             chosen.naming.from_stock(name)  # raises for a tensor without a name there
 
     def held_eps(self, layout: Layout) -> float | None:
-        """Return the norms' eps in the program that will read the output; None if it takes the config's eps."""
+        """Return the norms' eps in the program that will read the output; None if it reads the config's eps."""
         if layout.family.eps_key is None:
             return None
         own = LAYOUTS[self.layout].eps if self.layout in LAYOUTS else None

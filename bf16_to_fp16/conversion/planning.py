@@ -208,8 +208,7 @@ class Search:
         return SourceBounds(certificate.ranges, exponents, frozenset(immovable))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
-        """Return the best plan, its layout and its bounds. A tied head is separated if limits are exceeded less
-        then."""
+        """Return the best plan with its layout and bounds. Untie a tied head if limits are then exceeded by less."""
 
         def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
             fallbacks = len(planned.fallbacks) if self.options.prove else 0
@@ -293,8 +292,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return ``decided``, or a plan without the margin that ``train`` adds. That is if rounding the gains of norms
-        for this margin makes the outputs drift further than bf16."""
+        """Return ``decided``, or a plan without the margin that ``train`` adds. The margin is dropped if it takes gains
+        of norms whose rounding makes the outputs drift further than bf16."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         drift = self.drift(decided.layout, decided.plan)

@@ -120,7 +120,8 @@ def publish(
 
     public: allow a public repository. Without it a new repository is private, and an existing public one is refused.
     force: replace files with other content. dry_run: check the folder and send nothing. confirm: a function that gets
-    the ``Upload`` before anything is sent and returns whether to go on. Raises UserError, without the token."""
+    the ``Upload`` before anything is sent and returns whether to go on. Raises UserError; no message contains the
+    token."""
     # As many parameters as the command has options.
     from huggingface_hub import HfApi, constants, get_token
 

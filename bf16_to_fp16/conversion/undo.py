@@ -111,7 +111,8 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return ``start``, the plan before training, without its edits and composed with ``plan``. Print these edits."""
+    """Return ``start``, the plan before training, without its edits and composed with ``plan``. Print these edits.
+    Without ``start``, return ``plan``."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)
@@ -124,8 +125,7 @@ def class_before(origin: Source) -> str | None:
 
 
 def write_weights(checkpoint: Checkpoint, report: Report, work: Path, progress: Progress) -> Written:
-    """Write a checkpoint's weights to ``work`` with its plan undone and, for a finetune, with the plan before it
-    undone."""
+    """Write weights to ``work`` with the checkpoint's plan undone and, after a finetune, the plan before it too."""
     plan, origin, start = report.of_plan, report.source, report.start
     assert origin.dtype is not None  # ``read_written`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16

@@ -96,10 +96,9 @@ def verify(
 ) -> dict[str, Any]:
     """Check a converted folder or Hub repository against its report and return every difference.
 
-    original: the checkpoint that was converted; with it, the checks ``replay`` (of the plan) and ``fidelity`` (of the
-    outputs) are made too. data: text to audit besides the probe. run_model: False skips the audit. ``verdict`` is
-    "safe" if nothing differs and the report says safe. Raises UserError for anything that this program did not
-    convert."""
+    original: the checkpoint that was converted; it adds the checks ``replay`` (of the plan) and ``fidelity`` (of the
+    outputs). data: text to audit besides the probe. run_model: False skips the audit. ``verdict`` is "safe" if nothing
+    differs and the report says safe. Raises UserError for anything that this program did not convert."""
     progress = progress_of(progress)
     check_data(data, run_model=run_model)
     if original is not None:
@@ -258,8 +257,7 @@ def run_again(checkpoint: Checkpoint, verified: Verified, before: Layout | None)
 
 
 def check_audit(again: Rerun, verified: Verified) -> Iterator[tuple[str, ...]]:
-    """Yield the audit's unsafe sites. If there are none, and inputs are the same, yield how the report's audit
-    differs."""
+    """Yield the unsafe sites of the audit. Without any, on equal inputs, yield its differences from the report."""
     report, entries = verified.report, again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)

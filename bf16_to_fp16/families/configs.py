@@ -112,15 +112,15 @@ def number_of(family: Family, config: Mapping[str, object], key: str, asked: str
 
 
 def whole_number(key: str, number: object, asked: str, *, least: int = 1) -> int:
-    """Return ``number``. Raises UserError unless it is an int in [``least``, 2³¹). asked: its description there."""
+    """Return ``number`` if it is an int in [``least``, 2³¹), else raise UserError. asked: describes such a number."""
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number < 2**31:
         raise UserError(f"config.json: {key!r} is {shown(number)}, not {asked}; take it from the original checkpoint")
     return number
 
 
 def positive(key: str, value: object, asked: str, *, allow_zero: bool = False) -> float:
-    """Return ``value`` as a float. Raises UserError unless it is finite and over 0, or 0 under ``allow_zero``. asked:
-    its description in the message."""
+    """Return ``value`` as a float. Raises UserError unless it is finite and over 0, or 0 with ``allow_zero``. asked:
+    describes such a value, for the error message."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and (value or allow_zero)
     if number and 0 <= float(str(value)) < math.inf:
         return float(str(value))

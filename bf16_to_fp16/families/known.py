@@ -90,8 +90,8 @@ def placed_family(config: Mapping[str, object]) -> Family:
 
 
 def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return a class under whose name for the embedding ``tensors`` hold it, if the config's class has another name;
-    else None. Classes of one family can differ in such names."""
+    """Return a transformers class that names the embedding as ``tensors`` do, if the config's class does not; else
+    None. Classes of one family can differ in the prefix of module paths."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
