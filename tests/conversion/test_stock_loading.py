@@ -56,7 +56,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config)
     made: Pairs = {}
     for kind in KINDS if pytestconfig.getoption("--exhaustive") else sorted({*KINDS} - {*MORE}):
         sizes = tiny.few_layers(kind) | EXPERTS.get(kind, {})
-        sizes |= {"vocab_size": VOCABULARY} if kind == "gated" else {}
+        sizes |= {"vocab_size": VOCABULARY} if kind in ("gated", *MORE) else {}
         source = tiny.save(tiny.build(kind, **sizes), root / kind)
         if kind == "qwen3_moe":  # which transformers 5 saves under a name that 4.57 does not read
             edit_config(source, num_experts=read_config(source)["num_local_experts"])
