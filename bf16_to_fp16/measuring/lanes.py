@@ -34,8 +34,8 @@ class _Ended(BaseException):
 
 
 class _Model:
-    """A stock model in one dtype, of which each lane has a copy that shares the parameters. Only parameters of the
-    block that is running have values."""
+    """A stock model in one dtype. Each lane has a copy of it that shares the parameters. Only parameters of the block
+    that is running have values."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, half: bool) -> None:
         self.module = structure(checkpoint, dtype, half=half)

@@ -1,4 +1,4 @@
-"""Measure the value ranges of an fp32 model's modules, and those of norms' inputs in any dtype."""
+"""Measure the value ranges of an fp32 model's modules, and of norms' inputs in any dtype."""
 
 from __future__ import annotations
 

@@ -133,8 +133,8 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the scores to which a constant mask is added, or None if there are none. It is also None for a mask that
-    hides every score however large, as −inf does. args: the two operands of the addition."""
+    """Return the attention scores that a constant mask is added to, or None without such a mask. It is also None for a
+    mask that hides every score however large, as −inf does. args: the two operands of the addition."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):

@@ -211,8 +211,8 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Return the batches, with logits turned off in those that exceed what is left of ``_PROBE_LOGITS``. The first of
-    kind ``RANDOM`` and the first of kind ``SHORT`` keep theirs."""
+    """Return the batches, with logits turned off in those that exceed the rest of ``_PROBE_LOGITS``. The first of kind
+    ``RANDOM`` and the first of kind ``SHORT`` keep theirs."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}

@@ -63,8 +63,9 @@ class SoftSide:
 def soft_side(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
 ) -> SoftSide:
-    """Search for inputs that a plan's edits harm, and return what was found. written: the checkpoint with the edits.
-    text: ids of ordinary text, int64 [rows, length], into which candidate ids are put; by default random ids."""
+    """Search for inputs that a plan's edits harm, and return those that were confirmed. written: the checkpoint with
+    the edits. text: ids of ordinary text, int64 [rows, length], into which candidate ids are put; by default random
+    ids."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)

@@ -33,8 +33,8 @@ process, such as torch's default dtype."""
 
 @cache
 def by_signature(name: str) -> StockClass | None:
-    """Return what the signature of a transformers class tells about it, or None for an unknown name. A class that can
-    generate counts as a language model."""
+    """Return a ``StockClass`` made from the signature of a transformers class, or None for an unknown name. A class
+    that can generate counts as a language model."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
