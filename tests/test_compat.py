@@ -46,7 +46,6 @@ EDITED = [
     *((kind, (None, True, 2), 1) for kind in ("t5", "pegasus")),
     *((kind, (True,), 1) for kind in ("mt5", "mbart")),
 ]
-"""A kind, the values of its keys, and of how many keys one is tried each day."""
 
 
 @pytest.mark.parametrize(("kind", "values", "parts"), exhaustive.beyond(EDITED[:1], EDITED))

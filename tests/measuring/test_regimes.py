@@ -269,7 +269,7 @@ def test_seed_and_train_mode_reach_inputs_attack_and_model(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("first_batch", "few_forwards")
-def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path) -> None:
     """Scores that pass the limit in a few steps of search and not on the probe."""
     torch.manual_seed(0)
     model = tiny.t5_encoder(num_layers=1)
@@ -285,7 +285,6 @@ def test_what_only_an_attack_breaks_is_unsafe(tmp_path: Path, capsys: pytest.Cap
     source, path = tiny.save(model, tmp_path / "large", torch.float32), tmp_path / "report.json"
     words = ["audit", str(source), "--regime", "half", "--attention", "eager", "--json", str(path), "--attack"]
     assert [main([*words, steps]) for steps in ("0", "8")] == [2, 1]
-    assert "on an input that 8 gradient steps of search found" in capsys.readouterr().out
     report = json.loads(path.read_text())
     assert report["regimes"]["half"]["nonfinite"] == report["regimes"]["half"]["saturated"] == 0
     assert report["attack"]["worst_headroom_bits"] < 0 and report["verdict"] == "unsafe"

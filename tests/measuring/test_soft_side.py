@@ -230,12 +230,10 @@ def test_a_cross_attention_may_read_a_wider_encoder(tmp_path: Path) -> None:
     assert any(len(ids) > 1 for ids in soft_side.suspected(source, resolve(source), plan, torch.arange(50))[0])
 
 
-def test_a_text_of_few_tokens_is_repeated(gate: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_few_tokens_is_repeated(gate: tuple[Path, Any]) -> None:
     root, report = gate
     source, written = (open_checkpoint(root / name) for name in ("source", "out"))
     plan, text = Plan.model_validate(report["plan"]), torch.tensor([[1, 50, 51]])
-    for name in ("LEAST_ROWS", "MOST_ROWS"):
-        monkeypatch.setattr(soft_side, name, 8)
     found = soft_side.soft_side(source, written, resolve(source), plan, load_config(source.folder), text).exceptions
     assert any(len(entry.ids) == 1 and entry.ids[0] in RARE for entry in found)
 
