@@ -237,10 +237,9 @@ def test_without_an_audit_the_certificate_decides_and_a_few_rows_show_the_same_f
     assert compared(source, tmp_path / "out") <= 1e-6
 
 
-@pytest.mark.usefixtures("first_batch")
 @pytest.mark.parametrize(("head", "audited"), [(2.0**-3, True), (2.0**-20, False)])
 def test_a_plan_that_changes_the_function_is_not_called_safe(
-    audited: bool, head: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first_batch: None, audited: bool, head: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exact weights and bounds that hold; a small head makes all probabilities alike, and no divergence shows it."""
     model = tiny.small("glm4")
