@@ -1,4 +1,4 @@
-"""The ranges of modules' inputs and outputs by channel. A range is observed in a run, or bounds every input."""
+"""The ranges of modules' inputs and outputs by channel. A range is observed in a run, or is a bound for every input."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The range of a norm's input. A variance is a token's mean square; in ``nn.LayerNorm`` it is about the mean."""
+    """The range of a norm's input. A variance is a token's mean square; in ``nn.LayerNorm`` it is taken about the
+    mean."""
 
     norm_max: float  # the largest ‖x‖₂ of a token
     variances: Tensor  # fp64 [k, 2]: variances, to an eighth of a binade, and the fractions of tokens
@@ -54,7 +55,7 @@ class ScoreRange:
 
 @dataclass(frozen=True)
 class ModuleRange:
-    """The ranges of a module's input and output. For an embedding's input, token ids, the tensors have shape [0]."""
+    """The ranges of a module's input and output. An embedding's input has none: its tensors have the shape [0]."""
 
     input: ChannelRange
     output: ChannelRange

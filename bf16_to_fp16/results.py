@@ -26,7 +26,7 @@ Infinite = Annotated[
 
 
 class ReportObject(BaseModel):
-    """A JSON object of a report. Keys that only other releases know are kept."""
+    """A JSON object of a report. Keys that this release does not know are kept."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -38,8 +38,8 @@ def dump(part: BaseModel) -> dict[str, Any]:
 
 class Fidelity(ReportObject):
     """How far the bf16 source and the fp16 output are from the fp32 source, on the same tokens. ``top1``: the fraction
-    of positions with the same most probable token. bf16 fields are None if no bf16 model ran. A model that gives inf or
-    NaN is infinitely far, which is null in JSON."""
+    of positions with the same most probable token. The bf16 fields are None if no bf16 model ran. A model that gives
+    inf or NaN is infinitely far, which is null in JSON."""
 
     measure: str = Field(
         default="kl",
@@ -148,7 +148,7 @@ class GradientsEntry(ReportObject):
 
 
 class RegimeEntry(CountedEntry):
-    """The result of one regime, a way of running in fp16. ``amax`` and ``headroom_bits``: of the tightest site."""
+    """The result of one regime, a way to run in fp16. ``amax`` and ``headroom_bits`` are those of the tightest site."""
 
     amax: Real
     headroom_bits: Real
@@ -233,7 +233,7 @@ class AttackedSite(ReportObject):
 
 
 class AttackEntry(ReportObject):
-    """The result of an attack, a gradient search for the worst input. The sites come in the order of their headroom."""
+    """The result of an attack, a gradient search for the worst input. The site with the least headroom comes first."""
 
     steps: Count
     seed: Count

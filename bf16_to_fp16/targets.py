@@ -12,8 +12,8 @@ MARGIN_BITS = 1.25  # headroom that an observed value keeps: unseen data may go 
 
 @dataclass(frozen=True)
 class Tier:
-    """A group of runtimes with the same arithmetic. ``name``: its key in reports. ``target``: the target of a
-    conversion for it. ``words``: the arithmetic in words."""
+    """A group of runtimes with the same arithmetic. ``name``: its key in reports. ``target``: the target that makes a
+    checkpoint fit it. ``words``: the arithmetic in words."""
 
     name: str
     target: str

@@ -1,4 +1,4 @@
-"""Read YAML with version 1.2's scalars (``1e-4`` is a number, ``off`` a word), no duplicate keys, one-line errors."""
+"""Read YAML with version 1.2's scalars (``1e-4`` is a number, ``off`` a word), unique keys and one-line errors."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def by_design(site: SiteEntry) -> str:
 
 
 class Distance(NamedTuple):
-    """The distance of a finetuned checkpoint from the original, on the inputs that ``where`` names. ``value``: infinite
-    or None if it is not finite. ``bf16``: the distance of the original in bf16; 0 if not measured."""
+    """The distance of a finetuned checkpoint from the original, on the inputs that ``where`` names. ``value``: the
+    distance; infinite or None after inf or NaN. ``bf16``: the distance of the original in bf16; 0 if not measured."""
 
     value: float | None
     where: str
@@ -217,7 +217,8 @@ def inexactness(report: schema.Report) -> str:
 
 
 def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
-    """Return (title, text) rows on changes of outputs, class and function that users must know. most: edits to name."""
+    """Return (title, text) rows on changes of outputs, class and function that users must know. most: the largest
+    number of edits to name."""
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
     centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
     before, after = report.source.class_in("before"), report.source.class_in("after")

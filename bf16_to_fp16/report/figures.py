@@ -66,8 +66,8 @@ def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of a stack's figure before and after the plan. They are the largest values of each series in
-    each block, without zeros and infinities. Logits come after the decoder's last block."""
+    """Return the points of a stack's figure before and after the plan. They are the largest values of each series (a
+    line of the figure) in each block, without zeros and infinities. Logits come after the decoder's last block."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     norms = {s.module for s in mine if signal_series(s) is STREAM}
     end = 1 + max((s.block for s in mine if s.block is not None), default=-1)
@@ -126,7 +126,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 def pictures(stacks: Mapping[str, Sequence[Point]], in_words: Callable[[float], str], prefix: str) -> list[Picture]:
     """Return a figure for each stack that has points, with a caption that names its largest values. in_words: formats
-    the largest ``Point.upper`` for it. prefix: the word before the largest ``Point.lower``, such as "after"."""
+    the largest ``Point.upper`` for the caption. prefix: the word before the largest ``Point.lower``, such as
+    "after"."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []

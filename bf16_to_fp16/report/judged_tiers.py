@@ -16,9 +16,9 @@ def judged_tiers(
 ) -> dict[str, schema.TierEntry]:
     """Return the report's entry for each tier: whether the checkpoint is safe there, by bounds or in a run, or why not.
 
-    certified: whether all bounds hold, by tier. clean: whether the model ran with every parameter in fp16 and nothing
-    broke. squares: the extremes of the residual stream in a run; if None, no tier with norms in fp16 is safe. pooled:
-    whether the model returns sentence vectors; no run measures their squares."""
+    certified: for each tier, whether all bounds hold. clean: whether the model ran with every parameter in fp16 and
+    nothing broke. squares: the extremes of the residual stream in a run; if None, no tier with norms in fp16 is safe.
+    pooled: whether the model returns sentence vectors; no run measures their squares."""
     unfit = remedies.SQUARES_UNSEEN if squares is None else ""
     if squares is not None and squares.least < NORM_FLOOR:
         unfit = remedies.sinks(squares.least)

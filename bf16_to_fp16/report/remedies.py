@@ -142,7 +142,8 @@ def unsafe_sites(
 
 def overflowing(attack: AttackEntry, *, converted: bool = True) -> list[UnsafeEntry]:
     """Return an entry for each site that an attack (a search for bad inputs) drove over its limit, worst first. If some
-    of them exceed their limits in fp32 too, only those are returned: the others overflow because of them."""
+    of them exceed their limits in fp32 too, only those are returned: the others overflow because of them. converted:
+    whether the weights are already rescaled."""
     past = [site for site in attack.sites if site.headroom_bits < 0]
     first = [site for site in past if site.fp32 > site.limit]
     steps = counted(attack.steps, "gradient step")

@@ -103,7 +103,8 @@ class Output(ReportObject):
 
 
 class Text(ReportObject):
-    """A text file that was run in addition to the probe. ``name``: without folder. ``rows``: the number drawn."""
+    """A text file that was run in addition to the probe. ``name``: its name without the folder. ``rows``: how many rows
+    were drawn from it."""
 
     name: str
     rows: Count | None = None
@@ -165,8 +166,9 @@ class TierEntry(ReportObject):
 
 
 class WeightsEntry(ReportObject):
-    """The conversion's effect on the elements of the source's tensors. ``lossless_fraction``: of those that fp16 holds
-    exactly. ``normal_fraction``: of nonzero ones that are normal in fp16. ``amax``: the largest |x| written."""
+    """The conversion's effect on the elements of the source's tensors. ``lossless_fraction``: the fraction of elements
+    that fp16 holds exactly. ``normal_fraction``: the fraction of nonzero elements that become normal fp16 numbers.
+    ``amax``: the largest |x| written."""
 
     elements: Count
     lossless_fraction: Real
@@ -219,7 +221,7 @@ class FinetuneEntry(ReportObject):
     devices: list[str] = Field(default=[], description="devices of the main process")
     steps: Count = 0
     kept: Count | None = Field(default=None, description="the step whose weights are the result")
-    tokens: Count = 0
+    tokens: Count = Field(default=0, description="the number of tokens trained on")
     skipped: list[dict[str, Any]] = Field(default=[], description="steps with a non-finite gradient")
     evaluations: list[dict[str, Any]] = Field(default=[], description="held-out losses, distances, headroom, by step")
     fidelity: Fidelity | None = Field(default=None, description="distance of the output from the original")
@@ -259,14 +261,16 @@ class Report(Versioned):
     verdict: Literal["safe", "unsafe"] | None = None
     proof: Literal["certified", "observed"] | None = None
     family: str | None = None
-    target: str | None = None
-    tiers: dict[str, TierEntry] = {}
+    target: str | None = Field(
+        default=None, description="the arithmetic that plan and bounds are for, as --target names it"
+    )
+    tiers: dict[str, TierEntry] = Field(default={}, description="whether it is safe in each group of runtimes")
     source: Source = Source()
     output: Output = Output()
-    train_mode: Flag = False
+    train_mode: Flag = Field(default=False, description="whether it was run with dropout")
     model_class: str | None = Field(
         default=None,
-        description="the only stock class that the report is about, if the files hold tensors that it does not read",
+        description="the only class that the report is about, if the files hold tensors that this class does not read",
     )
     padding: Count | None = Field(
         default=0,
@@ -275,11 +279,11 @@ class Report(Versioned):
     older: list[str] = Field(
         default=[], description="sentences on how results from these files differ between transformers 4.57 and 5"
     )
-    attention: list[str] = []
+    attention: list[str] = Field(default=[], description="the implementations of attention that were run")
     inputs: Inputs | None = None
     regimes: dict[str, RegimeEntry] = {}
     certificate: CertificateEntry | None = None
-    uncertified: list[UnprovenEntry] = []
+    uncertified: list[UnprovenEntry] = Field(default=[], description="sites without a proof")
     attack: AttackEntry | None = None
     fidelity: Fidelity | None = None
     outputs: dict[str, OutputEntry] = Field(
@@ -302,9 +306,9 @@ class Report(Versioned):
     for_proof: dict[str, int] = Field(
         default={}, description="streams scaled further for a proof, each with the exponent that is enough without one"
     )
-    signals: list[SignalEntry] = []
-    unsafe: list[UnsafeEntry] = []
-    next: str = ""
+    signals: list[SignalEntry] = Field(default=[], description="the activations that the plan scales")
+    unsafe: list[UnsafeEntry] = Field(default=[], description="the reasons why it is unsafe")
+    next: str = Field(default="", description="what to do next, with a command after the first colon")
     finetune: FinetuneEntry | None = None
     command: str | None = None
     environment: Environment = Environment()

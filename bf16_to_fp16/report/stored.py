@@ -23,7 +23,8 @@ STORED = {"F64", "F32", "F16", "BF16"}  # dtypes of a source in safetensors' spe
 
 
 def read_plan(path: Path, target: str | None = None) -> Report:
-    """Return a report's plan, target and origin alone, from a file or folder. target: the only one to accept."""
+    """Return a report's plan, target and origin alone, from a file or folder. target: the only target to accept; None
+    accepts any."""
     file, data = recorded_plan(path, target)
     report = typed({key: data[key] for key in ("plan", "target", "source", "finetune") if key in data}, file)
     if report.target not in (None, *TARGETS):
@@ -43,7 +44,8 @@ def read_written(folder: Path) -> Report:
 
 
 def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Tensor]:
-    """Return the source's tensors that a plan replaced, by name. Raises UserError if ``source`` lacks or alters one."""
+    """Return the source's tensors that a plan replaced, by name, from the copies in ``source``. Raises UserError for a
+    copy that is missing, altered or not of this plan."""
     check_centred(layout, plan)
     names, tensors = centred_tensors(layout, plan.centred_keys), {}
     for name in sorted({*names, *source.replaced}):

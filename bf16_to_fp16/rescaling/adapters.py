@@ -1,7 +1,7 @@
-"""LoRA adapters for a rescaled checkpoint.
+"""Rescale LoRA adapters for a rescaled checkpoint.
 
 If the plan scales a weight's rows and columns, the update B·A becomes (2^rows B)·(A 2^columns). fp32 outputs keep every
-bit. Tensors stored whole are scaled as the checkpoint's are. Tensor names:
+bit. Tensors that an adapter stores whole are scaled as the checkpoint's are. Tensor names:
 https://github.com/huggingface/peft/blob/main/docs/source/developer_guides/checkpoint.md"""
 
 from __future__ import annotations

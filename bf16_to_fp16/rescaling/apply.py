@@ -104,7 +104,8 @@ def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 
 
 def edited_config(layout: Layout, plan: Plan, *, moved: bool = False) -> dict[str, object]:
     """Return the converted checkpoint's config: the source's with the plan's eps, the output's tie flag and dtype, and
-    the rotary keys of transformers 4. moved: whether the source was already rescaled, which the mark must show."""
+    the rotary keys of transformers 4. moved: whether the source was already rescaled; the config is then marked as
+    converted even if ``plan`` moves nothing."""
     # transformers 5 would write true for T5's ``tie_word_embeddings``, and version 4 then ties an untied head.
     config = dict(layout.config)
     eps = plan.eps if plan.eps_held else layout.eps * 4.0**plan.residual_exponent

@@ -50,8 +50,8 @@ def whole_log2(x: float) -> int:
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield the largest exponent that keeps within a limit each site that both ``signal`` and another signal scale.
-    limits: pairs of ranges, by module, and the limit of |x| for them."""
+    """Yield, for each site that both ``signal`` and another signal scale, the largest exponent that keeps it within a
+    limit. limits: pairs of ranges, by module, and the limit of |x| for them."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

@@ -22,8 +22,8 @@ Reach = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str, OfChannels]) -> dict[str, list[int]]:
-    """Return exponents of a few columns (input channels) that shrink outputs as far as ``needed`` asks, by signal,
-    where a few are enough. needed: the exponents of rows (outputs) to replace, by signal."""
+    """Return exponents of a few columns (input channels), by signal, that shrink outputs as far as ``needed`` asks.
+    Weights for which a few columns are not enough are left out. needed: exponents of rows (outputs), by signal."""
     reaches: dict[str, Reach] = {}
     for each in layout.feed_forwards:
         if signal_of_columns(signal := columns_read_by(layout, each.gate)) in needed:
@@ -97,8 +97,9 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the function ``Reach`` of an attention's queries, by head. A head's size is the spectral norm of qᵀk. q,
-    k: the weights, [heads, channels of a head, columns]. bits: by how many bits to lower each head's size."""
+    """Return the function ``Reach`` of an attention's queries, with a row for each head. A head's size is the spectral
+    norm of qᵀk. q, k: the weights, [heads, channels of a head, columns]. bits: by how many bits to lower each head's
+    size."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L

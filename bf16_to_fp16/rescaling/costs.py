@@ -245,8 +245,8 @@ class Costs(WeightLosses):
         return self.stream_excess(self.ranges, self.limit, self.margin_bits, r)
 
     def stream_excess(self, ranges: Mapping[str, ModuleRange], limit: float, margin_bits: float, r: int) -> float:
-        """Return by how many bits the stream h, times 2^r, exceeds its limits, summed over sites. limit: of |h|.
-        margin_bits: how far ‖h‖₂ must stay below its own limit."""
+        """Return by how many bits the stream h, times 2^r, exceeds its limits, summed over sites. limit: the limit of
+        |h|. margin_bits: how far ‖h‖₂ must stay below its own limit."""
         total = 0.0
         for point, reached in known_points(ranges, self.layout.signals[self.stream]):
             factor = 2.0 ** self.at_point(point, r)

@@ -139,7 +139,7 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
-    """Return whether transformers gives ``name`` only if asked. Last states are so where ``outputs`` has logits."""
+    """Return whether transformers gives ``name`` only if asked; the last state counts if ``outputs`` has logits."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 

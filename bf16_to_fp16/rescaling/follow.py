@@ -33,9 +33,9 @@ def follow(
 ) -> None:
     """Make each step of ``optimizer`` act at the source's scale, although ``exponents`` scale the weights in memory.
 
-    max_grad_norm: the L2 norm to which gradients are clipped at that scale; None for no clipping. Raises UserError if
-    it is not positive. A step raises it for a closure, a sharded parameter (FSDP, ZeRO-3), copied parameters (ZeRO-1
-    and 2), and after a failed step."""
+    max_grad_norm: the L2 norm to which gradients are clipped at the source's scale; None for no clipping. Raises
+    UserError if it is not positive. A step raises UserError for a closure, for a sharded parameter (FSDP, ZeRO-3) or
+    copied parameters (ZeRO-1 and 2), and after a step that failed."""
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise UserError(f"max_grad_norm is {max_grad_norm}; give a positive number, or None for no clipping")
     shapes = {parameter: parameter.shape for parameter in exponents}

@@ -29,9 +29,9 @@ _CHANNELS, _CHUNK = 1 << 10, 1 << 18
 
 @dataclass(frozen=True)
 class LossTable:
-    """What a weight loses to rounding, by channel and exponent. ``counts`` and ``errors``: float32 [channels, columns],
-    a column for each exponent; the first and last also stand for all exponents beyond. ``energy`` (sum of squares) and
-    ``amax`` (largest |x|): float64 [channels], at exponent 0."""
+    """What a weight loses to rounding, by channel and exponent. ``counts`` and ``errors`` are float32 [channels,
+    columns], with a column for each exponent; the first and the last also stand for all exponents beyond. ``energy`` is
+    the sum of squares and ``amax`` the largest |x|, both float64 [channels], at exponent 0."""
 
     first: int  # exponent of the first column
     counts: torch.Tensor  # of elements that scaling by 2^e makes inexact
@@ -129,7 +129,8 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The least and largest binade (⌊log2|x|⌋) of a weight's elements, once exponents of the other axis scaled it."""
+    """The least and largest binade (⌊log2|x|⌋) of a weight's elements, after exponents of the other axis are
+    applied."""
 
     low: int
     high: int

@@ -25,7 +25,8 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 @dataclass(eq=False)
 class WeightLosses:
-    """The precision that weights lose, and the drift of norms that read ``stream``. Fields are as in ``make_plan``."""
+    """The precision that weights lose, and the drift of norms that read ``stream``. Its fields are as in
+    ``make_plan``."""
 
     layout: Layout
     weights: TensorReader
@@ -100,8 +101,8 @@ class WeightLosses:
             self.tables.pop((tensor.name, axis, carried), None)
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent that a norm's input has in addition to the stream's r: 0, or less if limits need it. Its
-        drift stays within one fp16 rounding. name: the signal that is the norm's input."""
+        """Return the exponent that a norm's input has in addition to the stream's r: 0, or less if limits need it. The
+        drift that it causes stays within one fp16 rounding. name: the signal that is the norm's input."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
