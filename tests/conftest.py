@@ -1,7 +1,5 @@
 """What every test shares: no network, one thread per process, and the second environment.
-
-The variables are set before anything imports torch or huggingface_hub, which read them once.
-"""
+The variables are set before anything imports torch or huggingface_hub, which read them once."""
 
 import gc
 import os

@@ -1,7 +1,5 @@
 """Compares two folders by what stock code computes from them, each in a process of a chosen environment.
-
-Errors are relative to the largest magnitude of the reference.
-"""
+Errors are relative to the largest magnitude of the reference."""
 
 import json
 import subprocess

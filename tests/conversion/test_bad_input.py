@@ -1,7 +1,5 @@
 """What strangers' files and slips of the hand lead to: one line that says what is wrong and how to mend it.
-
-Of each reader a few rows go through the command line here; all that it refuses is in its own tests.
-"""
+Of each reader a few rows go through the command line here; all that it refuses is in its own tests."""
 
 import json
 import math

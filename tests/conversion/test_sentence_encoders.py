@@ -155,10 +155,7 @@ def test_without_sentence_transformers_the_encoder_alone_is_run_and_that_is_said
     ("change", "said"),
     [
         (lambda modules: modules[2].update(type="mine.Dense"), "'mine.Dense' in '2_Dense' does not fit: "),
-        (
-            lambda modules: modules[0].update(type="sentence_transformers.models.Router"),
-            "Router' in '.' does not fit: ",
-        ),
+        (lambda modules: modules[0].update(type="sentence_transformers.models.Router"), "Router' in '.' does not fit"),
         (lambda modules: modules[2].update(path="5_Dense"), "module '5_Dense' is not in "),
         (lambda modules: modules.pop(0), "Pooling' in '1_Pooling' does not fit: "),
         (lambda modules: modules[0].update(path="1_Pooling"), "Transformer' in '1_Pooling' does not fit: "),

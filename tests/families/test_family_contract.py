@@ -121,15 +121,14 @@ Examples = Callable[..., None]
 
 @pytest.fixture
 def on_examples(pytestconfig: pytest.Config) -> Examples:
-    """Return what checks so many drawn architectures of a family; in ``make test`` one, or two of those of ``CORE``."""
-    whole = pytestconfig.getoption("--exhaustive")
+    """Return what checks so many drawn architectures of a family, half as many in ``make test``."""
+    parts = 1 if pytestconfig.getoption("--exhaustive") else 2
     slow = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     same = settings(deadline=None, derandomize=True, database=None, suppress_health_check=slow)
 
     def run(entry: tiny.Entry, count: int, check: Callable[[contract.Drawn], None], **options: Any) -> None:
-        few = 2 if entry.kinds.keys() & {*tiny.CORE} else 1
         drawn = given(drawn=contract.architectures(entry, **options))
-        settings(same, max_examples=count if whole else few)(drawn(check))()
+        settings(same, max_examples=count // parts)(drawn(check))()
 
     return run
 
@@ -157,8 +156,7 @@ def test_undo_gives_back_what_was_carried_over(entry: tiny.Entry, on_examples: E
 
 HEADLESS = {"embeddinggemma", "mistral", "seed_oss-biased"}
 HEADLESS |= {kind for kind in tiny.KINDS if kind.endswith(("-encoder", "-states", "vl_text"))}
-FEW = {"t5", "pegasus", "gemma3", "gemma2", "qwen3", "phi3", "qwen3_vl", "qwen3_moe", "t5gemma"}
-FEW |= {"gelu", "t5-classifier", "llama-biased", "switch", "olmo2"}
+FEW = {*tiny.CORE, "gelu", "t5-classifier", "t5-spans", "gemma3-untied", "llama-biased", "mbart"}
 each_priced = pytest.mark.parametrize("kind", exhaustive.beyond(FEW, tiny.KINDS))
 each_with_logits = pytest.mark.parametrize(
     "kind", exhaustive.beyond(FEW, [kind for kind in tiny.KINDS if kind not in HEADLESS])

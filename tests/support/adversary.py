@@ -1,7 +1,5 @@
 """An adversary that moves what every norm reads freely: the strongest input that the bounds of a sublayer allow.
-
-Stock modules compute everything else, in fp32 or in real fp16 arithmetic.
-"""
+Stock modules compute everything else, in fp32 or in real fp16 arithmetic."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """Commands that are killed, interrupted or failed by the disk at a chosen moment, each in a child of this process.
-
-A moment is the n-th time that the command opens, makes, renames, writes or flushes something at its place.
-"""
+A moment is the n-th time that the command opens, makes, renames, writes or flushes something at its place."""
 
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """Structure-aware mutation of everything that is read from strangers, and what must come of it.
-
-A command must end with success, a verdict or one ``error:`` line: no other exception, no hang, no unbounded memory.
-"""
+A command must end with success, a verdict or one ``error:`` line: no other exception, no hang, no unbounded memory."""
 
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """A Hub of one's own: the protocol that the real client speaks, over real sockets, in memory, with faults on request.
-
-Large files are served from another host name, as from the Hub's CDN, which must not be sent the token.
-"""
+Large files are served from another host name, as from the Hub's CDN, which must not be sent the token."""
 
 from __future__ import annotations
 
