@@ -124,7 +124,7 @@ def variant_of(name: str) -> str | None:
 
 
 def files_loaded(paths: Iterable[str], parts: Iterable[str]) -> list[str]:
-    """Return those of ``paths`` that a pipeline with the components ``parts`` needs. If possible, a component's weights
+    """Return the ``paths`` that a pipeline with the components ``parts`` needs. If possible, a component's weights
     are safetensors without a variant, such as ``fp16`` in the file's name."""
     kept: list[str] = []
     by_folder: dict[str, list[str]] = {name: [] for name in parts}

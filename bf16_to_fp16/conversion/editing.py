@@ -135,7 +135,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Trial:
-    """Runs a source in fp32 under candidate edits and compares the outputs with those of the unedited source."""
+    """Runs a source in fp32 under candidate edits and compares its outputs with the unedited source's."""
 
     checkpoint: Checkpoint
     layout: Layout

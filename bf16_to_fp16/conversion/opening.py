@@ -1,4 +1,4 @@
-"""Open a source, print notes on it, and find out what each tensor is: the first step of every command."""
+"""Open a source, print notes on it, and find the role of each tensor: the first step of every command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..wording import counted
 def opened_with_notes(
     source: str | Path, subfolder: str | None, progress: Progress, *, as_class: str | None = None, proof: bool = True
 ) -> Checkpoint:
-    """Check a source's config, then fetch and open its weights and print notes on what was assumed. as_class: the class
+    """Check a source's config, then fetch and open its weights and print a note on each assumption. as_class: the class
     to use instead of the config's. proof: accept only classes that have bounds."""
     folder = local_source(source) or fetched(str(source), SMALL_FILES)[0]
     if folder.is_dir():
@@ -48,7 +48,7 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
 
 
 def layout_with_notes(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
-    """Return the layout, which says what each tensor is; print notes on tensors that the class does not read.
+    """Return the layout, the role of each tensor; print notes on tensors that the class does not read.
     max_length: print notes on what the proof leaves out too, and raise UserError if nothing can be proven."""
     layout = agreed_layout(checkpoint)
     if max_length is not None:

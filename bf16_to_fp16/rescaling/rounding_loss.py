@@ -91,8 +91,8 @@ class Tables:
 
 
 def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = None) -> LossTable:
-    """Return what each channel of a 1-D or 2-D ``weight`` along ``axis`` loses to rounding, at each exponent. other:
-    int32 exponents of the channels along the other axis, which scale the weight first."""
+    """Return how much each channel of a 1-D or 2-D ``weight`` along ``axis`` loses to rounding, at each exponent.
+    other: int32 exponents of the channels along the other axis, which scale the weight first."""
     matrix = weight.detach()
     matrix = matrix.view(-1, 1) if matrix.dim() == 1 else matrix
     matrix = matrix if matrix.dtype in _BITS else matrix.float()
