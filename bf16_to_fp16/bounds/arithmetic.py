@@ -88,8 +88,8 @@ class Arithmetic:
 
     Every operation's output is rounded to fp16 at most once. Matrix products accumulate in fp32 in any order, except
     that ``splits`` partial sums may be rounded to fp16 and added there. Norms and softmax compute in fp32, where a
-    LayerNorm's statistics are off by at most ``norm_units``. Each query of an attention sees at least one position.
-    ``norms16`` and ``sums16`` replace fp32 by fp16."""
+    LayerNorm's mean and standard deviation are off by at most ``norm_units`` times 2⁻²⁴·mean|x|. Each query of an
+    attention sees at least one position. ``norms16`` and ``sums16`` replace fp32 by fp16."""
 
     max_length: int = MAX_LENGTH  # most positions of a sequence
     splits: int = SPLITS  # most partial sums of a matrix product that are rounded to fp16 and added in fp16

@@ -153,7 +153,7 @@ def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Ar
     """Return bounds of each head's product of a query and a key, both normalised and then rotated by any angles.
 
     By Cauchy-Schwarz a product is at most both radii times the largest gain_q·gain_k of a pair, plus terms with
-    ``absolute``. scale: the factor on the products."""
+    the ``absolute`` of ``query`` and ``key``. scale: the factor on the products."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)

@@ -79,12 +79,12 @@ class Spectra:
     fixed: bool = False  # whether to add no bounds, as for weights that are not the source's
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return a store for other weights, from ``read``, without the results that depend on ``changed`` tensors."""
+        """Return a store for other weights, which ``read`` reads; it keeps what depends on no ``changed`` tensor."""
         bounds = {label: kept for label, kept in self.bounds.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return a store for nearly equal weights that reads this store's bounds and adds none."""
+        """Return a store for nearly equal weights. It corrects this store's bounds for the difference and adds none."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:

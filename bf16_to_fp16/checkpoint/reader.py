@@ -20,17 +20,16 @@ from .sources import RESTORE, local_source, own_name, shown, subfolder_of
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint, whose weights stay on disk. ``tensors``: by name in transformers' modules. ``index``: the
-    index's content, None for a single weight file. ``states``: the weight files' state when they were opened."""
+    """An opened checkpoint, whose weights stay on disk."""
 
     folder: Path
     source: str
     revision: str | None  # the commit of a Hub id
     config: dict[str, Any]
-    tensors: dict[str, headers.TensorInfo]
+    tensors: dict[str, headers.TensorInfo]  # by the name that a tensor has in transformers' modules
     weight_files: tuple[Path, ...]
-    index: dict[str, Any] | None
-    states: Mapping[Path, formats.FileState] = field(default_factory=dict)
+    index: dict[str, Any] | None  # the index file's content; None for a single weight file
+    states: Mapping[Path, formats.FileState] = field(default_factory=dict)  # of each weight file when it was opened
     subfolder: str | None = None
     notes: tuple[str, ...] = ()  # what was assumed on opening a single file
     stored_names: Mapping[str, str] = field(default_factory=dict)  # names in files that differ, by name in ``tensors``

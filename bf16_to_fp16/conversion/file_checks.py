@@ -47,8 +47,8 @@ def check_hashes(folder: Path, report: Report, *, advance: Any = None) -> Iterat
 
 
 def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield what ``convert`` never writes, with a reason: listed files that are code or in unknown folders, and tensors
-    that the class does not read."""
+    """Yield (name, reason) for each file that the report lists but ``convert`` never writes: code, and files in unknown
+    folders. One (name, reason, remedy) follows for all tensors that the model's class does not use."""
     folders = {*side_modules(checkpoint.folder), TEMPLATES}
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")

@@ -101,9 +101,9 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the ``Spread`` of the rows of a fused matrix, of which only the rows of linear ``number`` have channels.
+    """Return the ``Spread`` of a fused matrix's rows for a signal that rescales only the rows of linear ``number``.
     fused: the number of rows of each linear, () for a matrix of one linear. spread: how the rows of linear ``number``
-    share channels."""
+    share the signal's channels."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])

@@ -129,7 +129,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``over`` with all excesses set to 0 but, at each index, the largest in each group of sites."""
+        """Return ``over`` in which each group of sites keeps its largest excess at each index, and others are 0."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)

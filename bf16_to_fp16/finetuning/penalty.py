@@ -186,7 +186,7 @@ class ActivationPenalty:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sites' weights and the calls of an unfinished step. All ranks must load the same ``state``."""
+        """Restore what ``state_dict`` returned, even between a step's calls. All ranks must load the same ``state``."""
         self._order = list(state["order"])
         self._weights = dict(state["weights"])
         self._largest = dict(state["largest"])

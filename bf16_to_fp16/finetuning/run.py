@@ -99,7 +99,7 @@ def finetune(
 
 @contextmanager
 def saying_where_it_stopped(folder: Path) -> Iterator[None]:
-    """Add to the message of a Ctrl-C in the ``with`` block at which step the run in ``folder`` will go on."""
+    """If Ctrl-C stops the ``with`` block, say in its message from which step the run in ``folder`` will go on."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """Choose which ids of a large vocabulary the probe runs: special and random ids, those with extreme embeddings, and
 those with the largest values inside the model.
 
-``forward`` computes these values in fp32 on rows of a single token, where attention returns the token's own value."""
+``forward`` computes these values in fp32 on rows of one token each, where attention returns the token's own value."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ class Weights:
 
 @dataclass
 class Step:
-    """A norm and the sublayer after it, if any, run on rows of a single token. All values are [tokens, channels]."""
+    """A norm and the sublayer after it, if any, run on rows of one token each. All values are [tokens, channels]."""
 
     stack: ResolvedStack
     norm: str  # "" for none

@@ -211,7 +211,8 @@ class _Runs:
         self.norms: NormMeters = {}
 
     def run_on(self, batch: Batch, loss_scale: float | None = None) -> Callable[[nn.Module], None]:
-        """Add a batch, and return a function that runs a model on it. loss_scale: adds a backward."""
+        """Add a batch to ``inputs``, and return a function that runs a model on it. loss_scale: if given, the function
+        also runs a backward of the loss times this scale, unless the batch generates."""
         self.inputs.append(batch)
         return partial(self._run, len(self.inputs) - 1, loss_scale)
 

@@ -50,8 +50,8 @@ def whole_log2(x: float) -> int:
 
 
 def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield, for each site that both ``signal`` and another signal scale, the largest exponent that keeps it within a
-    limit. limits: pairs of ranges, by module, and the limit of |x| for them."""
+    """Yield, for each site that both ``signal`` and another signal scale, the largest sum of their exponents that keeps
+    it within a limit. limits: pairs (ranges by module, limit of |x| in these ranges)."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
             if (largest := float(reached.amax.amax())) > 0:

@@ -129,7 +129,7 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
 
 
 def exponents_for(bits: Tensor, steps: int = 2) -> OfChannels:
-    """Return log2 of factors m·2^-k that lower values by ``bits``, with m from steps/2 to steps − 1."""
-    # The largest such factors; m is whole.
+    """Return log2 of the largest factors m·2^-k that lower values by at least ``bits`` − 2^-20. m is whole, from
+    steps/2 to steps − 1, so that 2 steps allow only powers of two."""
     fractions, powers = torch.frexp(2.0 ** (2.0**-20 - bits.double()))
     return folded((torch.floor(steps * fractions) / steps).log2().view(-1) + powers.view(-1))
