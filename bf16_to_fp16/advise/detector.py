@@ -178,8 +178,8 @@ class Detector:
 
     def _plateau_check(self) -> None:
         """Record a plateau once the medians of the last chunks hardly change. The change of a line through them must be
-        at most twice its standard error, and both together at most ``_FLAT`` of the median. Later calls record the
-        plateau's end."""
+        at most E, twice its standard error, and the change plus E at most ``_FLAT`` of the medians' median. Later calls
+        record the plateau's end."""
         level, flat = self._chunks[-1].median, self._flat
         if self._plateau is not None:
             self._plateau.size = (flat - level) / abs(flat) if flat else 0.0

@@ -79,7 +79,7 @@ def head_sites(findings: ModuleFindings, head: Head, source: Normed) -> None:
 
 
 def linear_on_norm(findings: ModuleFindings, linear: HeadLinear, source: Normed) -> tuple[Tensor, Tensor]:
-    """Record a head's first linear; return the bounds and mean squares of its outputs. source: the norm's output."""
+    """Record the first linear of a ``Head``; return its outputs' bounds and mean squares. source: the norm's output."""
     table, bias = findings.checked(linear.weight, findings.read(linear.weight)), findings.tensor(linear.bias)
     final, square = source
     bounds, partials, expected, start = [], [], [], 0

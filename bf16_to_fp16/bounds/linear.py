@@ -63,7 +63,7 @@ class NormOutput:
 
     @property
     def length(self) -> float:
-        """A bound of the output's ‖·‖₂: the sum of the largest ‖gain∘n‖, ‖shift‖ and the error's length."""
+        """A bound of the output's ‖·‖₂: the sum of the largest lengths of gain∘n, shift and error (see the class)."""
         longest = float(self.gain.abs().max()) * self.radius
         longest += 0.0 if self.shift is None else float(self.shift.norm())
         return (longest * (1 + self.relative) + float(self.absolute.norm())) * COMPUTED
@@ -347,10 +347,10 @@ def root_of(matrix: Tensor) -> Tensor:
     return root
 
 
-def balanced(one: Tensor, other: Tensor) -> Tensor:
-    """Return √(one/other), scales that balance the channels of two factors of a product; 1 where either is 0."""
-    usable = (one > 0) & (other > 0)
-    return torch.where(usable, (one / other.clamp(min=1e-300)).sqrt(), torch.ones_like(one)).clamp(1e-12, 1e12)
+def balanced(divided: Tensor, multiplied: Tensor) -> Tensor:
+    """Return scales as ``power_iteration.balanced`` does, but 1 where either size is 0."""
+    usable = (divided > 0) & (multiplied > 0)
+    return torch.where(usable, (divided / multiplied.clamp(min=1e-300)).sqrt(), 1.0).clamp(1e-12, 1e12)
 
 
 def outer_scaled(matrix: Tensor, factors: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def rows_of(weight: Tensor, bias: Tensor | None, source: NormOutput) -> Rows:
 
 
 def homogeneous(one: Rows, other: Rows) -> tuple[Rows, Rows]:
-    """Return two linears with shift and bias as one more column of each matrix, as in ``feed_forward.homogeneous``."""
+    """Return two linears with ``centre``, scaled, as another column of ``matrix``: see ``feed_forward.homogeneous``."""
     centres, norms = (torch.cat(both).abs().sum() for both in ((one.centre, other.centre), (one.norms, other.norms)))
     share = (centres / norms.clamp(min=power.SMALL)).clamp(2.0**-20, 2.0**20)
     length, radius = one.radius * share.sqrt(), one.radius * (1 + share).sqrt()

@@ -20,9 +20,10 @@ def unit(x: Tensor) -> Tensor:
     return torch.nn.functional.normalize(x, dim=-1, eps=SMALL)
 
 
-def balanced(one: Tensor, other: Tensor) -> Tensor:
-    """Return √(one/other), the scales that balance the channels of the two factors of a product."""
-    return ((one + SMALL) / (other + SMALL)).sqrt().clamp(1e-6, 1e6)
+def balanced(divided: Tensor, multiplied: Tensor) -> Tensor:
+    """Return √(divided/multiplied), the scales that make the channels of a product's two factors equally large. They
+    divide one factor and multiply the other; the arguments are the sizes of these factors' channels."""
+    return ((divided + SMALL) / (multiplied + SMALL)).sqrt().clamp(1e-6, 1e6)
 
 
 def applied(matrices: Tensor, vectors: Tensor) -> Tensor:

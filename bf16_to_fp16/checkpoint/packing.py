@@ -71,7 +71,7 @@ def pack(
 
 
 def tokenizer_inside(file: Path, folder: Path, naming: Naming) -> bytes | None:
-    """Return the tokenizer that was extracted from ``file`` into ``folder``; None without one or for Wan's names."""
+    """Return ``file``'s tokenizer, extracted into ``folder``; None without one or if ``naming`` has no place for it."""
     inside = folder / SPIECE_FILE
     return inside.read_bytes() if file.is_file() and inside.is_file() and naming is STOCK else None
 

@@ -90,7 +90,7 @@ def launch_command(
         check_auto_uses_the_card(asked.device)
     choice = choose(asked, machine_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"))
     if run and not choice.fits:
-        raise UserError(f"{'; '.join(choice.explained())}; or try it with a larger --memory")
+        raise UserError(f"{'; '.join(choice.explained())}; or give a larger --memory to run it all the same")
     given = [str(recipe), *(word for each in overrides for word in ("--set", each)), *(["--force"] if force else [])]
     files, words = write_launch(asked, choice, given)
     told = choice.to_json() | {"files": [str(path) for path in files], "command": shlex.join(words)}

@@ -36,8 +36,8 @@ def check_window(config: Mapping[str, object], key: str = "sliding_window") -> N
     least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
     if window is not None and not (isinstance(window, int) and window >= least):
         raise UserError(
-            f"config.json: {key!r} is {window!r}, no window in which a position attends to itself; take it from the"
-            " original checkpoint"
+            f"config.json: {key!r} is {window!r}, not a whole number of at least {least}, with which a position"
+            " attends to itself; take it from the original checkpoint"
         )
 
 

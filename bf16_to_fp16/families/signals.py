@@ -81,7 +81,7 @@ class Axis:
 
 
 def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
-    """Split an axis into one ``Axis`` for each signal that rescales it; return () for None."""
+    """Return one ``Axis`` without ``others`` for each signal that rescales a tensor's axis; () for None."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
 

@@ -9,8 +9,8 @@ import torch
 from .signals import Spread
 
 
-def factors_between_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Return (elements without a channel at the start, shape of the rest, elements without one at the end)."""
+def split_ends(spread: Spread) -> tuple[int, Spread, int]:
+    """Split off the ends of a ``Spread`` that count elements not rescaled: (-3, 8, 2) becomes (3, (8, 2), 0)."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after
@@ -19,14 +19,14 @@ def factors_between_ends(spread: Spread) -> tuple[int, Spread, int]:
 def channels_along(length: int, spread: Spread) -> int:
     if not spread:
         return length
-    before, factors, after = factors_between_ends(spread)
+    before, factors, after = split_ends(spread)
     if before + math.prod(factors) + after != length:
         raise AssertionError(f"an axis of {length} elements cannot be spread as {spread}")
     return math.prod(factors[::2])
 
 
 def carrying(values: torch.Tensor, spread: Spread) -> torch.Tensor:
-    before, _, after = factors_between_ends(spread)
+    before, _, after = split_ends(spread)
     return values[before : len(values) - after]
 
 
@@ -34,7 +34,7 @@ def spread_out(values: torch.Tensor, spread: Spread) -> torch.Tensor:
     """Repeat values [channels, ...] as [elements, ...]: each element gets its channel's value, or 0 if it has none."""
     if not spread:
         return values
-    before, factors, after = factors_between_ends(spread)
+    before, factors, after = split_ends(spread)
     once = [1 if place % 2 else size for place, size in enumerate(factors)]
     rows = values.view(*once, *values.shape[1:]).expand(*factors, *values.shape[1:]).flatten(0, len(factors) - 1)
     if not before and not after:
@@ -46,6 +46,6 @@ def by_channel(values: torch.Tensor, spread: Spread) -> torch.Tensor:
     """Group values [elements, ...] as [channels, elements per channel, ...]; omit elements that have no channel."""
     if not spread:
         return values.unsqueeze(1)
-    _, factors, _ = factors_between_ends(spread)
+    _, factors, _ = split_ends(spread)
     places = spread_out(torch.arange(math.prod(factors[::2])), factors).argsort(stable=True)
     return carrying(values, spread)[places].unflatten(0, (math.prod(factors[::2]), -1))

@@ -129,7 +129,7 @@ class BoundConstraint:
         self.weights.write()
 
     def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``over`` in which each group of sites keeps its largest excess at each index, and others are 0."""
+        """Return ``over`` with only each group's largest excess at each index (row, head or channel); others are 0."""
         groups: dict[str, list[str]] = {}
         for site in over:
             groups.setdefault(self._groups.get(site, site), []).append(site)
@@ -200,7 +200,7 @@ class WholeWeights:
         return self._leaves[id(weight)] if id(weight) in self._leaves else self._gathered(weight)
 
     def leaves(self, names: Iterable[str]) -> list[Tensor]:
-        """Return whole weights as leaves of autograd's graph; until ``write``, ``read`` returns the same tensors."""
+        """Return weights, gathered if sharded, as autograd's leaves; until ``write``, ``read`` returns the same."""
         leaves = []
         for name in names:
             weight = self._named[name]

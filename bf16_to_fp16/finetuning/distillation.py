@@ -179,8 +179,8 @@ class StepLosses:
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def of_probe(self, step: int, index: int) -> Tensor:
-        """Run part ``index`` of a step's probe and return its loss. If the model is sharded, this loss always has a
-        backward, in which all processes must gather the same weights."""
+        """Run part ``index`` of a step's probe and return its loss, in all processes together. If the model is sharded,
+        a loss of 0 has a backward too, because every process must gather the same weights there."""
         assert self.penalty is not None
         whole = with_spare_padding(self.stock.config, self.drawn(step))
         device, share = self.processes.device, PROBE_WEIGHT * self.recipe.distillation.weight

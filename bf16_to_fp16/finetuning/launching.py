@@ -289,9 +289,9 @@ def write_launch(recipe: Recipe, choice: Choice, arguments: Sequence[str]) -> tu
     return list(contents), [*words, "-m", "bf16_to_fp16", "finetune", *arguments]
 
 
-def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
-    """Run the command of ``write_launch`` and return its exit status, that of the first process to fail. begun: the
-    words before the recipe in the user's command. Raises UserError if a signal ended a process."""
+def run_launch(command: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
+    """Run ``command``, from ``write_launch``; return its exit status, that of the first process to fail. begun: the
+    user's command up to the recipe, for messages on how to go on. Raises UserError if a signal ended a process."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -305,7 +305,7 @@ def run_launch(words: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> i
     if not on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        launch_command(launch_command_parser().parse_args(list(words[2:])))
+        launch_command(launch_command_parser().parse_args(list(command[2:])))
     except SignalException as stop:  # after it has ended the processes
         if stop.sigval == signal.SIGINT:
             return INTERRUPTED

@@ -203,8 +203,7 @@ class Recipe(Section):
         )
 
     def settled(self) -> Recipe:
-        """Return the recipe with ``penalty.certify`` decided if it is null. It becomes True for the targets half and
-        auto if there is a penalty, else False."""
+        """Return the recipe, a null ``penalty.certify`` set: True only for target "half" or "auto" with a penalty."""
         if self.penalty.certify is not None:
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"

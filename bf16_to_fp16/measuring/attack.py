@@ -245,7 +245,7 @@ def choose(better: Tensor, new: Inputs, old: Inputs) -> Inputs:
 
 
 def widths_of(sublayer: FeedForward) -> dict[str, str]:
-    """Return the sites of a feed-forward, each with the name of a linear that has as many output channels."""
+    """Return a feed-forward's sites, each with the name of a linear that has as many output channels as the site."""
     widths = {sublayer.linear: sublayer.linear}
     if sublayer.gate:
         widths |= {sublayer.gate: sublayer.gate, f"{sublayer.at}:mul": sublayer.linear}

@@ -61,8 +61,8 @@ class Batch:
         return replace(self, **kept)
 
     def labels(self) -> Tensor:
-        """Return the label of each position, which is the next id, of the decoder if there is one. It is -100 at the
-        end, and where this or the next position is padding."""
+        """Return each position's label: the next id, in ``decoder_input_ids`` if given with a mask, else in
+        ``input_ids``. It is -100 at the last position, and where this or the next position is padding."""
         ids, mask = self.decoder_input_ids, self.decoder_attention_mask
         if ids is None or mask is None:
             ids, mask = self.input_ids, self.attention_mask

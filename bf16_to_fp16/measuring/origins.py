@@ -95,7 +95,7 @@ def forget_origin(out: Tensor) -> None:
 
 
 def _positions(operand: Any) -> Tensor | bool:
-    """Return the positions that an operand masks, as a bool tensor of its shape or as one bool for all positions."""
+    """Return where an operand of a ``MASKING`` operation is masked: bools of its shape, or one for all positions."""
     if isinstance(operand, (int, float)):
         return operand <= MASK_FROM
     origin = origin_of(operand)

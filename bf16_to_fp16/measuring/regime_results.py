@@ -79,8 +79,8 @@ class _Merged:
 
 
 def regime_result(runs: Sequence[Run], norms: Mapping[str, NormRange], known: Iterable[Site] = ()) -> RegimeResult:
-    """Return the result of a regime, with the sites nearest to their limits first. norms: the ranges of norms' inputs,
-    by path. known: sites that were measured without running the model, such as weights."""
+    """Return the result of a regime (a way of running), with the sites nearest to their limits first. norms: the ranges
+    of norms' inputs, by path. known: sites added without a run, one for each weight that has inf or NaN."""
     by_name: dict[str, list[Site]] = {}
     for site in chain(known, *(sites_of_all(run.sites) for run in runs)):
         if site.calls:

@@ -88,7 +88,7 @@ class _TapMode(TorchFunctionMode):
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
     forwards. The tensors are differentiable. Names are those of ``SiteObserver`` with eager attention;
-    ``<path>:masked`` has one value per query.
+    ``<path>:masked`` is how far a mask must lower each query's scores to hide keys.
 
     Masked positions are zero. Use a tensor at once, because an in-place operation may change it. What ``on_site`` saves
     survives gradient checkpointing. Forwards without gradients, and reruns inside a backward, are not tapped.
@@ -97,8 +97,8 @@ class Tap:
     tensor; if it returns False, ``on_site`` is not called.
 
     Left out are copies, constants, operations without gradients, the statistics of ``layer_norm``, dropout's noise, and
-    the inside of fused functions except SDPA's context. The input of a cube is a site (``:cubed``). Raises UserError
-    for a compiled model and for reentrant gradient checkpointing."""
+    the inside of fused functions except SDPA's context. The x of x³, as in tanh-GELU, is a site (``:cubed``). Raises
+    UserError for a compiled model and for reentrant gradient checkpointing."""
 
     def __init__(
         self,

@@ -97,9 +97,9 @@ def jsonl_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
                 json.dumps(row, ensure_ascii=False).encode()
         except ValueError as error:
             reason = f"is not JSON ({first_line(error)})"
-            raise UserError(f"{path}: line {number} {reason}; put one object on each line") from error
+            raise UserError(f"{path}: line {number} {reason}; put one JSON object on each line") from error
         if not isinstance(row, dict):
-            raise UserError(f"{path}: line {number} is not an object; put one object on each line")
+            raise UserError(f"{path}: line {number} is not a JSON object; put one on each line")
         yield row
 
 

@@ -217,8 +217,8 @@ def inexactness(report: schema.Report) -> str:
 
 
 def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
-    """Return (title, text) rows on changes of outputs, class and function that users must know. most: the largest
-    number of edits to name."""
+    """Return (title, text) rows on what users must know of a conversion: rescaled outputs, another transformers class,
+    centred biases, a stream moved for the proof, and at most ``most`` edits and ``most`` exceptions."""
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
     centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
     before, after = report.source.class_in("before"), report.source.class_in("after")

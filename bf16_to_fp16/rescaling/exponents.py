@@ -109,8 +109,8 @@ def check_centred(layout: Layout, plan: Plan) -> None:
     free = {attention.at for attention in centrable(layout)}
     if unknown := [path for path in plan.centred_keys if path not in free]:
         raise UserError(
-            f"the plan centres the keys of {unknown[0]!r}, which here has neither a replaceable key bias nor a table of"
-            " position biases; use the plan of this checkpoint"
+            f"the plan centres the keys of {unknown[0]!r}: it takes from key or position biases what a softmax ignores,"
+            " and finds no such biases there; use the plan of this checkpoint"
         )
 
 

@@ -258,7 +258,7 @@ def test_examples_and_length_are_capped_and_drawn_from_the_whole_file(source: Pa
         ("blank.jsonl", b"\n\n", "no examples"),
         ("columns.jsonl", b'{"n": 1}\n', "no column of strings among n"),
         ("broken.jsonl", b'{"text": \n', "line 1 is not JSON"),
-        ("list.jsonl", b'["text"]\n', "line 1 is not an object"),
+        ("list.jsonl", b'["text"]\n', "line 1 is not a JSON object"),
         ("mixed.jsonl", b'{"text": "a"}\n{"text": 3}\n', "holds something that is not text"),
         ("latin.txt", "caf\u00e9".encode("latin-1"), "not UTF-8"),
         ("latin.csv", "text\ncaf\u00e9".encode("latin-1"), "not UTF-8"),
