@@ -46,7 +46,7 @@ KINDS = ("t5", "gated", "umt5", "t5-encoder", *PEGASUS, *HEADS, *GEMMA, *LLAMA)
 every head, gains less 1, biases and norms behind sublayers. The contract of families draws from all kinds, converts
 and undoes; ``test_stock_loading`` compares the outputs of most that are left out here."""
 
-FEW = ("t5-spans", "pegasus", "gemma2")  # those of which no other shows the same
+FEW = ("gated", "t5-spans", "pegasus", "gemma2")  # those of which no other shows the same
 
 
 @pytest.mark.parametrize("kind", exhaustive.beyond(FEW, KINDS))
