@@ -66,7 +66,7 @@ class DifferentiableBounds:
             return _Walk(*live, self.fixed, self.stream, wanted).run()
 
     def owners(self) -> dict[str, list[Owner]]:
-        """Return the tensors by which training may lower a site's bound, for each site. The gains of norms before
+        """Return for each site the tensors that training may change to lower its bound. The gains of norms before
         sublayers are left out."""
         layout, owners = self.layout, dict[str, list[Owner]]()
 

@@ -47,7 +47,7 @@ def channels(pair: tuple[Tensor, Tensor]) -> ChannelRange:
 
 @dataclass(eq=False)
 class ModuleFindings:
-    """Collects the bounds of a model's sites and modules, and reads the weights from which they follow."""
+    """Collects the bounds of a model's sites and modules, and reads the weights for them."""
 
     layout: Layout
     read: TensorReader

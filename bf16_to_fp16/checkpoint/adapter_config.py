@@ -42,8 +42,8 @@ def adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
-    """Return the config of an adapter that is to be fitted to the converted checkpoint ``base``, or with ``back`` to
-    its original. Raises UserError if the adapter is for that checkpoint already, or cannot be rescaled."""
+    """Return an adapter's config for the converted checkpoint ``base`` or, if ``back``, for its original. Raises
+    UserError if the adapter is for that checkpoint already, or cannot be rescaled."""
     origin, config = recorded(base)["source"], adapter_config(adapter)
     side, name = "original" if back else "converted", config.get("base_model_name_or_path")
     there = same_place(name, origin.get("path")) if back else same_place(name, base)

@@ -61,7 +61,7 @@ def read_range(info: TensorInfo, shape: tuple[int, ...], skip: int) -> torch.Ten
 
 
 def record_sizes(file: Path) -> dict[int, int]:
-    """Return the size in bytes of each record in a zip file, by the offset at which the record's data begin. Raises
+    """Return the size in bytes of each record in a zip file. Keys are the offsets of the records' data. Raises
     ValueError for a compressed record, and if the tensors have another byte order than this machine."""
     sizes = {}
     with reading(file) as raw, zipfile.ZipFile(file) as archive:

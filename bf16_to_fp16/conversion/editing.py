@@ -219,8 +219,8 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return edits of a weight's rows, or of its columns where that costs less, and their costs, by signal. Columns
-    that were tried together share one cost. The costs are None if those of rows are over ``allowed``."""
+    """Return the edits of weights and their costs, both by signal. An edit scales columns instead of rows if that costs
+    less. Columns that were tried together share one cost. The costs are None if those of rows exceed ``allowed``."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs

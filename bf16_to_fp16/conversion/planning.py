@@ -292,8 +292,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return ``decided``, or what is decided without the margin that ``train`` adds. The margin is dropped if, with
-        it, rounding norms' gains makes the outputs drift further than bf16 does."""
+        """Return ``decided``. If rounding its gains drifts further than bf16, decide again without the margin that the
+        target ``train`` adds."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         drift = self.drift(decided.layout, decided.plan)
