@@ -20,15 +20,15 @@ class ChannelRange:
 
 @dataclass(frozen=True)
 class NormRange:
-    """The range of a norm's input. A variance is a token's mean square; in ``nn.LayerNorm`` it is taken about the
-    mean."""
+    """The range of a norm's input. A variance is a token's mean square (in ``nn.LayerNorm``, about the mean)."""
 
     norm_max: float  # the largest ‖x‖₂ of a token
-    variances: Tensor  # fp64 [k, 2]: variances, to an eighth of a binade, and the fractions of tokens
+    variances: Tensor  # fp64 [k, 2], a histogram: variances (rounded to 2^(n/8), n whole), fractions of tokens
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
-        """Return the factors on a norm's output, [k], and the fractions of tokens that they apply to, [k]."""
-        # The input is scaled by 2^exponent; eps is ``fixed`` afterwards, by default as before.
+        """Return the factors [k] by which a norm's output changes if its input is scaled by 2^exponent, and the
+        fraction of tokens with each factor [k]. If eps were scaled by 4^exponent, each factor would be 1. eps, fixed:
+        the norm's eps before and after the scaling, equal if ``fixed`` is None."""
         variance, shares = self.variances.unbind(1)
         scaled = (eps if fixed is None else fixed) * 4.0**-exponent
         return ((variance + eps) / (variance + scaled)).sqrt(), shares
@@ -68,8 +68,8 @@ Ranges = dict[str, ModuleRange]  # ranges by module path
 
 @dataclass(frozen=True)
 class Squares:
-    """The extremes of token vectors whose squares a norm sums in fp16. ``largest``: the largest sum of squares, as fp16
-    can round it. ``least``: the smallest mean square."""
+    """Extremes of the token vectors whose squares a norm sums in fp16. ``largest``: a bound on the largest sum of
+    squares, as computed in fp16 with its rounding errors. ``least``: the smallest mean square."""
 
     largest: float
     least: float

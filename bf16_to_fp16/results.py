@@ -74,11 +74,13 @@ class Fidelity(ReportObject):
 
 
 class ExceptionEntry(ReportObject):
-    """Token ids that edits harm: the divergence from the source is over 0.01, and over 10 times that of bf16."""
+    """Token ids that edits harm: the divergence from the source is over 0.01, and over 10 times bf16's divergence."""
 
     ids: list[int] = Field(description="one id, tried in ordinary text, or several, drawn to fill a row")
     tokens: list[str] = Field(default=[], description="the tokens of these ids, from the tokenizer")
-    kl: Real = Field(description="divergence in fp32: mean of 8 rows, or a quartile where the mean hides the harm")
+    kl: Real = Field(
+        description="divergence in fp32 over 8 rows: the first of mean, upper quartile and median that shows the harm"
+    )
     kl_bf16: Real = Field(description="divergence with activations rounded stochastically to bf16, mean of 8 draws")
     kl_run: Real = Field(description="divergence of the source run in bf16")
 
@@ -159,7 +161,7 @@ class RegimeEntry(CountedEntry):
 
     @property
     def reached(self) -> float:
-        """The largest |x| of broken sites, in fp32 where it is known; ``amax`` if none broke."""
+        """The largest |x| of a broken site, from an fp32 run if there was one; ``amax`` if no site is broken."""
         broken = self.broken_sites
         limited = [site for site in broken if site.limit is not None] or broken
         return max((site.reached for site in limited), default=self.amax)
@@ -212,9 +214,9 @@ class CertificateEntry(ReportObject):
 
 
 class AttackedSite(ReportObject):
-    """The largest |x| that an attack reached at a site. Three fields are in fp32: on ``random`` inputs, on the
-    ``tokens`` found, and on the mixtures of token ``embeddings`` found. ``half``: in fp16, on what was found.
-    ``worst``: the largest."""
+    """The largest |x| that an attack reached at a site. In fp32, ``random`` is for random inputs, ``tokens`` for the
+    token ids that the search found, and ``embeddings`` for the mixtures of token embeddings that it found. In fp16,
+    ``half`` is for the same ids and mixtures. ``worst`` is the largest of the four values."""
 
     name: str
     worst: NumberOrNaN
@@ -242,8 +244,8 @@ class AttackEntry(ReportObject):
 
 
 class InexactEntry(ReportObject):
-    """An edit, a factor that changes the function. Divergences are None if nothing ran. Those of edited columns can be
-    measured together."""
+    """An edit: a factor on weights that changes the model's function. The divergences are None if no model ran. Edits
+    of columns may be measured together; each then has the divergence of all of them."""
 
     site: str = Field(description="the site whose limit needs the edit")
     exponent: int | float = Field(description="log2 of the edit's factor, the least over its channels")
@@ -253,14 +255,14 @@ class InexactEntry(ReportObject):
 
 
 class SearchEntry(ReportObject):
-    """The search for inputs that edits harm."""
+    """The search for token ids on which the edits do harm."""
 
     ids: Count = Field(description="number of token ids tried")
     covered: float | None = Field(
         default=None,
         description=(
-            "fraction of token ids, or of pairs at a head, that an edit changes no more than bf16's rounding can;"
-            " the least over gates and heads; null if none is edited"
+            "smallest fraction of inputs that edits change no more than bf16's rounding can; inputs are token ids at an"
+            " edited feed-forward, and pairs of token ids at an edited attention head; null if neither is edited"
         ),
     )
     further: float = Field(description="fraction of random pairs of ids whose divergence exceeds bf16's")
@@ -286,5 +288,6 @@ class OutputEntry(ReportObject):
         return (self.error or 0.0) / max(BF16_NOISE, self.error_bf16 or 0.0)
 
     def fits(self, *, drifts: bool) -> bool:
-        """Return whether the error is at most 4 × bf16's and, unless the function ``drifts``, at most 1/8."""
+        """Return whether ``error`` is at most 4 times ``error_bf16``. If the plan keeps the model's function, ``error``
+        must also be at most 1/8. drifts: whether the plan changes the function."""
         return self.ratio <= MAX_ERROR_RATIO and (drifts or (self.error or 0.0) <= MAX_ERROR_WITHOUT_DRIFT)

@@ -15,8 +15,8 @@ MOST_FACTOR = 1_000_000  # no number is shown for a ratio over this, such as one
 
 
 def infinite(value: float) -> bool:
-    """Return whether a number stands for infinity: reports write the largest double for it, pages 1e308."""
-    return abs(value) >= 1e308
+    """Return whether a number stands for infinity, that is, whether its absolute value is 1e308 or more."""
+    return abs(value) >= 1e308  # JSON has no infinity: reports have the largest double instead, and pages have 1e308
 
 
 def rounded_down(value: float, decimals: int) -> float:
@@ -66,8 +66,9 @@ def reached(value: float | None) -> str:
 
 
 def headroom_or_excess(bits: float | None, largest: float | None, limit: float = FP16_MAX) -> str:
-    """Return headroom bits as text, or "5.5 × over" if ``largest``, the largest |x| in fp32, is over the limit. If only
-    the headroom is negative, an earlier site overflowed, and the text is "passed on"."""
+    """Return a site's headroom bits as text. If ``largest``, the largest |x| in fp32, is over the limit, the text is
+    the excess, such as "5.5 × over". If ``largest`` is within the limit but the headroom is negative, an earlier site
+    overflowed, and the text is "passed on"."""
     if largest is None or known(largest) is None or FP16_MAX < largest <= OVERFLOWED:
         return headroom(bits)
     if largest > limit:
@@ -144,7 +145,8 @@ def scientific(value: float | None) -> str:
 
 
 def power(exponent: float) -> str:
-    """Return 2^exponent as text, such as 2⁻³. If the exponent is not whole, eighths come first: 5/8·2⁻³."""
+    """Return 2^exponent as text, such as 2⁻³. If the exponent is not whole, it is rounded up, and a factor in eighths
+    comes before the power: 5/8·2⁻³ stands for 2^-3.68."""
     whole = math.ceil(exponent)
     fraction = "" if whole == exponent else f"{round(8 * 2 ** (exponent - whole))}/8"
     return "·".join(filter(None, (fraction, f"2{superscript(whole)}" if whole or not fraction else "")))

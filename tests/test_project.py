@@ -171,10 +171,10 @@ def test_what_convert_did_not_write_is_refused(tmp_path: Path, warm_python: Path
         "undo whole OUT": "is not what convert writes",
         "verify lone.safetensors": "lone.safetensors is not a folder; give a converted folder",
         "undo lone.safetensors OUT": "lone.safetensors is not a folder; give the folder that convert wrote",
-        "convert pickle OUT": "pytorch_model.bin: is cut short, compressed, in torch's format from before 2020",
+        "convert pickle OUT": "pytorch_model.bin cannot be read safely: it is damaged, compressed,",
         "convert source OUT --plan text.txt": "text.txt: holds no plan of this program",
         "convert source OUT --plan whole --target norm-safe": "the plan was made for --target half",
-        "convert source OUT --plan whole --eps fixed": "--plan has all that --eps would choose",
+        "convert source OUT --plan whole --eps fixed": "--plan already decides what --eps sets",
         "convert source": "Missing argument 'OUT'",
         "convert source OUT --finetune text.txt": "a recipe is made of `key: value` lines",
         "convert pipe OUT --subfolder text_encoder --data no.txt": "no.txt: no such file",  # a tokenizer is beside it

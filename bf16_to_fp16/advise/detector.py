@@ -177,9 +177,9 @@ class Detector:
             self._drift = self._found("Divergence", self._lowest.end, rise)
 
     def _plateau_check(self) -> None:
-        """Record a plateau once the medians of the last chunks hardly change. The change of a line through them must be
-        at most E, twice its standard error, and the change plus E at most ``_FLAT`` of the medians' median. Later calls
-        record the plateau's end."""
+        """Record a plateau if a line through the medians of the last chunks hardly rises or falls. Let c be the size of
+        the line's change from end to end, and E twice the standard error of c. Then c must be at most E, and c + E at
+        most ``_FLAT`` times the median of the medians. Later calls update the plateau's size and record its end."""
         level, flat = self._chunks[-1].median, self._flat
         if self._plateau is not None:
             self._plateau.size = (flat - level) / abs(flat) if flat else 0.0

@@ -88,7 +88,7 @@ def advise_losses(log: str | Path) -> dict[str, Any]:
 
     log: a file or folder that ``read_log`` can read. In ``events``, ``end`` is None for an event that lasts to the end
     of the log. ``size`` is how far the loss rose, or the share by which it fell in a plateau; it is None if losses are
-    NaN or infinite. Raises UserError for an unreadable log, or for fewer than 32 losses without events."""
+    NaN or infinite. Raises UserError for an unreadable log, or if a log has fewer than 32 losses and no events."""
     curve = read_log(log)
     anomalies = events(curve)
     if len(curve) < WINDOW // 2 and not anomalies:

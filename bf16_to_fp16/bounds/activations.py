@@ -24,6 +24,6 @@ def check_bounded(layout: Layout, folder: str = "") -> None:
     for sublayer in layout.feed_forwards:
         if sublayer.activation not in LOWEST:
             raise UserError(
-                f"{where}: activation {sublayer.activation!r} has no bound (these have: {', '.join(LOWEST)});"
-                " restore the key from the original checkpoint, or run the checkpoint as it is: bf16-to-fp16 audit"
+                f"{where}: the bounds do not know activation {sublayer.activation!r}, only {', '.join(LOWEST)}; take"
+                " the file from the original checkpoint, or use audit, which needs no bounds"
             )

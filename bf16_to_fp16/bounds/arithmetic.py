@@ -73,11 +73,10 @@ def growth(terms: int) -> float:
     return min(rounded(terms + 1), 2 * rounded(2 + terms / 1024))
 
 
-def rounded(times: float) -> float:
-    """Return (1 + ``UNIT``)^times, the most that ``times`` roundings to fp16 multiply a value by; inf past fp64's
-    range."""
+def rounded(roundings: float) -> float:
+    """Return the largest factor by which this many roundings to fp16 can multiply a value; inf past fp64's range."""
     try:
-        return (1 + UNIT) ** times
+        return (1 + UNIT) ** roundings
     except OverflowError:
         return math.inf
 
@@ -94,7 +93,9 @@ class Arithmetic:
     max_length: int = MAX_LENGTH  # most positions of a sequence
     splits: int = SPLITS  # most partial sums of a matrix product that are rounded to fp16 and added in fp16
     train: bool = False  # dropout multiplies by 1/(1−p); neither the loss nor the backward pass is covered
-    planned: Mapping[str, int] | None = None  # by stream, the exponent to come (0 if absent); subnormals add no errors
+    planned: Mapping[str, int] | None = None
+    """By stream, the exponent that a later rescaling is assumed to give the stream; streams without an entry have 0. If
+    this mapping is given, even as {}, bounds also ignore the errors of subnormal numbers."""
     exact: bool = False  # real arithmetic without any rounding
     norms16: bool = False  # norms square, sum and divide in fp16; streams' mean squares are over ``NORM_FLOOR``
     sums16: bool = False  # every sum is made in fp16, term by term in any order, or in blocks
@@ -143,9 +144,9 @@ class Arithmetic:
         return (1 + UNIT) * (1 + (self.max_length + 8) * unit) + self.max_length * TINY
 
     def norm_factor(self, width: int) -> float:
-        """Return an upper bound on ‖n‖₂/√width for the normalised vector n of an RMS norm, 1 if norms compute in fp32.
-        In fp16 it is inf if rounding could leave a mean square of 0; the input's mean square must be over
-        ``NORM_FLOOR``."""
+        """Return an upper bound on ‖n‖₂/√width for the normalised vector n of an RMS norm. It is 1 for norms in fp32.
+        For norms in fp16 the bound holds only if the mean square of the norm's input is over ``NORM_FLOOR``. The bound
+        is inf if ``width`` is so large that rounding could make the computed mean square 0."""
         if not self.norms16:
             return 1.0
         # Squares, sum, mean and root are in fp16. Each addition loses up to ``UNIT`` times the final sum, each
@@ -163,15 +164,16 @@ class Arithmetic:
         return (length * (1 + self.unit) + self.tiny * math.sqrt(width)) * COMPUTED
 
     def summed(self, values: Tensor) -> Tensor:
-        """Return a matrix product's bounds with its last two roundings. values: the bounds without them."""
+        """Return bounds of a matrix product that include two roundings to fp16: of the finished product, and of the sum
+        with a bias. Errors of subnormals (``floor``) are included too. values: bounds before these roundings."""
         return values * (1 + self.unit) ** 2 + self.floor
 
 
 def norm_units(width: int) -> float:
     """Return the largest error of a LayerNorm's mean and standard deviation in fp32, in units of 2⁻²⁴·mean|x|.
 
-    It covers torch's kernels, and kernels that square the same deviations from the mean that they divide. Errors
-    relative to a deviation are counted in ``NORM_ERROR`` instead."""
+    It covers torch's kernels. It also covers kernels that take the standard deviation from the computed x − mean, and
+    then divide the same x − mean by it. Errors relative to x − mean are counted in ``NORM_ERROR`` instead."""
     # A kernel that squares the same deviations that it later divides needs no allowance: both contain the mean's error.
     # Torch's kernels merge the means and the sums of squares of groups, by Welford's and Chan's updates
     # (``moments_utils.h``, ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit.

@@ -84,10 +84,10 @@ def summed_scores(
 ) -> ScoreBounds:
     """Return bounds of query·key products that include the rounding of their sums.
 
-    exact: bounds of the products without rounding. error: the most that errors of query and key add to them. partial:
-    bounds of partial sums. span: bounds of the difference between two exact products of one query. terms: bounds of
-    |query| + |key|, fp64 [heads, channels], for errors from subnormals. scale: the factor on products. Others are fp64
-    [heads]."""
+    All tensors but ``terms`` are fp64 [heads]. exact: bounds of the products without rounding. error: the most that
+    errors of query and key add to a product. partial: bounds of the products' partial sums. span: bounds of the
+    difference between two exact products of one query. terms: bounds of |query| + |key| in each channel, fp64 [heads,
+    channels], which give the errors from subnormals. scale: the factor on the finished products."""
     a = arithmetic
     partial = partial * COMPUTED
     rounding = a.gamma(terms.shape[1]) * partial
@@ -120,7 +120,7 @@ class RotatedNorm:
 
 def rotation_error(arithmetic: Arithmetic) -> tuple[float, float]:
     """Return a factor f and a constant c that bound the error of a channel after rotation. The error is at most f·l +
-    c, where l is the length of the channel's pair. The error of the whole pair is at most √2 times as long."""
+    c, where l is the length of the channel's pair. A pair's two errors form a vector of length at most √2·(f·l + c)."""
     a = arithmetic
     if a.exact:
         return 0.0, 0.0
@@ -152,8 +152,8 @@ def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary:
 def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
     """Return bounds of each head's product of a query and a key, both normalised and then rotated by any angles.
 
-    By Cauchy-Schwarz a product is at most both radii times the largest gain_q·gain_k of a pair, plus terms with
-    the ``absolute`` of ``query`` and ``key``. scale: the factor on the products."""
+    By Cauchy-Schwarz a product is at most g times both radii, plus terms from the fields ``absolute``. Here g is the
+    largest product of the query's and the key's ``gain`` for a pair of channels. scale: the factor on the products."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
@@ -171,16 +171,17 @@ def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Ar
 
 @dataclass(frozen=True)
 class RotatedLinear:
-    """Bounds of queries or keys that come from a linear without a norm, after their rotary positions.
+    """Bounds of queries or keys after their rotary positions, if no norm lies between linear and rotation.
 
-    Before rotation a pair of channels is a linear map of n, ‖n‖₂ ≤ 1, plus a shift; a rotation keeps its length."""
+    Before rotation the channels of a head are A·n + c. Here A and c are constant, and n is any vector with ‖n‖₂ ≤ 1.
+    Rotary positions turn channels in pairs and keep each pair's length. The rows of A and c are in ``pair_order``."""
 
-    grams: tuple[Tensor, ...]  # by head, the Gram matrix of the maps' rows, fp64 [channels, channels], in pair_order
-    shifts: Tensor  # fp64 [heads, channels], in pair_order
-    peaks: Tensor  # the most that the map adds to a pair's length, fp64 [heads, pairs]
-    centres: Tensor  # the same for the shift
-    errors: Tensor  # the same for rounding
-    bound: Tensor  # of each channel, in the linear's order, fp64 [heads·channels]
+    grams: tuple[Tensor, ...]  # A·Aᵀ for each head, fp64 [channels, channels]
+    shifts: Tensor  # c for each head, fp64 [heads, channels]
+    peaks: Tensor  # bounds of the length of each pair in A·n, fp64 [heads, pairs]
+    centres: Tensor  # the length of each pair in c, fp64 [heads, pairs]
+    errors: Tensor  # bounds of the length of each pair's rounding error, fp64 [heads, pairs]
+    bound: Tensor  # of each rotated channel, in the linear's own order, fp64 [heads·channels]
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:

@@ -34,7 +34,7 @@ class AttentionSites:
         """Bound and record all sites; return the bounds of the output projection. source: the attention's input.
         memory: the encoder's output, which cross-attention reads."""
         sublayer, findings = self.sublayer, self.findings
-        other = memory if sublayer.memory else self.summed(*source) if sublayer.block else source
+        other = memory if sublayer.memory else self.with_block_sums(*source) if sublayer.block else source
         assert other is not None
         reads = (
             (sublayer.query, SiteKind.QUERY, source),
@@ -58,9 +58,9 @@ class AttentionSites:
         entering, mean_square = (spread_out(x, read) for x in (context.bound, mean_square / 4))
         return findings.project(sublayer.output, weight, projection, entering, mean_square)
 
-    def summed(self, source: NormOutput, square: Tensor) -> Normed:
-        """Record the sums over blocks of tokens that LongT5's global attention reads, and their norm. Return bounds
-        that hold for a token and for a normalised sum. square: mean squares of ``source``."""
+    def with_block_sums(self, source: NormOutput, square: Tensor) -> Normed:
+        """Record the sums of token blocks in LongT5's global attention, and the norm of these sums. Return bounds that
+        cover all inputs of keys and values: tokens (``source``) and normalised sums. square: mean squares of tokens."""
         size, length = self.findings.layout.positions_per_sum(self.sublayer), self.a.max_length
         # With padding on the right, the last sum is of a block and part of another.
         sums, longest = block_sums(source, min(2 * size - 1, length), length, self.a)
@@ -93,7 +93,8 @@ class AttentionSites:
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
 
     def normed_values(self, linear: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
-        """Record the norm of the values; return bounds and mean squares of an identity linear on its output."""
+        """Record the norm of the values; return bounds and mean squares of the norm's output. The bounds are given
+        as those of a linear that reads this output with the identity matrix as its weight."""
         source, _ = self.head_norm(self.sublayer.value_norm, linear, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Bound every site of one model in a walk along its residual stream.
 
 A norm turns any input into n with ‖n‖₂ ≤ √d, times the gain. So every sublayer has a bounded input, and the stream is
-at most the embedding plus the most that sublayers add. Rounding errors are added to a bound as terms: a factor on it
-would be too small where large products cancel."""
+at most the embedding plus the most that sublayers add. A sum's rounding error depends on how large the summed terms
+are, even if they cancel. So a bound of this error is computed from the terms and added to the sum's bound."""
 
 from __future__ import annotations
 
@@ -174,8 +174,9 @@ class _StreamWalk(ModuleFindings):
         self.stream_axes = enclosing_axes(amax, length)
 
     def projected(self, w: Projector) -> tuple[Tensor, Tensor]:
-        """Record a projector, which brings another model's outputs into the stream; return bounds and mean squares of
-        its output. Its input may be any fp16 vector. Before a LayerNorm, its mean |x| must be at most ``MOST_MEAN``."""
+        """Record a projector, which brings another model's outputs into the stream. Return bounds and mean squares of
+        the projector's output. The projector's input may be any fp16 vector. If a LayerNorm reads this input, bounds
+        hold only for inputs whose mean |x| is at most ``MOST_MEAN``."""
         width = self.layout.input_width(w)
         entering = torch.full((width,), FP16_MAX, dtype=torch.float64)
         unknown, longest = torch.ones_like(entering), FP16_MAX * math.sqrt(width)
@@ -289,11 +290,12 @@ def bound(
     """Return the certificate of the model that ``layout`` describes, with the given weights.
 
     target: the arithmetic to bound. "norm-safe" adds the squares of the stream, for norms in fp16. "fp16-accumulate"
-    also makes every sum in fp16. "train" adds dropout, and limits a gate's output before gelu_new to 147.8. refine: the
-    number of rows of a feed-forward's output that may get a tighter bound each. spectra: bounds of eigenvalues of
-    nearly equal weights. advance: called with the number of sublayers done and of all. until_one_fails: whether to stop
-    after a sublayer with a site over its limit. Raises UserError for an unknown target, or if ``check_bounded``
-    does."""
+    also makes every sum in fp16. "train" adds dropout, and limits a gate's output before gelu_new to 147.8. refine: how
+    many output channels of each feed-forward may get a tighter bound from a computation for that channel alone.
+    spectra: a store of eigenvalue bounds, by default an empty one. A store that was filled for other, nearly equal
+    weights must come from ``Spectra.for_others``. advance: called with the number of sublayers done and of all.
+    until_one_fails: whether to stop after a sublayer with a site over its limit. Raises UserError for an unknown
+    target, or if ``check_bounded`` does."""
     arithmetic = arithmetic or Arithmetic()
     check_bounded(layout)
     limits: dict[str, float] = {}

@@ -156,8 +156,8 @@ class _Walk(LiveWeights):
         return self.bounds
 
     def end(self, stack: ResolvedStack, source: NormOutput) -> None:
-        """Record the sites at the end of a stack: those of the head, and the final norm's if no exponent of a plan
-        scales it. source: the final norm's output."""
+        """Record a stack's final norm if ``fixed`` contains it. After the last stack, also record the model's head.
+        source: the final norm's output."""
         norm = stack.ends.norm
         if stack.is_encoder:
             self.memory = source
@@ -287,8 +287,9 @@ class _Walk(LiveWeights):
             self.note(linear.at, total * (1 + self.linear_error(weight.shape[1])))
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
-        """Record a head's linear under the name ``site``. If all rows are wanted, ``ROWS_AT_A_TIME`` of them are
-        computed at once. error: the factor on the bounds for rounding. added: a bias that stock code adds, if any."""
+        """Record the bounds of a head's linear. site: the name under which they are recorded. final: the linear's
+        input. error: a factor on the bounds, which allows for rounding. added: magnitudes of a bias that stock code
+        adds to the linear's output, None for no bias."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)
@@ -304,9 +305,10 @@ class _Walk(LiveWeights):
         self.bounds[site] = torch.cat([bounds(slice(start, start + ROWS_AT_A_TIME)) for start in starts])
 
     def scores(self, sublayer: Attention, source: NormOutput) -> None:
-        """Record an attention's bounds for each head: of query·key products, of scores with position bias, and of
-        masked scores. The last are how far a mask must lower scores so that masked positions get no weight."""
-        # Where the mask is −inf there is no third site.
+        """Record three sites of an attention, with a bound for each head. The sites are query·key products, scores with
+        position bias, and masked scores."""
+        # The third bound is how far a mask must lower scores so that masked positions get no weight. Where the mask is
+        # −inf there is no third site.
         sites = [f"{sublayer.at}:scores", sublayer.joining, *(() if sublayer.radius else (f"{sublayer.at}:masked",))]
         if self.wants(*sites):
             product, scaled, span = scores(self, sublayer, source, self.read_by_keys(sublayer, source))
@@ -339,5 +341,6 @@ def all_of(x: Tensor) -> Tensor:
 
 
 def by_head(x: Tensor, heads: int, fused: Sequence[int], number: int) -> Tensor:
-    """Return a weight or bias as [heads, …]. number: the linear's index where ``fused`` ones share a matrix."""
+    """Return a linear's weight or bias as [heads, …]. If several linears share ``x``, ``fused`` has the number of rows
+    of each, and ``number`` is the index of the linear to return. Else ``fused`` is empty."""
     return (x.split(fused)[number] if fused else x).view(heads, -1)

@@ -1,8 +1,10 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
-Let û and ŵ be the rows of gate and linear at unit length, and scale every neuron to at most 1. Gated neurons then sum
-to at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ), so an output is at most the sum of the M largest entries of its row in the output
-projection. Plain neurons lie in a ball of radius √λmax(Σ ŵŵᵀ), so an output is at most the maximum over that ball."""
+Scale the value of each neuron to at most 1, and the neuron's column of the output projection by the inverse. Let û and
+ŵ be the rows of gate and linear at unit length, and λmax the largest eigenvalue. The values of gated neurons then sum
+to at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ). So an output of the projection is at most the sum of the ⌈M⌉ largest magnitudes in
+the output's row of the projection. The values of plain neurons form a vector v with ‖v‖₂² ≤ λmax(Σ ŵŵᵀ). So an output
+is at most the largest product of the output's row with any such v."""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ WORTH_REFINING = 2.0**0.25
 
 
 def homogeneous(one: LinearBound, other: LinearBound) -> tuple[LinearBound, LinearBound]:
-    """Return two linears on one norm's output with their constant parts moved into the matrices. Shift and bias become
-    one more column, and both centres 0."""
+    """Return two linears on one norm's output with their constant parts moved into the matrices. A constant part, from
+    shift and bias, becomes one more column of ``matrix``. The field ``centre`` of both results is 0."""
     assert one.radius == other.radius
     norms, centres = torch.cat([one.norms, other.norms]), torch.cat([one.centre, other.centre]).abs()
     share = min(max(float(centres.sum()) / max(float(norms.sum()), 1e-300), 2.0**-20), 2.0**20)
@@ -55,8 +57,8 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 class GatedNeurons:
     """Bounds of gated neurons Φ(x)·x·y on a norm's output n, where x = u·n is the gate and y = w·n the linear. Biases
     are included. Every activation is Φ(x)·x with 0 ≤ Φ ≤ 1. The methods bound out·neurons, where ``out`` is one or all
-    rows of the output projection's weight. ``unit_rows`` and ``unit_row`` divide by ``scale``, so that their results
-    can be kept for every length of n."""
+    rows of the output projection's weight. ``scale`` contains the length of n and the factor of dropout. ``unit_rows``
+    and ``unit_row`` return bounds divided by ``scale``, so these results can be reused for every length of n."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -128,13 +130,13 @@ class GatedNeurons:
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
-        """Return a bound of |out·neurons|/``scale`` for the row ``out`` of index ``number``, from its own
-        eigenvalue."""
+        """Return a bound of |out·neurons|/``scale`` for one row ``out``. number: the row's index."""
         wide = out.double()
         values = wide.abs() * self.size / self.scale
         roots, length = (values / 4).sqrt(), math.sqrt(float(values.sum())) * COMPUTED
         u = self.gate.scaled_rows(roots)
-        # x·y = ((x̂ + ŷ)² − (x̂ − ŷ)²)/4, so the positive part of ±x·y is at most a single square.
+        # x·y = ((x̂ + ŷ)² − (x̂ − ŷ)²)/4, so the positive part of ±x·y is at most a single square. An eigenvalue bounds
+        # the sum of these squares, weighted by ``values``.
         best = 0.0
         for sign in (1, -1):
             w = self.other.scaled_rows(sign * roots * wide.sign())
@@ -145,12 +147,12 @@ class GatedNeurons:
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
-        """Return a limit below which ``row`` cannot fall: the largest term of one neuron in out·neurons."""
+        """Bound each neuron's term in the sum out·neurons; return the largest of these. ``row`` never returns less."""
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
-        """Return bounds of how far the neurons' rounding moves out·neurons for each row of ``out``, fp64 [d]. exact:
-        the larger bounds from ``rows``."""
+        """Return bounds of the error in out·neurons that comes from rounding the neurons, for each row, fp64 [d].
+        exact: for each row, a bound of |out·neurons| without this error (from ``rows``)."""
         keep, dtype = self.keep, working_dtype(out)
         gate_off, other_off = self.other.norms * self.gate.error / keep, self.gate.norms * self.other.error / keep
         root = math.sqrt(2 * self.budget)
@@ -165,7 +167,8 @@ class GatedNeurons:
 
 class PlainNeurons:
     """Bounds of neurons without a gate: act(x), x = w·n + c, on a norm's output n. Here −m ≤ act(x) ≤ max(x, 0), with m
-    from ``LOWEST``. The methods do the same as in ``GatedNeurons``."""
+    from ``LOWEST``. The methods do the same as in ``GatedNeurons``. Each bound of out·neurons is the sum of two parts.
+    The moving part bounds what w·n contributes, and the still part bounds what c and m contribute."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -194,13 +197,13 @@ class PlainNeurons:
         moving, still = self.spectra.once((label, self.given), lambda: self.unit_rows(out))
         moving = moving * self.scale
         if bool((self.caps < 1).any()):
-            moving = torch.minimum(moving, torch.stack([self.capped_rows(out, direction) for direction in (1, -1)]))
+            moving = torch.minimum(moving, torch.stack([self.capped_moving(out, direction) for direction in (1, -1)]))
         up, down = (moving + still) * COMPUTED
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the two terms of the bounds in ``rows``, fp64 [term, sign of ``out``, d]. The first comes from w·n and
-        is divided by ``scale``. The second comes from the constants c and m and is not divided."""
+        """Return the moving part divided by ``scale``, and the still part, for each row of ``out``: fp64 [part, sign,
+        d]. Index 0 of sign is for bounds of out·neurons, and index 1 for bounds of −out·neurons."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)
@@ -220,8 +223,9 @@ class PlainNeurons:
                     pairs.append(torch.stack([moving, matrix_vector(positive, self.offset) + below]))
         return torch.cat(pairs, 1).view(2, 2, -1)
 
-    def capped_rows(self, out: Tensor, direction: int) -> Tensor:
-        """Return a second bound of each row's w·n term, tighter for negative c. direction: the sign of ``out``."""
+    def capped_moving(self, out: Tensor, direction: int) -> Tensor:
+        """Return the moving part for each row of ``out``, fp64 [d]. It can be smaller than the one from ``unit_rows``
+        if some neurons have c < 0. direction: 1 for bounds of out·neurons, −1 for bounds of −out·neurons."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -233,8 +237,8 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return the two terms of ``unit_rows`` for one row, whose own eigenvalue makes the first tighter. number: the
-        row's index. direction: the sign of ``out``."""
+        """Return the moving part divided by ``scale``, and the still part, for one row ``out``. number: the row's
+        index. direction: 1 for a bound of out·neurons, −1 for a bound of −out·neurons."""
         name, dtype = self.linear.matrix.name, working_dtype(self.linear.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale
@@ -259,7 +263,8 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Bound the rounding error of each row's Σ c_i·w_i by n·u·Σ v_i, with n ``values`` v_i = |c_i|·‖w_i‖."""
+        """Return bounds, [k], of the rounding errors of k sums. Each sum is Σ f_i·w_i with factors f_i, over the rows
+        w_i of the linear's matrix. values: |f_i|·‖w_i‖ for each sum, [k, neurons], in the dtype of the sums."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
@@ -271,8 +276,8 @@ Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 def feed_forward_output(
     neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of a feed-forward's output projection. refine: the number of rows that may get an eigenvalue of
-    their own, which tightens the largest bounds."""
+    """Return the bounds of a feed-forward's output projection. weight: [d, neurons]. bias: [d]. refine: how many of the
+    largest bounds may be tightened. Each of these costs one eigenvalue, which is computed for one row of ``weight``."""
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
     up, down = neurons.rows(weight, "output")

@@ -109,8 +109,8 @@ def either(one: NormOutput, other: NormOutput) -> NormOutput:
 
 
 def block_sums(source: NormOutput, terms: int, length: int, arithmetic: Arithmetic) -> tuple[Tensor, float]:
-    """Return bounds of the sum of a norm's outputs over ``terms`` of ``length`` positions. The first is of each
-    component, fp64 [d], the second of ‖·‖₂. Partial sums have the same bounds."""
+    """Return bounds of the sum of a norm's outputs over ``terms`` positions in a sequence of ``length`` positions. The
+    first is of each component, fp64 [d]. The second is of the sum's ‖·‖₂. Partial sums have the same bounds."""
     # Stock code multiplies by a matrix of zeros and ones, so the terms are exact.
     a, grown = arithmetic, 1 + arithmetic.gamma(length)
     bound = a.summed(source.bound * terms * grown)
@@ -205,7 +205,7 @@ def layer_normalised(gain: Tensor, shift: Tensor | None, mean: float, eps: float
 
 def lengthened(mean: float, eps: float, width: int) -> float:
     """Return the factor by which fp32 rounding can lengthen a LayerNorm's output beyond √``width``, for mean |x| up to
-    ``mean``. It is inf where rounding can make a variance of −eps."""
+    ``mean``. The factor is inf if rounding can make the sum of the computed variance and ``eps`` 0 or negative."""
     # The mean and the standard deviation are off by at most e, ``norm_units`` of ``mean``. Let s be the exact
     # deviations' rms. The mean's error moves all deviations equally, so it is orthogonal to them. They are divided by
     # √(v + eps); the computed variance v is at least (s − e)² for s ≥ e. With t = s − e = τ√eps and q = e²/eps, the
@@ -292,8 +292,8 @@ def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 
 def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
-    """Return max Σ v_i·s_i over 0 ≤ s_i ≤ cap_i, Σ s_i ≤ budget, for every row v of values: [m]. caps: [n],
-    positive."""
+    """Return the maximum of Σ v_i·s_i over 0 ≤ s_i ≤ cap_i and Σ s_i ≤ ``budget`` for each row v of ``values``, as [m].
+    values: [m, n]. caps: [n], positive."""
     count = min(values.shape[1], math.ceil(number(budget) / number(caps.min())) + 1)
     top = values.topk(count, dim=1)
     taken = caps[top.indices]
@@ -348,7 +348,8 @@ def root_of(matrix: Tensor) -> Tensor:
 
 
 def balanced(divided: Tensor, multiplied: Tensor) -> Tensor:
-    """Return scales as ``power_iteration.balanced`` does, but 1 where either size is 0."""
+    """Return √(divided/multiplied): scales that make channels of a product's factors equally large, or 1 where a
+    size is 0. divided: channel sizes of the factor to divide. multiplied: channel sizes of the factor to multiply."""
     usable = (divided > 0) & (multiplied > 0)
     return torch.where(usable, (divided / multiplied.clamp(min=1e-300)).sqrt(), 1.0).clamp(1e-12, 1e12)
 

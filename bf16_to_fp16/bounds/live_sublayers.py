@@ -23,7 +23,8 @@ from .linear import NormOutput, in_ball, knapsack, layer_normalised, rms_normali
 
 @dataclass(frozen=True)
 class Rows:
-    """The bounds of a linear on a norm's output gain∘n + shift, ‖n‖ ≤ ``radius``, one for each row of its matrix."""
+    """The bounds of a linear that reads a norm's output, for each of the linear's m rows. The norm's output is gain∘n +
+    shift, for a vector n with ‖n‖₂ ≤ ``radius``."""
 
     matrix: Tensor  # weight·gain, [m, d]
     radius: float | Tensor
@@ -67,7 +68,9 @@ class LiveWeights:
         return rows_of(weight, bias, source)
 
     def linears(self, fused: Sequence[int], *reads: tuple[str, NormOutput]) -> list[Rows]:
-        """Return the bounds of each linear in ``reads``. fused: their row counts in a shared matrix, else ()."""
+        """Return the bounds of several linears. reads: each linear's module path and input. fused: if linears share one
+        matrix, the number of rows of each, else (). For a shared matrix, all linears in it are returned, and only the
+        first of ``reads`` is used."""
         if fused:
             return self.linear(*reads[0]).split(fused)
         return [self.linear(path, source) for path, source in reads]
@@ -100,7 +103,8 @@ def rows_of(weight: Tensor, bias: Tensor | None, source: NormOutput) -> Rows:
 
 
 def homogeneous(one: Rows, other: Rows) -> tuple[Rows, Rows]:
-    """Return two linears with ``centre``, scaled, as another column of ``matrix``: see ``feed_forward.homogeneous``."""
+    """Return both linears with their constant parts, from shift and bias, as one more column of ``matrix``."""
+    # A·n + c is the map (A, c/s) of (n, s) for every s. Both linears get s = ``length``.
     centres, norms = (torch.cat(both).abs().sum() for both in ((one.centre, other.centre), (one.norms, other.norms)))
     share = (centres / norms.clamp(min=power.SMALL)).clamp(2.0**-20, 2.0**20)
     length, radius = one.radius * share.sqrt(), one.radius * (1 + share).sqrt()
@@ -154,7 +158,8 @@ def scores(live: LiveWeights, sublayer: Attention, source: NormOutput, other: No
 
 
 def rotary_scores_with_norms(live: LiveWeights, sublayer: Attention, rotary: Rotary) -> tuple[Tensor, ...]:
-    """Return the three bounds of ``scores`` for queries and keys that have norms and rotary positions."""
+    """Return bounds of products, scaled products and score differences as the function ``scores`` does, for queries and
+    keys that have norms and rotary positions."""
     scale = live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     if not sublayer.norms_whole:
@@ -166,7 +171,8 @@ def rotary_scores_with_norms(live: LiveWeights, sublayer: Attention, rotary: Rot
 
 
 def rotary_scores(live: LiveWeights, sublayer: Attention, rotary: Rotary, source: NormOutput) -> tuple[Tensor, ...]:
-    """Return the three bounds of ``scores`` for queries and keys that have rotary positions but no norms."""
+    """Return bounds of products, scaled products and score differences as the function ``scores`` does, for queries and
+    keys that have rotary positions but no norms. source: the input of queries and keys."""
     a, scale = live.a, live.layout.score_scale(sublayer)
     heads, kv_heads = live.layout.heads(sublayer), live.layout.kv_heads(sublayer)
     sides = []
@@ -209,11 +215,11 @@ def masked(live: LiveWeights, sublayer: Attention, scores: Tensor, span: Tensor)
     return scores + torch.stack([bias.abs().amax(0) for bias in biases]).amax(0) if biases else scores, span
 
 
-def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) -> tuple[Tensor, Tensor]:
-    """Return bounds of each channel of an attention's output, and of its partial sums. other: the values' input."""
+def attention_output(live: LiveWeights, sublayer: Attention, value_input: NormOutput) -> tuple[Tensor, Tensor]:
+    """Return two bounds for each channel of an attention's output: of the channel and of the channel's partial sums."""
     heads = live.layout.heads(sublayer)
     a = replace(live.a, max_length=live.layout.most_keys(sublayer, live.a.max_length))
-    values = live.linears(sublayer.fused, (sublayer.value, other))[-1]
+    values = live.linears(sublayer.fused, (sublayer.value, value_input))[-1]
     weight, bias = live.pair(sublayer.output)
     if sublayer.value_norm:
         size = live.layout.head_size(sublayer)
@@ -232,7 +238,7 @@ def attention_output(live: LiveWeights, sublayer: Attention, other: NormOutput) 
     balance = power.balanced(power.lengths(o.mT), most)
     longest = values.radius * power.spectral_norms(v * balance[..., None]) + power.lengths(centre * balance)
     sums = torch.minimum(weight.abs() @ most.flatten(), (power.lengths(o / balance[:, None]) * longest[:, None]).sum(0))
-    error = live.linear_error(other.gain.numel()) + a.gamma(a.max_length) + a.gamma(weight.shape[1]) + 4 * a.unit
+    error = live.linear_error(value_input.gain.numel()) + a.gamma(a.max_length) + a.gamma(weight.shape[1]) + 4 * a.unit
     added = torch.zeros_like(output) if bias is None else bias.abs()
     sums = sums * a.attention_sum + added
     output = torch.minimum(output * a.attention_sum + added + error * sums, sums * (1 + error))

@@ -67,9 +67,9 @@ def pair_peaks(matrices: Tensor) -> Tensor:
 
 
 def longest_of(matrices: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest ‖M·n‖ over ‖n‖ ≤ 1 for each matrix M, and a bound of ‖M·n + ``fixed``‖. These are [h] each,
-    from [h, s, d] and [h, s]. The bound is that of ``attention.longest_of``."""
-    long, added = spectral_norms(matrices), lengths(fixed)
+    """Return two tensors [h]: the largest ‖M·n‖ over all n with ‖n‖ ≤ 1, and a bound of ‖M·n + c‖ over these n.
+    matrices: h matrices M, [h, s, d]. fixed: a vector c for each M, [h, s]."""
+    long, added = spectral_norms(matrices), lengths(fixed)  # formulas as in ``attention.longest_of``
     if not bool(fixed.any()):
         return long, long
     square = (added / long.clamp(min=SMALL)).clamp(SMALL, 1 / SMALL)

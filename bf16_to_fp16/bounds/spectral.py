@@ -73,18 +73,22 @@ class Spectra:
     such as the converted ones, reuse the bounds. Where a reused bound is too loose, the eigenvalue is computed."""
 
     read: TensorReader  # of the source's weights
-    bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)  # by label, a matrix without values, its bound
-    kept: dict[tuple[frozenset[str], Hashable], Any] = field(default_factory=dict)  # by ``about`` and ``given``
+    bounds: dict[str, tuple[Tall, float]] = field(default_factory=dict)
+    """By a matrix's label: the matrix without its weights' values, and a bound of its Gram matrix's eigenvalues."""
+    kept: dict[tuple[frozenset[str], Hashable], Any] = field(default_factory=dict)
+    """Results of ``once``, by the field ``about`` and by the argument ``given`` of ``once``."""
     about: frozenset[str] = frozenset()  # names of the weights from which ``once`` computes
     fixed: bool = False  # whether to add no bounds, as for weights that are not the source's
 
     def under(self, read: TensorReader, changed: Collection[str]) -> Spectra:
-        """Return a store for other weights, which ``read`` reads; it keeps what depends on no ``changed`` tensor."""
+        """Return a store for new weights. It keeps the results of this store that depend on no tensor in ``changed``.
+        read: a function that returns a new weight by name."""
         bounds = {label: kept for label, kept in self.bounds.items() if kept[0].names.isdisjoint(changed)}
         return Spectra(read, bounds, {key: result for key, result in self.kept.items() if key[0].isdisjoint(changed)})
 
     def for_others(self) -> Spectra:
-        """Return a store for nearly equal weights. It corrects this store's bounds for the difference and adds none."""
+        """Return a store for weights nearly equal to the source's. It derives bounds for the other weights from this
+        store's bounds and from the difference of the weights. It does not store the derived bounds."""
         return replace(self, fixed=True, kept={})
 
     def once(self, given: Hashable, compute: Callable[[], T]) -> T:

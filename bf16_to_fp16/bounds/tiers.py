@@ -17,8 +17,8 @@ from .spectral import Spectra
 def certified_tiers(
     layout: Layout, weights: TensorReader, target: str, *, holds: bool, arithmetic: Arithmetic, spectra: Spectra
 ) -> dict[str, bool]:
-    """Return for each tier, by name, whether its certificate holds. holds: whether the certificate for ``target`` does.
-    arithmetic: the assumptions to which ``bound`` adds a tier's."""
+    """Return for each tier, by name, whether its certificate holds. holds: whether the certificate for ``target``
+    holds. arithmetic: the assumptions that all tiers have in common; each tier's own assumptions are added to them."""
     holding: dict[str, bool] = {}
     targets = [tier.target for tier in TIERS]
     # Every target covers the weakest tier.

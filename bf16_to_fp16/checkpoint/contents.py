@@ -129,8 +129,8 @@ def check_sentence_encoder(folder: Path) -> None:
         name, is_below = kind.rpartition(".")[2], bool(path.rstrip("/."))
         known = is_below and name in KNOWN_MODULES if i else not is_below and name == ENCODER
         if not known or not kind.startswith(NAMESPACE):
+            wanted = f"{', '.join(KNOWN_MODULES)} in its own folder" if i else f"{ENCODER} in the folder itself"
             raise UserError(
-                f"{folder / MODULES}: {kind or 'no class'!r} in {path or '.'!r} does not fit: the first module must"
-                f" be sentence-transformers' {ENCODER} in the folder itself, and the others any of"
-                f" {', '.join(KNOWN_MODULES)}, each in its own folder; remove {MODULES} to convert the encoder alone"
+                f"{folder / MODULES}: module {i} is {kind or 'no class'!r} in {path or '.'!r}, and can only be"
+                f" sentence-transformers' {wanted}; remove {MODULES} to convert the encoder alone"
             )

@@ -81,8 +81,8 @@ def read_pickle(file: Path) -> dict[str, TensorInfo]:
     Tensors can share bytes. Raises UserError if the file is incomplete or holds more than tensors."""
     resave = "load it with torch and save it with safetensors"
     unreadable = UserError(
-        f"{file}: is cut short, compressed, in torch's format from before 2020, or holds more than tensors, which may"
-        f" be code; {RESTORE}, or, if you trust it, {resave}"
+        f"{file} cannot be read safely: it is damaged, compressed, saved by torch before 1.6, or holds more than"
+        f" tensors; {RESTORE}, or, if you trust it, {resave}"
     )
     try:
         records = record_sizes(file)

@@ -66,9 +66,9 @@ names in files."""
 
 
 def names_in_files(names: Iterable[str], source: str, classes: Iterable[object]) -> dict[str, str]:
-    """Return the names in files, by name in transformers' modules, of the tensors whose two names differ. names: all
-    names in the files. classes: the config's ``architectures``. Raises UserError if a tensor has both names in
-    files."""
+    """Return a dictionary from tensor names in transformers' modules to tensor names in files. It has only the tensors
+    whose two names differ. names: all tensor names in the files. source: the checkpoint's name, for errors. classes:
+    the config's ``architectures``. Raises UserError if the files hold a tensor under two names."""
     names = frozenset(names)
     # Such a class has no head, so its module names lack the prefix.
     around = "model." if str(next(iter(classes), "")).endswith("Model") else ""
@@ -136,7 +136,7 @@ class FileLayout:
         if self.model_type not in (None, model_type):
             raise UserError(
                 f"{where}: {self.readers} read the encoder of {self.model_type}, and this is {model_type!r}; leave out"
-                " --layout, and give --eps fixed only if your program ignores the eps of the config"
+                " --layout"
             )
 
 

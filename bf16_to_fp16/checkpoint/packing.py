@@ -21,8 +21,8 @@ COPIED_BYTES = 1 << 22  # bytes copied at a time
 
 
 def check_out_file(out: Path, source: Path | None, *, force: bool) -> None:
-    """Raise UserError if the file ``out`` cannot be written. An existing file is accepted only with ``force``, if
-    ``convert --layout`` wrote it and its loss does not harm ``source``."""
+    """Raise UserError if the file ``out`` cannot be written. An existing file is accepted only if ``force`` is true,
+    ``convert --layout`` wrote the file, and replacing it would not harm ``source`` (see ``check_apart``)."""
     if out.suffix != ".safetensors":
         raise UserError(f"{out}: --layout writes one file; give an output path that ends in .safetensors")
     if out.is_dir():
@@ -82,7 +82,7 @@ def put_file_in_place(file: Path, out: Path, *, force: bool) -> None:
         if force and out.exists():
             check_our_file(out)
         elif out.exists():
-            raise UserError(f"{out} appeared while it was being made; {ELSEWHERE} or give --force")
+            raise UserError(f"another program wrote {out} meanwhile; {ELSEWHERE} or give --force")
         os.replace(file, out)
     with suppress(OSError):
         sync(out.parent)

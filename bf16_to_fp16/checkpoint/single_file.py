@@ -37,8 +37,8 @@ def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, header
     naming = STOCK if of_ours else next((n for n in (STOCK, WAN) if every.keys() >= {*n.anchors}), None)
     if naming is None:
         raise UserError(
-            f"{file}: no T5 encoder with tensor names of stock code or Wan (the first is {formats.shown(min(every))});"
-            " give the file of the text encoder alone, or a checkpoint's folder"
+            f"{file}: its tensors are not named as transformers or Wan name a T5 encoder's, for example"
+            f" {formats.shown(min(every))}; give the file of the text encoder alone, or a checkpoint's folder"
         )
     own = {naming.to_stock(name): info for name, info in every.items() if not name.endswith(ASIDE)}
     tensors = {name: replace(info, name=name) for name, info in sorted(own.items())}

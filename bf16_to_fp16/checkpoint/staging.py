@@ -83,7 +83,7 @@ def check_file(path: Path, mend: str) -> None:
     if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
         raise UserError(f"{path} cannot be written; {mend}")
     if path.is_file() and not is_report(path):
-        raise UserError(f"{path} exists and is no report of this program, or lies in a checkpoint; {mend}")
+        raise UserError(f"{path} exists and is not a report that this program wrote outside a checkpoint; {mend}")
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def put_in_place(work: Path, out: Path, *, force: bool) -> None:
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise UserError(
-                f"{out} appeared while it was being made; choose another output path or give --force"
+                f"another program wrote {out} meanwhile; choose another output path or give --force"
             ) from error
         raise UserError(f"{out}: {error.strerror}; {ELSEWHERE}") from error
     finally:

@@ -153,8 +153,8 @@ def chunks(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def scaled(values: torch.Tensor, write: Write, rows: slice, columns: slice) -> tuple[torch.Tensor, Array]:
-    """Scale a chunk of a tensor in place. Return the values, and a mask of those that were 0 before scaling; with an
-    offset, of those that are 0 after it. rows, columns: the chunk's part of the tensor."""
+    """Scale a chunk of a tensor in place. Return its values, and a mask of values that were 0 before scaling. If
+    ``write`` has an offset, the mask is of values that are 0 after scaling. rows, columns: the chunk's position."""
     zero = np.equal(values.numpy(), 0)
     if write.offset:  # adding 0 would turn -0 into 0
         values += write.offset

@@ -86,7 +86,9 @@ def launch_command(
 
     if run:
         if json_file == "-":
-            raise UserError("with --run standard output is the finetune's; give --json a file")
+            raise UserError(
+                "with --run the finetune prints to standard output, where JSON cannot go; give --json a file"
+            )
         check_auto_uses_the_card(asked.device)
     choice = choose(asked, machine_of(gpus, memory, running=run, on_cpu=asked.device == "cpu"))
     if run and not choice.fits:

@@ -43,7 +43,7 @@ from ..rescaling.plan import OfChannels, Plan, takes_fractions
 from ..rescaling.weight_losses import CHANNEL_RANGE
 from ..wording import counted
 
-PRICE_FACTOR_ON_TEXT = 1.5  # over 1, since the verdict counts the conversion's own inputs only
+UNIT_FACTOR_ON_TEXT = 1.5  # over 1, since the verdict counts the conversion's own inputs only
 TEXT = Path(__file__).parents[1] / "demo_data" / "held_out.txt"
 
 LARGE_BIAS = 1024.0  # from here on fp16 holds no fractions of scores
@@ -51,7 +51,7 @@ LARGE_BIAS = 1024.0  # from here on fp16 holds no fractions of scores
 MANY = 4  # up to so many edits are each tried on all compared batches, more on the two smallest
 TOGETHER = 16  # edits tried in one walk; their costs may show that the others need not be tried
 
-DEAR = 0.1  # an edit's share of the price above which a cut of columns is tried instead
+DEAR = 0.1  # an edit's ``Cost.share`` above which a cut of columns is tried instead
 PRICE_OF_A_PROOF = 1 / 128  # largest share of bf16's divergence for edits that only a proof needs
 
 
@@ -106,13 +106,12 @@ def attentions_to_centre(layout: Layout, weights: TensorReader, bounds: Mapping[
 
 @dataclass(frozen=True)
 class ReferenceOutputs:
-    """The source's fp32 outputs on some inputs, to compare edited outputs with. ``bf16``: how far its bf16 outputs
-    diverge from them. ``price``: the divergence that makes a ``Cost.share`` of 1."""
+    """The outputs of the unedited source on ``inputs``. Outputs of the edited source are compared with them."""
 
     inputs: Sequence[Batch]
     fp32: Outputs
-    bf16: float
-    price_factor: float = 1.0
+    bf16: float  # divergence of the source's bf16 outputs from ``fp32``
+    unit_factor: float = 1.0
 
     @classmethod
     def of(cls, layout: Layout, inputs: Sequence[Batch], reference: Reference, factor: float = 1.0) -> ReferenceOutputs:
@@ -120,17 +119,17 @@ class ReferenceOutputs:
         return cls(inputs, reference.fp32, own.kl_fp16, factor)
 
     @property
-    def price(self) -> float:
-        return self.price_factor * min(max(self.bf16, NOISE), RUINED)
+    def unit(self) -> float:
+        """The divergence for which ``Cost.share`` is 1. It is ``bf16``, if not extreme, times ``unit_factor``."""
+        return self.unit_factor * min(max(self.bf16, NOISE), RUINED)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of edits. ``divergence``: how far they move the source's outputs on the conversion's inputs. ``share``:
-    this divided by ``ReferenceOutputs.price``, or the same on text if that is larger."""
+    """How far edits move the source's outputs. A ``share`` of 0.5 means about half as far as bf16 moves them."""
 
-    divergence: float
-    share: float
+    divergence: float  # of the outputs on the conversion's inputs
+    share: float  # divergence / ``ReferenceOutputs.unit``: on the conversion's inputs or on text, whichever is larger
 
 
 @dataclass(frozen=True)
@@ -186,8 +185,8 @@ class Trial:
             return mean_divergence([Difference().add(x, x * scales[n], **how) for x in sources[k]])
 
         divergences = [[divergence(n, k) for k in range(len(sources))] for n in range(len(plans))]
-        prices = [reference.price for reference in self.references]
-        return [Cost(each[0], max(x / price for x, price in zip(each, prices, strict=True))) for each in divergences]
+        units = [reference.unit for reference in self.references]
+        return [Cost(each[0], max(x / unit for x, unit in zip(each, units, strict=True))) for each in divergences]
 
 
 def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
@@ -197,21 +196,23 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
-    """Return edits that bring all signals under their limits, as cheap as possible; None if they cost too much. max_kl:
-    a divergence that is allowed in any case if some observed values need edits."""
+    """Return cheap edits that bring all signals under their limits, or None if the edits cost too much. max_kl: a
+    divergence that the user allows, even if bf16 diverges less. ``max_kl`` is ignored if all observed values are under
+    their limits: then only a proof needs the edits."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     # No limit if the observed values need the same edits as the bounds.
     allowed = math.inf if all(each.proven == each.observed for each in needed.values()) else PRICE_OF_A_PROOF
     if allowed < math.inf and any(observed):
         # An eighth is left for fp16's rounding.
-        allowed = max(MOST_FOR_A_PROOF * 7 / 8, (max_kl or 0.0) / trial.references[0].price)
+        allowed = max(MOST_FOR_A_PROOF * 7 / 8, (max_kl or 0.0) / trial.references[0].unit)
     chosen, predicted = rows_or_columns(trial, {name: each.proven for name, each in needed.items()}, allowed)
     if predicted is None:
         return None
-    several = allowed < math.inf and len(chosen) > 1
-    if several and not trial.costs([chosen], "all edits together")[0].share <= allowed:
-        return None
+    if allowed < math.inf:
+        total = trial.costs([chosen], "all edits together") if len(chosen) > 1 else predicted.values()
+        if not sum(cost.share for cost in total) <= allowed:
+            return None
     plan = trial.centring.model_copy(update={"exponents": chosen})
     return Edits(plan, {name: cost.divergence for name, cost in predicted.items()}, apart)
 
@@ -219,8 +220,9 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits of weights and their costs, both by signal. An edit scales columns instead of rows if that costs
-    less. Columns that were tried together share one cost. The costs are None if those of rows exceed ``allowed``."""
+    """Return the edits of weights and the cost of each edit, both by signal. An edit scales columns of a weight instead
+    of rows if that costs less. allowed: a limit on the sum of ``Cost.share`` over the edits that can only scale rows.
+    If the sum is over the limit, None is returned instead of the costs."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs
@@ -247,12 +249,13 @@ def rows_or_columns(
     predicted = {name: (of_rows | of_columns)[name] for name in chosen}
     if deeper != columns and cuts[-1].share < sum(predicted[name].share for name in chosen if name not in others):
         chosen = {**others, **deeper}
-        predicted = {name: predicted[name] if name in others else cuts[-1] for name in chosen}
+        predicted = {name: predicted[name] if name in others else cuts[-1] for name in chosen}  # one cost for all cuts
     return chosen, predicted
 
 
 def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Mapping[str, NeededExponents], bool]:
-    """Return ``needed`` with one exponent for all logits or one for each, and whether this unties the head."""
+    """Return ``needed`` with the exponents of logits settled, and whether these untie a tied head. Each logit gets its
+    own exponent only if the head is or can be untied, and ``trial`` shows that one exponent for all costs more."""
     layout = trial.layout
     if LOGITS not in needed:
         return needed, False
@@ -289,4 +292,4 @@ def outputs_on_text(checkpoint: Checkpoint, layout: Layout, config: Any, progres
         return []
     with progress.step("Running the source on text") as advance:
         reference = reference_of(checkpoint, inputs, advance)
-    return [ReferenceOutputs.of(layout, inputs, reference, PRICE_FACTOR_ON_TEXT)]
+    return [ReferenceOutputs.of(layout, inputs, reference, UNIT_FACTOR_ON_TEXT)]

@@ -64,7 +64,8 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
 
 
 def check_unread(checkpoint: Checkpoint, report: Report) -> Iterator[tuple[str, ...]]:
-    """Yield, with a reason, weight files that transformers reads but the report lacks, and listed ones left unread."""
+    """Yield (name, reason) for each weight file that transformers reads but the report does not list. Yield (name,
+    reason, remedy) for each weight file that the report lists but transformers does not read."""
     listed = {entry.name for entry in report.output.files}
     read = [checkpoint.file_name(file) for file in checkpoint.weight_files]
     yield from ((name, UNLISTED) for name in read if name not in listed)

@@ -38,14 +38,14 @@ OTHER_SCALE = "it was undone already, or another call of make_fp16_safe rescaled
 class MadeSafe:
     """The result of ``make_fp16_safe``; ``str`` gives a summary.
 
-    plan: the powers of two that scale the weights, including those of a converted folder that was loaded. certified:
-    whether no input can overflow the fp16 model before training. headroom_bits: log2(limit / bound) at ``tightest``,
-    the site with the least headroom. eps: the eps of norms in the source. originals: the source's key biases and
-    position-bias tables that were centred (a part that softmax ignores was subtracted). tables: these tables after
-    centring. outputs: by output, the log2 of its factor, for all channels or for each; logits keep their values.
-    inputs: the log2 of the factor that ``inputs_embeds`` needs. passed: the name of an observed signal that stays over
-    65504, or "". head_gain: the factor that a conversion put into a separated head. original: the name of the
-    source."""
+    plan: the powers of two that scale the weights. If the model was loaded from a converted folder, the conversion's
+    powers of two are included. certified: whether no input can overflow the fp16 model before training. headroom_bits:
+    log2(limit / bound) at ``tightest``, the site with the least headroom. eps: the eps of norms in the source.
+    originals: the source's key biases and position-bias tables that were centred (a part that softmax ignores was
+    subtracted). tables: these tables after centring. outputs: for each output by name, the log2 of the factor that the
+    rescaling puts on the output: one number, or one for each channel. Logits keep their values. inputs: the log2 of the
+    factor that ``inputs_embeds`` needs. passed: the name of an observed signal that stays over 65504, or "". original:
+    the name of the source."""
 
     plan: Plan = field(repr=False)
     target: str
@@ -59,7 +59,7 @@ class MadeSafe:
     inputs: Mapping[str, OfChannels] = field(default_factory=dict, compare=False, repr=False)
     passed: str = ""
     layout: Layout | None = field(default=None, compare=False, repr=False)
-    head_gain: float = 1.0
+    head_gain: float = 1.0  # factor that convert multiplied into the head's weight, if it untied a tied head
     original: str = ""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +114,8 @@ class MadeSafe:
             source = ModelTensors(model)
             if "F16" in {t.dtype for t in source.tensors.values()}:
                 raise UserError(
-                    f"{source.source} is in fp16, which may not hold the source's scale; undo before half()"
+                    f"{source.source} is in fp16, which may be too small for the source's weights; call undo before"
+                    " half(), or load the model in another dtype"
                 )
             layout = resolve(source)
             with on_the_cpu(model):
@@ -182,8 +183,8 @@ class MadeSafe:
         Call this once, before the first step. max_grad_norm: clip the gradients to this L2 norm at the source's scale,
         summed in the optimizer's order; do not clip them elsewhere. Parameters that were not rescaled are stepped as
         usual. Raises UserError if this plan did not scale ``model``, or if the norm is not positive. A step raises
-        UserError for sharded parameters (FSDP, ZeRO-3), for copies of them (ZeRO-1 and 2), and after a step that
-        failed."""
+        UserError if parameters are sharded (FSDP, ZeRO-3), if the optimizer holds copies of the parameters (ZeRO-1 and
+        2), if the step is given a closure, and after a step that failed."""
         check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
         exponents = {}
         if self.changed:
@@ -249,8 +250,8 @@ def on_the_cpu(model: Any) -> Iterator[None]:
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or next(iter(devices)).type == "meta":
         raise UserError(
-            f"{type(model).__name__} is not on one device with its values; load it without device_map, and let the"
-            " Trainer move it"
+            f"{type(model).__name__} is spread over several devices, or its weights are not loaded; load it without"
+            " device_map, and let the Trainer move it"
         )
     (device,) = devices
     model.to("cpu")

@@ -54,9 +54,9 @@ def make_fp16_safe(
 
     ``undo`` of the result restores every weight bit for bit; after training it keeps the trained function exactly. The
     fp32 outputs keep every bit, except that gains stored minus an offset (Gemma's) are rounded to fp32. The config's
-    eps changes with the weights. Call ``undo`` before you save a Pegasus, whose config has no eps. With ``train``,
-    norms behind linears get an eps that no config can hold: if a saved model must be equal in every bit, call ``undo``
-    before you save it.
+    eps changes with the weights. A Pegasus has no eps in its config, so call ``undo`` before you save a Pegasus. With
+    ``train``, norms that read a linear's output can get an eps that differs from the config's. A saved model can then
+    compute other bits than the model in memory, unless you call ``undo`` before you save it.
 
     target: as in ``convert``; ``train`` leaves room for dropout, gradients and moving weights. margin_bits: the
     headroom that values of the built-in probe keep. max_length: the most positions for which the certificate holds. A

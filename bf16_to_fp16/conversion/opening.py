@@ -49,7 +49,8 @@ def say_where_saved_again(checkpoint: Checkpoint, progress: Progress) -> None:
 
 def layout_with_notes(checkpoint: Checkpoint, progress: Progress, max_length: int | None = None) -> Layout:
     """Return the layout, the role of each tensor; print notes on tensors that the class does not read.
-    max_length: print notes on what the proof leaves out too, and raise UserError if nothing can be proven."""
+    max_length: the most positions that a proof is to cover; None without a proof. For a proof, notes also say what the
+    proof leaves out. Raises UserError if a proof is asked for and nothing can be proven."""
     layout = agreed_layout(checkpoint)
     if max_length is not None:
         check_bounded(layout, checkpoint.source)

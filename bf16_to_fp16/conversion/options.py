@@ -103,7 +103,7 @@ class Options:
     as_class: str | None = option(
         None,
         "--as",
-        "Convert for this stock class of the same weights. One without a head gives the source's last states.",
+        "Convert for this stock class of the same weights. A class without a head gives the source's last states.",
         metavar="CLASS",
     )
     plan: str | Path | None = option(
@@ -150,11 +150,12 @@ class Options:
         "auto (CUDA where there is one, else the CPU), cpu, cuda, cuda:N or mps; default: auto.",
         metavar="DEVICE",
     )
-    exact: bool = option(False, "--exact", "Make no edits: every exponent cancels.", is_flag=True)
+    exact: bool = option(False, "--exact", "Make no edits: use only powers of two that cancel.", is_flag=True)
     max_kl: float | None = option(
         None,
         "--max-kl",
-        "Accept an output up to X nats from the source (of states: relative squared error), though bf16 is nearer.",
+        "Accept an output up to X nats from the source, even if the source in bf16 is nearer. For states, X is a"
+        " relative squared error.",
         type=float,
         metavar="X",
     )
@@ -177,10 +178,10 @@ class Options:
             ("--stream", self.stream is None),
         ):
             if self.plan is not None and not own:
-                raise UserError(f"--plan has all that {name} would choose; leave out one of the two")
+                raise UserError(f"--plan already decides what {name} sets; leave out one of the two")
         if self.max_kl is not None and (self.exact or not self.run_model):
             other = "--exact" if self.exact else "--no-audit"
-            raise UserError(f"--max-kl accepts what edits cost, and {other} makes none; leave out one of the two")
+            raise UserError(f"--max-kl limits what edits cost, but {other} makes no edits; leave out one of the two")
 
     def check_layout(self, layout: Layout, where: str) -> None:
         chosen = LAYOUTS.get(self.layout)
@@ -190,7 +191,7 @@ class Options:
         if layout.stock.decodes or layout.head is not None:
             name = layout.family.giving_states(decodes=False)
             how = "give a folder of the encoder" if name is None else f"add --as {name}"
-            raise UserError(f"{where}: {chosen.readers} read only encoders; {how}, or choose --layout single")
+            raise UserError(f"{where}: {chosen.readers} can load an encoder only; {how}, or choose --layout single")
         for name in layout.tensors:
             chosen.naming.from_stock(name)  # raises for a tensor without a name there
 
@@ -232,7 +233,8 @@ class Destination:
 @dataclass(frozen=True)
 class Provenance:
     """Where a trained checkpoint comes from. ``original``: the checkpoint before training. ``judge``: a function that
-    adds the recipe's goals to the report. ``search``: a function that attacks the named sites of a folder's model."""
+    adds the recipe's goals to the report. ``search``: a function that searches for inputs that overflow the named sites
+    of the model in a folder."""
 
     command: str
     lineage: Lineage

@@ -74,7 +74,7 @@ def convert_pipeline(
     settings.check()
     pipeline = open_pipeline(source, is_known)
     if pipeline is None:
-        raise UserError(f"{source} has no model_index.json, so it is no pipeline; convert takes single checkpoints")
+        raise UserError(f"{source} has no model_index.json, so it is not a pipeline; use convert")
     for flag, given in (("--plan", settings.plan if len(pipeline.encoders) > 1 else None), ("--as", settings.as_class)):
         if given is not None:
             raise UserError(f"{flag} works on one model; give --subfolder {listed(pipeline.encoders, 'or')} as well")
@@ -140,9 +140,9 @@ def converted(options: Options, pipeline: Pipeline, name: str, place: Destinatio
     if (factor := report.outputs[LAST].factor_log2) != 0:
         other, itself = giving_states(report), alone(pipeline, name)
         raise UserError(
-            f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, which become"
-            f" {f'2^{factor} times' if isinstance(factor, int) else 'other values than'} the source's;"
-            f" {f'let {MODEL_INDEX} load it as {other}, or ' if other else ''}{itself}"
+            f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, and the conversion"
+            f" {f'multiplies them by 2^{factor}' if isinstance(factor, int) else 'changes them'};"
+            f" {f'name {other} as its class in {MODEL_INDEX}, or ' if other else ''}{itself}"
         )
     return done
 
@@ -179,7 +179,7 @@ def encoder_options(options: Options, pipeline: Pipeline, name: str) -> Options:
     two_stacks = family_of(config).decoder is not None
     if two_stacks and stock is not None and stock.decodes:
         raise UserError(
-            f"{pipeline.kind} may read inner states of {name}, and inner states of a {kind} change when it is rescaled;"
+            f"{pipeline.kind} may read inner states of {name}, but rescaling a {kind} changes its inner states;"
             f" {alone(pipeline, name)}"
         )
     held = pipeline.kind in READ_INSIDE if two_stacks else pipeline.kind not in READ_AT_THE_END

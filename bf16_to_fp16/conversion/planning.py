@@ -126,9 +126,11 @@ def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decid
         )
     edits = edits_of(layout, plan)
     if options.exact and (edits.exponents or edits.centred_keys):
-        raise UserError("the plan has edits, which change the function; leave out --exact, or plan anew")
+        raise UserError("the plan has edits, which change the function; leave out --exact or --plan")
     if not options.run_model and edits.exponents:
-        raise UserError("the plan has edits, and only a run shows their cost; leave out --no-audit, or plan anew")
+        raise UserError(
+            "the plan has edits, and only running the model shows their cost; leave out --no-audit or --plan"
+        )
     return Decided(layout, plan, target)
 
 
@@ -208,7 +210,8 @@ class Search:
         return SourceBounds(certificate.ranges, exponents, frozenset(immovable))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
-        """Return the best plan with its layout and bounds. Untie a tied head if limits are then exceeded by less."""
+        """Return the best plan, with the layout and the bounds that it was made from. A head that is tied to the
+        embedding is untied if values then stay less far over their limits."""
 
         def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
             fallbacks = len(planned.fallbacks) if self.options.prove else 0
@@ -292,8 +295,8 @@ class Search:
             return fidelity(reference.fp32, reference.bf16, drifted, probabilities=layout.gives_probabilities)
 
     def affordable(self, decided: Decided) -> Decided:
-        """Return ``decided``. If rounding its gains drifts further than bf16, decide again without the margin that the
-        target ``train`` adds."""
+        """Return ``decided``, except if the target is ``train`` and ``decided.plan`` changes the outputs more than bf16
+        does. Then decide again, without the extra margin of ``train``."""
         if decided.target != "train" or self.observed is None or decided.plan.drift is None:
             return decided
         drift = self.drift(decided.layout, decided.plan)

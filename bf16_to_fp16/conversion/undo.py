@@ -46,8 +46,8 @@ def undo(
     a message names them.
 
     Without ``plan``, weights that the conversion did not round come back bit for bit. Only the sign of a 0 can differ,
-    in a rescaled gain stored minus 1. Tensors that the conversion added are left out, those that it replaced come from
-    the report, and those that it dropped stay missing. Raises UserError if the folder has no plan."""
+    where a rescaled gain is stored as gain − 1. Tensors that the conversion added are left out, those that it replaced
+    come from the report, and those that it dropped stay missing. Raises UserError if the folder has no plan."""
     progress, out = progress_of(progress), Path(out)
     if plan is not None:
         return undo_trained(written_folder(folder), out, Path(plan), force=force, progress=progress)
@@ -111,8 +111,8 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return ``start``, the plan before training, without its edits and composed with ``plan``. Print these edits.
-    Without ``start``, return ``plan``."""
+    """Return one plan with the effect of ``start``, the plan before training, followed by ``plan``. The edits of
+    ``start`` are left out and printed. If ``start`` is None, return ``plan``."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)
@@ -125,7 +125,8 @@ def class_before(origin: Source) -> str | None:
 
 
 def write_weights(checkpoint: Checkpoint, report: Report, work: Path, progress: Progress) -> Written:
-    """Write weights to ``work`` with the checkpoint's plan undone and, after a finetune, the plan before it too."""
+    """Undo the conversion's plan and write the resulting weights to ``work``. If the converted model came from a
+    finetune, also undo the plan that rescaled the model before training."""
     plan, origin, start = report.of_plan, report.source, report.start
     assert origin.dtype is not None  # ``read_written`` checks it
     stored = {"F64": "F32"}  # fp32 holds every value that came through fp16

@@ -257,7 +257,8 @@ def run_again(checkpoint: Checkpoint, verified: Verified, before: Layout | None)
 
 
 def check_audit(again: Rerun, verified: Verified) -> Iterator[tuple[str, ...]]:
-    """Yield the unsafe sites of the audit. Without any, on equal inputs, yield its differences from the report."""
+    """Yield each site that the repeated audit finds unsafe. If there is none, and both audits ran on the same inputs,
+    yield each difference of the repeated audit from the report."""
     report, entries = verified.report, again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)
@@ -304,8 +305,9 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, verified: Verified
 ) -> Iterator[tuple[str, str]]:
-    """Search for input that edits harm. Yield the worst token id, and the worst set of ids, if it is more than twice as
-    far from the source as any that the report lists."""
+    """Search again for input that edits harm. Yield the worst single id if it is more than twice as far from the source
+    as any single id in the report. Yield the worst set of several ids if it is more than twice as far as any such set
+    in the report. Also yield the number of ids searched if it differs from the report's."""
     report = verified.report
     rare = searched(original, checkpoint, before, report.of_plan, verified.progress)
     if rare is None:

@@ -33,8 +33,8 @@ def in_folder(folder: str | Path) -> Iterator[None]:
 
 def declared(config: Mapping[str, object], tensors: int | None = None) -> tuple[Layout, list[Part]]:
     """Return a config's layout, without tensors and signals, and the declared parts (sublayers and the like) of its
-    stacks. tensors: the checkpoint's number of tensors, the most layers that a stack may have. If it is None, only the
-    first ``EARLY`` layers of a stack are declared. Raises UserError for a bad config.json."""
+    stacks. tensors: the number of tensors in the checkpoint; no stack can have more layers. If it is None, only the
+    first ``EARLY`` layers of each stack are declared. Raises UserError for a bad config.json."""
     stock, family = class_of(config), placed_family(config)
     for key, (only, why) in family.alone.items():
         if (value := config_value(family, config, key)) != only:

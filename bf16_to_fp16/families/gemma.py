@@ -1,14 +1,14 @@
 """Gemma, Gemma 2, Gemma 3's text models and EmbeddingGemma: one stack, as in Llama, with these differences.
 
-Gemma 3 has norms before and after every sublayer, and of queries and keys, all with one eps. So rescaling multiplies
-all inputs of norms by the stream's power of two. Gains are stored minus 1, and multiplying one rounds it. So only the
-gains that must change are multiplied.
+Gemma 3 has norms before and after every sublayer, and norms of queries and keys. All norms share one eps. So rescaling
+multiplies the input of every norm by the residual stream's power of two. Files hold each gain minus 1, so a gain that
+is multiplied must be rounded again. Therefore only the gains that must change are multiplied.
 
 Gemma 2 has no norms of queries and keys, so queries and keys have exponents, as in Llama. Rescaling leaves the scores
 unchanged, so their soft cap acts as before.
 
-Gemma has no soft caps, and a norm only before each sublayer. So the stream's power of two multiplies the output
-projections themselves. Only the gains before a tied head are multiplied, and rounded."""
+Gemma has no soft caps, and no norms after sublayers. So its output projections write to the stream directly, and their
+weights are multiplied by the stream's power of two. Only gains before a tied head are multiplied, and so rounded."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """GLM-4-0414, GLM-4 and GLM-4.5: causal language models, as Llama, with these differences.
 
 GLM-4-0414 and GLM-4 have a fused ``gate_up_proj``, the gate's rows first; only the rows of the up projection can be
-rescaled exactly. GLM-4-0414 also has a norm after each sublayer. Rotary positions rotate channels 2i and 2i + 1 of each
-head's first half. Exponents and bounds treat the other channels as pairs too.
+rescaled exactly. GLM-4-0414 also has a norm after each sublayer. Rotary positions rotate channels 2i and 2i + 1 in the
+first half of each head. Exponents and bounds treat the second half of each head as rotated in the same way.
 
 GLM-4.5 has routed experts and a shared one, except in its first layers. The router computes in fp32. The weights of a
 token's experts are sigmoids of the router's logits, divided by their sum if the config says so, and multiplied by the

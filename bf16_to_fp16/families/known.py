@@ -90,11 +90,11 @@ def placed_family(config: Mapping[str, object]) -> Family:
 
 
 def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]) -> StockClass | None:
-    """Return a transformers class that names the embedding as ``tensors`` do, if the config's class does not; else
-    None. Classes of one family can differ in the prefix of module paths."""
+    """Return another class of the config's family whose name for the embedding is in ``tensors``, or None."""
     plain, own = family_of(config), class_of(config)
     for stock in plain.classes:
         family = family_inside(plain, stock.body)
+        # A class with the same ``body`` has the same name for the embedding.
         if stock.body != own.body and any(name in tensors for name in (family.embedding, *family.copies)):
             return stock
     return None
@@ -122,10 +122,8 @@ def of_model_type(model_type: object) -> Family | None:
 
 
 def spare_padding(config: Mapping[str, object]) -> float:
-    """Return how many padding tokens keep a padded encoder row finite in fp16: 0 if any number does, inf if none does.
-
-    Padding is on the right. Under a mask of −inf, padding that attends to no position becomes NaN, and so does what
-    attends to it. Where a layer sums up blocks, a whole block of padding gives it a sum to attend to."""
+    """Return the least number of padding tokens with which a padded encoder row stays finite in fp16. The number is 0
+    if any padding will do, and inf if none will. Padding is on the right."""
     family = of_model_type(config.get("model_type"))
     if family is None:
         return 0
@@ -134,6 +132,8 @@ def spare_padding(config: Mapping[str, object]) -> float:
     windowed = next((windowed for windowed in windows if isinstance(windowed, Attention) and windowed.radius), None)
     if windowed is None:
         return 0
+    # Under a mask of −inf, a padding position that attends to nothing becomes NaN, and so do positions that attend to
+    # it. If a layer also sums up blocks of positions, padding positions can attend to the sum of a block of padding.
     return int(str(full[windowed.block])) if windowed.block else math.inf
 
 

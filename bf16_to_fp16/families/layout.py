@@ -73,7 +73,7 @@ class ResolvedSignal:
     kind: Kind
     size: int
     seen: tuple[ObservationPoint, ...]
-    beside: tuple[ObservationPoint, ...] = ()
+    added_at: tuple[ObservationPoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,12 @@ class Layout:
         return near + (length // self.positions_per_sum(attention) if attention.block else 0)
 
     def positions_per_sum(self, attention: Attention) -> int:
-        """Return how many positions LongT5's attention sums into one further key; a remainder joins the last sum."""
+        """Return how many positions LongT5's attention sums into one global key; a remainder joins the last sum."""
         return number_of(self.family, self.config, attention.block, "a number of positions")
 
     def experts_together(self, experts: Experts) -> tuple[int, float, float]:
-        """Return the number of experts that take a token, the largest weight of one expert, and the largest sum of the
-        weights of one token."""
+        """Return how many experts take a token, the largest routing weight, and the largest sum of a token's routing
+        weights. A routing weight is the factor on one expert's output for one token."""
         if not experts.chosen:
             return 1, 1.0, 1.0
         number = min(number_of(self.family, self.config, experts.chosen, "a number of experts"), len(experts.experts))
@@ -201,7 +201,7 @@ class Layout:
         return number, scale, scale if convex else scale * number
 
     def noise(self, experts: Experts) -> float:
-        """Return the largest distance from 1 of a router's random factor in training; 0 without such a factor."""
+        """Return ε, where a router's random factors in training lie from 1 − ε to 1 + ε; 0 without such factors."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
         return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", allow_zero=True)
 
@@ -264,8 +264,8 @@ class Layout:
         eps = {positive(key, value, "a small positive number such as 1e-06") for key, value in values.items()}
         if len(eps) > 1:
             raise UserError(
-                f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, but one power of two scales"
-                " the eps of all norms; such a checkpoint is not supported"
+                f"config.json: {' and '.join(map(repr, self.family.eps_keys))} differ, but a rescaled checkpoint needs"
+                " the same eps in all norms; such a checkpoint is not supported"
             )
         return next(iter(eps), self.family.eps)
 

@@ -2,8 +2,8 @@
 positions and a SiLU gate. Other families are built from these parts.
 
 A power of two commutes with a rotation only if both channels of a pair have it. So queries and keys have one exponent
-for each pair of each key head. Qwen3 has norms of queries and keys, whose inputs are multiplied by the stream's power
-of two. Norms' gains are stored as they are, not minus 1 as in Gemma, so every norm's output can be scaled."""
+for each pair of each key head. Qwen3 has norms of queries and keys. All norms share one eps, so the inputs of these
+norms are scaled like the residual stream. Gains are stored directly, not minus 1, so norms' outputs can be scaled."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_window(config: Mapping[str, object], key: str = "sliding_window") -> N
     least = 0 if looked_up(config, "use_bidirectional_attention") in BOTH_WAYS else 1
     if window is not None and not (isinstance(window, int) and window >= least):
         raise UserError(
-            f"config.json: {key!r} is {window!r}, not a whole number of at least {least}, with which a position"
+            f"config.json: {key!r} is {window!r}, and must be a whole number of at least {least}, so that a position"
             " attends to itself; take it from the original checkpoint"
         )
 
@@ -49,7 +49,8 @@ def number(config: Mapping[str, object], key: str) -> int:
 
 
 def shared_values(config: Mapping[str, object]) -> Spread:
-    """Return (value heads, query heads that share each, size of a head), the ``Spread`` of an attention's values."""
+    """Return the ``Spread`` by which query heads share values: (value heads, query heads for each value head, size of a
+    head). Raises UserError for numbers in the config that do not fit."""
     heads, kv_heads, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if heads % kv_heads or size % 2:
         raise UserError(

@@ -60,7 +60,7 @@ def inside(part: Part, body: str) -> Part:
 
     part = renamed_signals(part, lambda name: name if name == RESIDUAL else path(name))
     return Part(
-        tuple(replace(signal, seen=moved(signal.seen), beside=moved(signal.beside)) for signal in part.signals),
+        tuple(replace(signal, seen=moved(signal.seen), added_at=moved(signal.added_at)) for signal in part.signals),
         tuple(replace(tensor, name=path(tensor.name)) for tensor in part.tensors),
         None if part.topology is None else topology(part.topology),
     )

@@ -28,7 +28,7 @@ from .wiring import Attention, Experts, FeedForward, Head, HeadLinear, Projector
 
 @dataclass(frozen=True)
 class Style:
-    """How a family's weights are stored. The fields from ``model`` on name axis sizes, as keys of ``Family.sizes``."""
+    """How a family's weights are stored. ``model`` and all later fields are names of axis sizes in ``Family.sizes``."""
 
     biased: Collection[str] = ()  # last path components of linears with a bias
     shifts: bool = False  # whether norms have a bias
@@ -69,7 +69,7 @@ class Style:
         if not norm:
             return ()
         seen = (output_of(linear), input_of(norm))
-        return (Signal(before(norm), Kind.BEFORE_NORM, size or self.model, (), beside=seen),)
+        return (Signal(before(norm), Kind.BEFORE_NORM, size or self.model, (), added_at=seen),)
 
     def behind(self, wiring: Sublayer) -> tuple[Tensor, ...]:
         return self.norm(wiring.post_norm, multiplied_by(RESIDUAL)) if wiring.post_norm else ()
@@ -79,15 +79,16 @@ PLAIN = Style()
 
 
 def to_norm(norm: str) -> Axis:
-    """Return a linear's output axis, scaled like the residual stream. A ``norm`` behind the linear adds a factor."""
+    """Return a linear's output axis, which is multiplied by the residual stream's factor. If a norm reads this output,
+    the axis is also multiplied by the factor of the signal ``before(norm)``. norm: the norm's path, "" for none."""
     stream = multiplied_by(RESIDUAL)
-    return stream.beside(multiplied_by(before(norm))) if norm else stream
+    return stream.with_others(multiplied_by(before(norm))) if norm else stream
 
 
-def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return two ``Spread``, of the queries' channels and of the keys'. Query heads that read one key head share
-    exponents, and so do the two channels of a rotated pair. share: (key heads, query heads for each, size of a head);
-    () if nothing is rotated and each query head has its own key head."""
+def spreads(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
+    """Return which channels of queries share an exponent, and which channels of keys do, as two shapes: see ``Spread``.
+    share: as in ``attention``."""
+    # Query heads that read one key head share exponents. Two channels that a rotation mixes share an exponent.
     if wiring.rotary is None:
         return share, ()
     kv_heads, heads, size = share
@@ -101,9 +102,9 @@ def pairs(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
 
 
 def fused_rows(fused: tuple[int, ...], number: int, spread: Spread = ()) -> Spread:
-    """Return the ``Spread`` of a fused matrix's rows for a signal that rescales only the rows of linear ``number``.
-    fused: the number of rows of each linear, () for a matrix of one linear. spread: how the rows of linear ``number``
-    share the signal's channels."""
+    """Return the ``Spread`` of a fused matrix's rows. The matrix joins several linears, and the signal rescales the
+    rows of only one of them. fused: how many rows each linear has; () for a matrix of one linear. number: the index of
+    the rescaled linear. spread: how the rows of the rescaled linear share the signal's channels."""
     if not fused:
         return spread
     before, after = sum(fused[:number]), sum(fused[number + 1 :])
@@ -120,7 +121,7 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
     others, columns = (None, style.memory or style.model) if wiring.memory else (own, style.model)
     taken = () if wiring.fused or wiring.query_norm else (Signal(columns_of(scores), Kind.COLUMNS, style.model, ()),)
     key_norm = "" if wiring.value_norm and wiring.value == wiring.key else wiring.key_norm  # that reads its input alone
-    queries, keys, inner, query_key, priced = products(wiring, style, share)
+    queries, keys, inner, query_key, priced = for_scores(wiring, style, share)
     values = multiplied_by(value, rows)
     read: Axis | None = divided_by(value, share)
     carried: tuple[Signal, ...] = (
@@ -137,7 +138,8 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
         values, read, carried = to_norm(alone), None, style.before(alone, wiring.value, style.kv_inner)
         stream += [output_of(wiring.value), input_of(wiring.value_norm)]
     if wiring.fused:
-        joint, size = queries.beside(*queries.others, keys, values), f"{style.inner}+{style.kv_inner}+{style.kv_inner}"
+        joint = queries.with_others(*queries.others, keys, values)
+        size = f"{style.inner}+{style.kv_inner}+{style.kv_inner}"
         linears = *style.linear(wiring.query, size, columns, joint, own), *inner
     else:
         linears = (
@@ -168,30 +170,30 @@ def attention(wiring: Attention, style: Style = PLAIN, share: Spread = ()) -> Pa
     )
 
 
-def products(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
-    """Return what declares an attention's queries and keys: the output axes of both weights, the gains of any norms of
-    them, and the signals ``query_key`` and ``scores``. If there are such norms, the linears before them are rescaled
-    like the residual stream, because all norms share one eps."""
+def for_scores(wiring: Attention, style: Style, share: Spread) -> tuple[Axis, Axis, tuple[Tensor, ...], Signal, Signal]:
+    """Return what an attention declares for queries and keys: the output axis of the query weight, the output axis of
+    the key weight, tensors of any norms, and the signals ``query_key`` and ``scores``. share: as in ``attention``."""
     query_key, scores = f"{wiring.at}.query_key", f"{wiring.at}.scores"
     if wiring.query_norm:
         # A rotation mixes the channels of a pair, so both gains of a pair carry the same factor.
         query_size, key_size = (style.inner, style.kv_inner) if wiring.norms_whole else (style.head, style.head)
-        read, of_keys = pairs(wiring, share if wiring.norms_whole else (1, 1, share[2]))
-        moved = multiplied_by(scores).beside(multiplied_by(query_key, read))
+        read, of_keys = spreads(wiring, share if wiring.norms_whole else (1, 1, share[2]))
+        moved = multiplied_by(scores).with_others(multiplied_by(query_key, read))
         gains = (
             *style.norm(wiring.query_norm, moved, query_size),
             *style.norm(wiring.key_norm, divided_by(query_key, of_keys), key_size),
         )
         seen = output_of(wiring.query_norm, 1, read), output_of(wiring.key_norm, -1, of_keys)
         both = Signal(query_key, Kind.QUERY_KEY, key_size, seen, of_keys)
-        priced = Signal(scores, Kind.ASYMPTOTIC, query_size, (), beside=(output_of(wiring.query_norm),))
+        priced = Signal(scores, Kind.ASYMPTOTIC, query_size, (), added_at=(output_of(wiring.query_norm),))
+        # All norms share one eps, so the inputs of these norms get the residual stream's factor.
         return to_norm(wiring.query_norm), to_norm(wiring.key_norm), gains, both, priced
-    read, of_keys = pairs(wiring, share)
+    read, of_keys = spreads(wiring, share)
     first, *rows = (fused_rows(wiring.fused, *of) for of in ((0,), (0, read), (1, of_keys)))
     seen = output_of(wiring.query, 1, rows[0]), output_of(wiring.key, -1, rows[1])
     both = Signal(query_key, Kind.QUERY_KEY, style.kv_inner, seen, of_keys)
-    priced = Signal(scores, Kind.ASYMPTOTIC, style.inner, (), beside=(output_of(wiring.query, 1, first),))
-    queries = multiplied_by(query_key, rows[0]).beside(multiplied_by(scores, first))
+    priced = Signal(scores, Kind.ASYMPTOTIC, style.inner, (), added_at=(output_of(wiring.query, 1, first),))
+    queries = multiplied_by(query_key, rows[0]).with_others(multiplied_by(scores, first))
     return queries, divided_by(query_key, rows[1]), (), both, priced
 
 
@@ -203,7 +205,7 @@ def joining(wiring: Attention | FeedForward) -> tuple[ObservationPoint, ...]:
 
 def with_columns(own: Axis | None, signal: str) -> Axis:
     columns = multiplied_by(columns_of(signal))
-    return columns if own is None else own.beside(columns)
+    return columns if own is None else own.with_others(columns)
 
 
 def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
@@ -216,11 +218,11 @@ def feed_forward(wiring: FeedForward, style: Style = PLAIN) -> Part:
     out, back = multiplied_by(neuron, neurons), divided_by(neuron)
     opened = multiplied_by(gate, gates)
     if wiring.gate:
-        back = back.beside(divided_by(gate))
+        back = back.with_others(divided_by(gate))
     if wiring.fused:
-        out = out.beside(opened)
+        out = out.with_others(opened)
     seen = output_of(wiring.linear, 1, neurons), input_of(wiring.output)
-    pre_activations = Signal(gate, Kind.ASYMPTOTIC, style.ff, (output_of(wiring.gate, 1, gates),), beside=seen[1:])
+    pre_activations = Signal(gate, Kind.ASYMPTOTIC, style.ff, (output_of(wiring.gate, 1, gates),), added_at=seen[1:])
     own = style.reads(wiring.norm)
     taken: tuple[Signal, ...] = ()
     gated: tuple[Tensor, ...] = ()
@@ -296,8 +298,8 @@ def tied_head(norm: str, of: Head, style: Style = PLAIN, *others: Tensor) -> Par
     """Return the declaration of a final norm and a tied head. The gains are divided by the embedding's factor."""
     seen = Signal(RESIDUAL, Kind.RESIDUAL, style.model, (output_of(norm, -1),))
     return Part(
-        (seen, replace(logits(of), beside=(output_of(norm),))),
-        (*style.norm(norm, divided_by(RESIDUAL).beside(multiplied_by(LOGITS))), *others),
+        (seen, replace(logits(of), added_at=(output_of(norm),))),
+        (*style.norm(norm, divided_by(RESIDUAL).with_others(multiplied_by(LOGITS))), *others),
         of,
     )
 

@@ -8,8 +8,9 @@ In mBART a norm reads the sum of embedding and learned positions, and its output
 and bias are rescaled, but embedding, positions and a tied head are not, and its eps need not change. Each stack's
 stream has its own exponent.
 
-For BigBird-Pegasus only ``attention_type: original_full`` is supported, not block-sparse attention. Stock code also
-uses it by itself for inputs of up to (5 + 2·num_random_blocks)·block_size positions."""
+For BigBird-Pegasus only ``attention_type: original_full`` is supported, not block-sparse attention. With a
+block-sparse config, transformers still uses full attention for inputs of up to (5 + 2·num_random_blocks)·block_size
+positions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2's and Qwen3's text models, with outputs of a vision tower in their stream.
 
-Positions on three axes only change rotary angles. A merger normalises four of the tower's outputs and makes one token
-of them, by two linears with a GELU. In Qwen3-VL, further mergers add outputs of earlier tower layers after the first
-layers. The mergers' norms have their own eps, so only each merger's last linear is rescaled."""
+Positions have three axes, which affects rotary angles only. A merger normalises four of the tower's outputs and makes
+one token of them, by two linears with a GELU. Qwen3-VL has further mergers, which read earlier layers of the tower. The
+outputs of each such merger are added to the stream after one of the text model's first layers. A merger's norm has its
+own eps, and reads outputs that are not rescaled. So only the merger's last linear is rescaled."""
 
 from __future__ import annotations
 
@@ -90,8 +91,8 @@ def with_images(
     flat: bool = False,
 ) -> Family:
     """Return the family of a text model with a vision tower. kinds: the names of the classes with and without a head.
-    brings: the function that declares the parts that add the tower's outputs. width_key: the key of the tower's width
-    in ``vision_config``. flat: whether older configs have no ``text_config``."""
+    brings: a function that declares the tower's mergers, see ``Family``. width_key: the key of the tower's width in
+    ``vision_config``. flat: whether older configs have no ``text_config``."""
     across, wide = "vision_config.spatial_merge_size", f"vision_config.{width_key}"
 
     def around(inner: Family) -> Family:

@@ -17,6 +17,7 @@ import torch
 from ..checkpoint.formats import SAFETENSORS_NAMES
 from ..checkpoint.headers import FLOATING_DTYPES, TensorInfo
 from ..checkpoint.reader import Checkpoint
+from ..checkpoint.sources import RESTORE
 from ..errors import UserError
 from .configs import axis_size, looked_up
 from .experts import experts_apart
@@ -148,7 +149,7 @@ def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock
             if not same_values(checkpoint, name, embedding):
                 raise UserError(
                     f"{checkpoint.source}: {name} differs from {embedding}, but they are one tensor in"
-                    f" {family.title}; remove the wrong one"
+                    f" {family.title}; remove {name} if {embedding} is right, or {RESTORE}"
                 )
             dropped[name] = f"the same values as {family.embedding}, to which stock classes tie it"
     return dropped
@@ -229,7 +230,7 @@ def merge_signals(
             record.kind,
             old.size if old else channels_along(size_of(record.size), record.spread),
             old.seen + record.seen if old else record.seen,
-            old.beside + record.beside if old else record.beside,
+            old.added_at + record.added_at if old else record.added_at,
         )
     for tensor in tensors.values():
         for axis, length in zip(tensor.axes, tensor.shape, strict=True):

@@ -2,8 +2,9 @@
 
 A *signal* is what flows between weights: the residual stream, one attention's values, the output of one norm. Rescaling
 may multiply each of its channels by a power of two, its factor. The factor multiplies weights that write the signal,
-along their output axis, and divides weights that read it, along their input axis. Queries are multiplied and keys
-divided, so that their product stays. An element's exponent is the sum over its tensor's axes."""
+along their output axis, and divides weights that read it, along their input axis. Queries are multiplied and keys are
+divided by the same factors, so that their products do not change. A weight's element is scaled by 2^(a + b), where a is
+the exponent of the element's row and b is the exponent of its column."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class Kind(StrEnum):
 
     @property
     def has_one_exponent(self) -> bool:
-        """Whether one exponent can scale all channels, so that the signal can lie on axes of different lengths."""
+        """Whether one exponent can scale all channels. Such an exponent fits tensor axes of any length."""
         return self in (Kind.RESIDUAL, Kind.LOGITS, Kind.BEFORE_NORM)
 
 
@@ -68,30 +69,31 @@ follow the n rows of their gates in one matrix."""
 
 @dataclass(frozen=True)
 class Axis:
-    """A tensor's axis that a signal's power of two multiplies or divides."""
+    """A tensor's axis that is multiplied or divided by a signal's power of two."""
 
     sign: Sign
     signal: str
     spread: Spread = ()
-    others: tuple[Axis, ...] = ()  # further signals', on the same elements or a fused matrix's other linears
+    others: tuple[Axis, ...] = ()  # of further signals, on the same elements or a fused matrix's other linears
 
-    def beside(self, *others: Axis) -> Axis:
-        """Return a copy of this axis with the given ``others`` in place of its own."""
+    def with_others(self, *others: Axis) -> Axis:
+        """Return a copy with these ``others``: one ``Axis`` for each further signal that rescales the tensor's axis."""
         return replace(self, others=others)
 
 
 def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
-    """Return one ``Axis`` without ``others`` for each signal that rescales a tensor's axis; () for None."""
+    """Return a separate ``Axis`` for each signal that rescales ``axis``; () if ``axis`` is None."""
     return () if axis is None else (replace(axis, others=()), *axis.others)
 
 
 def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that a signal's power of two multiplies, as in a weight that computes the signal."""
+    """Return an axis multiplied by a signal's power of two, such as the output axis of a weight that writes the
+    signal."""
     return Axis(1, signal, spread)
 
 
 def divided_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis that a signal's power of two divides, as in a weight that reads the signal."""
+    """Return an axis divided by a signal's power of two, such as the input axis of a weight that reads the signal."""
     return Axis(-1, signal, spread)
 
 
@@ -106,7 +108,7 @@ class ObservationPoint:
 
 
 def output_of(module: str, sign: Sign = 1, spread: Spread = ()) -> ObservationPoint:
-    """Return a signal's observation point at a module's output. sign: −1 if its power of two divides the output."""
+    """Return a signal's observation point at a module's output. sign: −1 if the signal's factor divides the output."""
     return ObservationPoint(sign, module, "output", spread)
 
 
@@ -116,12 +118,13 @@ def input_of(module: str, spread: Spread = ()) -> ObservationPoint:
 
 
 def columns_of(signal: str) -> str:
-    """Return the name of the ``COLUMNS`` signal for the weight that computes ``signal``: queries or a gate."""
+    """Return the name of the ``COLUMNS`` signal, which scales a weight's input channels. signal: the name of the
+    ``ASYMPTOTIC`` signal, which scales the same weight's output channels."""
     return f"{signal}.columns"
 
 
 def signal_of_columns(columns: str) -> str:
-    """Return the name of the signal to which a ``COLUMNS`` signal belongs: the inverse of ``columns_of``."""
+    """Undo ``columns_of``: return the name of the signal that scales the output channels of the same weight."""
     return columns.removesuffix(columns_of(""))
 
 
@@ -138,8 +141,9 @@ class Signal:
     kind: Kind
     size: str  # the size of an axis of the signal, a key of ``Family.sizes``
     seen: tuple[ObservationPoint, ...]  # where the signal is observed
-    spread: Spread = ()  # of that axis
-    beside: tuple[ObservationPoint, ...] = ()  # where another signal is observed, to whose exponent this one's is added
+    spread: Spread = ()  # how that axis's elements share channels
+    added_at: tuple[ObservationPoint, ...] = ()
+    """Where a second signal is observed, and this signal's exponent is added to the second signal's exponent."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Arithmetic on tensors' axes where several elements share a channel of a signal, or some have none: see ``Spread``."""
+"""Map values between the channels of a signal and the elements of a tensor's axis. One channel can have several
+elements, and some elements have no channel: see ``Spread``."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from .signals import Spread
 
 
 def split_ends(spread: Spread) -> tuple[int, Spread, int]:
-    """Split off the ends of a ``Spread`` that count elements not rescaled: (-3, 8, 2) becomes (3, (8, 2), 0)."""
+    """Split a ``Spread`` into (elements before, inner factors, elements after): (-3, 8, 2) becomes (3, (8, 2), 0). The
+    elements before and after are not rescaled."""
     before = -spread[0] if spread and spread[0] < 0 else 0
     after = -spread[-1] if spread and spread[-1] < 0 else 0
     return before, tuple(factor for factor in spread if factor > 0), after

@@ -25,8 +25,8 @@ def experts(at: str, config: Mapping[str, object]) -> Part:
     """Return the declaration of a router and its experts at ``at``; raise UserError for a router not in fp32."""
     if config[DTYPE] != "float32":
         raise UserError(
-            f"config.json: {DTYPE!r} is {config[DTYPE]!r}; only a router in float32 chooses the same experts after"
-            " rescaling"
+            f"config.json: {DTYPE!r} is {config[DTYPE]!r}, in which the router may choose other experts after"
+            " rescaling; set it to 'float32'"
         )
     number = whole_number("num_experts", config["num_experts"], "a number of experts")
     parts = [t5.neurons(at, str(config[ACTIVATION]), f"mlp.experts.expert_{i}") for i in range(number)]

@@ -1,12 +1,11 @@
 """T5 v1.0 and v1.1, Flan-T5, ByT5 and UL2 (``model_type`` t5), mT5, UMT5 and LongT5.
 
-Pre-norm, RMSNorm with its eps in the config, no biases, no scaling of scores. v1.0 has ReLU and a tied head after
-d^-1/2; v1.1 and its descendants have a gate and a separate head. A stack's blocks share the first one's relative
-attention bias, except in UMT5.
+Pre-norm, RMSNorm with its eps in the config, no biases, no scaling of scores. v1.0 has ReLU and a tied head, and
+multiplies the head's input by d^-1/2, where d is the width. v1.1 and its descendants have a gate and a separate head.
+A stack's blocks share the first one's relative attention bias, except in UMT5.
 
-LongT5 is T5 v1.1 with an encoder that attends locally, which changes only the mask. With ``transient-global`` it also
-attends to sums of the norm's output over blocks of positions, through another norm. All norms share one eps, so the
-sums must have the residual stream's factor. So must the first norm's output, in every channel."""
+LongT5 is T5 v1.1 with an encoder that attends locally, which changes only the mask. With ``transient-global`` the
+encoder also attends to sums of the norm's output over blocks of positions. A second norm normalises these sums."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ STYLE = Style(kv_inner="inner")
 
 
 def attention(at: str, module: str, *, bias: bool, memory: bool = False, shared: str = "") -> Part:
-    """Return an attention's declaration. bias: whether it has its own position bias. shared: if not, the path of the
-    attention whose position bias it adds."""
+    """Return an attention's declaration. bias: whether the attention has its own position bias. shared: the path of
+    another attention, whose position bias is added if ``bias`` and ``memory`` are false."""
     m = f"{at}.{module}"
     wiring = Attention(
         m,
@@ -198,7 +197,8 @@ def long_attention(at: str, config: Mapping[str, object], i: int) -> Part:
     module = MODULES.get(str(config[TYPE]))
     if module is None:
         raise UserError(
-            f"config.json: {TYPE!r} is {config[TYPE]!r}; it is {' or '.join(map(repr, MODULES))} in stock code"
+            f"config.json: {TYPE!r} is {config[TYPE]!r}, which transformers does not know; set it to"
+            f" {' or '.join(map(repr, MODULES))}"
         )
     first = f"encoder.block.0.layer.0.{module}"
     part = attention(at, module, bias=i == 0, shared=first)
@@ -210,6 +210,8 @@ def long_attention(at: str, config: Mapping[str, object], i: int) -> Part:
     norm, inner = wiring.norm, f"{wiring.at}.global_input_layer_norm"
     bias = f"{first}.global_relative_attention_bias.weight"
 
+    # All norms share one eps, and ``inner`` reads sums of the output of ``norm``. So this output must have the residual
+    # stream's factor in every channel.
     def of_the_stream(axis: Axis | None) -> Axis | None:
         return replace(axis, signal=RESIDUAL) if axis is not None and axis.signal == norm else axis
 

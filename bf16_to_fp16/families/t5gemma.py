@@ -1,8 +1,8 @@
 """T5Gemma: two stacks of Gemma 2's layers; the second reads the first's output by cross-attention.
 
 Each stack has its own embedding, widths, heads and depth, from a nested config. One eps and one stream exponent serve
-both. Cross-attention has no positions, so its channels have no pairs. Each stack multiplies its embeddings by √d,
-rounded to their dtype."""
+both. Cross-attention has no rotary positions. Each stack multiplies its embeddings by √d, where d is the width; √d is
+rounded to the embeddings' dtype."""
 
 from __future__ import annotations
 

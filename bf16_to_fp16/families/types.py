@@ -183,7 +183,8 @@ class Family:
         return (self.encoder,) if self.decoder is None else (self.encoder, self.decoder)
 
     def giving_states(self, *, decodes: bool) -> str | None:
-        """Return the name of the family's class without a head, with (``decodes``) or without a decoder, or None."""
+        """Return the name of the family's class without a head; None if there is none. decodes: True for the class that
+        runs encoder and decoder, False for the class that runs the first stack only."""
         fitting = (each for each in self.classes if each.gives == ("last_hidden_state",) and each.decodes == decodes)
         return next((each.names[0] for each in fitting), None)
 

@@ -19,12 +19,13 @@ class StockAttributes:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions, which rotate each pair of channels of a query or key by an angle."""
+    """Rotary positions, which rotate each pair of channels of a query or key by an angle. Channels that are not rotated
+    are paired too, and bounded as if they were rotated."""
 
-    at: str  # the module that makes cosines and sines; "" for no rotation, which is bounded as if there were one
+    at: str  # the module that makes cosines and sines, "" if no channel is rotated
     factor: float = 1.0  # the largest on cosines and sines, at least 1
     interleaved: bool = False  # whether channels 2i and 2i + 1 form a pair; else i and i + r/2 of r rotated channels
-    turned: int = 0  # r, 0 for all channels; the others form pairs too
+    turned: int = 0  # r, the number of rotated channels in a head; 0 for all
     growth: tuple[float, float] | None = None  # (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)
 
 
@@ -54,16 +55,14 @@ class Attention:
     norms_whole: bool = False  # whether these norms are over all heads together, as wide as the projection
     rotary: Rotary | None = None
     kv_heads: str = ""  # config key of the number of heads of keys and values, "" where it is ``heads``
-    scale: str = ""  # config key of a number whose power of -1/2 multiplies ``scaled`` scores, "" for head_dim
+    scale: str = ""  # config key of n, where ``scaled`` scores are multiplied by n^-1/2, "" where n is head_dim
     cap: str = ""  # config key of the c of a soft cap c·tanh(x/c) on scaled scores, before the mask; null for none
-    radius: str = ""
-    """Config key of the largest distance of a key from its query, "" for no limit. With a limit, blocks of radius + 1
-    positions attend to themselves and their two neighbours. Stock code masks with −1e10, which is −inf in fp16."""
-    block: str = ""
-    """Config key of the number of positions that are summed into each further key and value, "" for no such sums. A
-    remainder at the end joins the last sum."""
-    block_norm: str = ""  # the norm of the sums
-    block_bias: str = ""  # tensor of their position bias
+    radius: str = ""  # config key of the largest distance between a query and a key, "" for no limit
+    """With a limit, blocks of radius + 1 positions attend to themselves and their two neighbours. Stock code masks with
+    −1e10, which is −inf in fp16."""
+    block: str = ""  # config key of how many positions are summed into each further (global) key and value, "" for none
+    block_norm: str = ""  # the norm that reads these sums
+    block_bias: str = ""  # tensor of the position bias between queries and these sums
     divides: bool = False  # whether scores are divided by √head_dim instead, by a module without SDPA
     weights_dropout: str = ""  # the dropout module of the attention weights, "" for a function
     attributes: StockAttributes | None = None  # of its module, where they are not the family's
@@ -210,7 +209,7 @@ class HeadLinear:
 class Head:
     """A model's head: linears in sequence, of which the first reads the last norm's output."""
 
-    at: str  # the module that computes them
+    at: str  # the module that contains the linears, or the only linear
     linears: tuple[HeadLinear, ...]
     dropout: str = ""  # the module before each linear, "" for none
     cap: str = ""  # config key of the c of a soft cap c·tanh(x/c) on the logits, which the model itself applies

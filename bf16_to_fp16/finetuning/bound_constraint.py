@@ -2,8 +2,7 @@
 
 Rescaling cannot lower some sites (scores, gate rows, logits). Their bounds must stay under a ceiling, the lid, which
 falls during training from the largest bound to fp16's limit. After each optimizer step, Newton steps along the bounds'
-gradients bring every bound under the lid. Rows that write the residual stream are only scaled down, because otherwise
-their large terms would no longer cancel on real inputs."""
+gradients bring every bound under the lid."""
 
 from __future__ import annotations
 
@@ -117,6 +116,7 @@ class BoundConstraint:
             used = effective(self.layout.tensors[name], weight).float()
             # In units of each tensor's length this is the least change.
             way = gradient * used.square().sum(1, keepdim=True)
+            # Rows that write the residual stream keep their direction, so that large terms still cancel in its sums.
             if scaled or site in self._stream:
                 way = used * (1.0 if scaled else (gradient * used).sum(1, keepdim=True))
             slope = slope + (gradient * way).sum(1)
@@ -128,19 +128,19 @@ class BoundConstraint:
             weight.sub_((torch.minimum(step, most)[:, None] * way).to(weight.dtype))
         self.weights.write()
 
-    def _largest_of_each_group(self, over: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return ``over`` with only each group's largest excess at each index (row, head or channel); others are 0."""
+    def _largest_of_each_group(self, excess: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``excess``, with 0 where another site of the same group has a larger value at the same index."""
         groups: dict[str, list[str]] = {}
-        for site in over:
+        for site in excess:
             groups.setdefault(self._groups.get(site, site), []).append(site)
         kept = {}
         for sites in groups.values():
-            most = torch.stack([over[site] for site in sites]).amax(0)
+            most = torch.stack([excess[site] for site in sites]).amax(0)
             taken = torch.zeros_like(most, dtype=torch.bool)
             for site in sites:
-                mine = (over[site] == most) & ~taken
+                mine = (excess[site] == most) & ~taken  # the first of equal values
                 taken |= mine
-                kept[site] = torch.where(mine, over[site], 0.0)
+                kept[site] = torch.where(mine, excess[site], 0.0)
         return kept
 
     def over(self) -> list[BoundEntry]:
@@ -165,8 +165,8 @@ class BoundConstraint:
 
 
 def groups_of(layout: Layout) -> dict[str, str]:
-    """Return the group of each site, named by a module path: the attention, the stack (for its residual stream) or the
-    linear of the head to which the site belongs."""
+    """Return the name of each site's group. One group has the score sites of an attention, one has the sites on a
+    stack's residual stream, and one has the sites of a linear in the head."""
     head = layout.head
     groups = {} if head is None else {"model:add": head.at} | {linear.at: linear.at for linear in head.linears}
     for stack in layout.stacks():
@@ -200,7 +200,8 @@ class WholeWeights:
         return self._leaves[id(weight)] if id(weight) in self._leaves else self._gathered(weight)
 
     def leaves(self, names: Iterable[str]) -> list[Tensor]:
-        """Return weights, gathered if sharded, as autograd's leaves; until ``write``, ``read`` returns the same."""
+        """Return weights as leaf tensors of autograd, gathered if they are sharded. Until ``write`` is called, ``read``
+        returns these leaf tensors too."""
         leaves = []
         for name in names:
             weight = self._named[name]

@@ -156,7 +156,8 @@ class StepLosses:
     passes: int
 
     def calls(self, batches: Sequence[TrainingBatch]) -> list[TrainingBatch | int]:
-        """Return the inputs of a step's forwards: each batch and, with a penalty, the index of a part of the probe."""
+        """Return the arguments of a step's calls, in order: a batch for ``of_batch``, an index for ``of_probe``. With a
+        penalty, each batch is followed by the index of a part of the probe."""
         # Each has its own backward: one for both would keep both activations, and all weights that shards gather.
         if self.penalty is None:
             return list(batches)
@@ -179,8 +180,8 @@ class StepLosses:
         return loss, torch.stack([task.detach(), kl.detach()]).double().cpu()
 
     def of_probe(self, step: int, index: int) -> Tensor:
-        """Run part ``index`` of a step's probe and return its loss, in all processes together. If the model is sharded,
-        a loss of 0 has a backward too, because every process must gather the same weights there."""
+        """Run part ``index`` of a step's probe and return its loss. All processes must call this together. If the model
+        is sharded, even a loss of 0 has a graph, because the backward gathers weights in all processes together."""
         assert self.penalty is not None
         whole = with_spare_padding(self.stock.config, self.drawn(step))
         device, share = self.processes.device, PROBE_WEIGHT * self.recipe.distillation.weight

@@ -20,7 +20,7 @@ TOLERANCE_BITS = 0.005  # what headroom may lack: less than its two digits show
 
 @dataclass(frozen=True)
 class Command:
-    """The command line of a finetune; the next command is made from it."""
+    """The command line that started a finetune. ``line`` returns it with changed settings, to suggest the next run."""
 
     recipe: str = "recipe.yaml"
     overrides: tuple[str, ...] = ()  # values of ``--set``, such as "schedule.steps=100"

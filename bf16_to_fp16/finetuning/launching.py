@@ -257,8 +257,8 @@ def accelerate_config(kind: str, processes: int, deepspeed: Path | None = None) 
 
 
 def write_launch(recipe: Recipe, choice: Choice, arguments: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """Write the configuration files beside the recipe's output; return their paths and the launch command. arguments:
-    those of ``finetune`` in it. Raises UserError rather than replace a YAML file that launch did not write."""
+    """Write configuration files beside the recipe's output; return their paths and the launch command. arguments: the
+    arguments of ``finetune`` in that command. Raises UserError rather than replace YAML that launch did not write."""
     out, processes = Path(recipe.out), choice.machine.processes
     config, deepspeed = (out.with_name(f"{out.name}.{ending}") for ending in ("launch.yaml", "deepspeed.json"))
     by_engine = choice.kind.startswith("zero")
@@ -291,7 +291,8 @@ def write_launch(recipe: Recipe, choice: Choice, arguments: Sequence[str]) -> tu
 
 def run_launch(command: Sequence[str], begun: Sequence[str], *, on_gpu: bool) -> int:
     """Run ``command``, from ``write_launch``; return its exit status, that of the first process to fail. begun: the
-    user's command up to the recipe, for messages on how to go on. Raises UserError if a signal ended a process."""
+    first words of the user's command, before the recipe; messages on how to go on repeat these words. Raises UserError
+    if a signal ended a process."""
     import torch.distributed.run as elastic  # with its loggers
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException

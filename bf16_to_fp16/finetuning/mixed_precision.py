@@ -81,9 +81,9 @@ class MixedPrecision:
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def finish(self, parameters: Iterable[nn.Parameter], units: Sequence[float] | None = None) -> float:
-        """Divide the gradients by the loss scale and clip them to ``CLIP_NORM``, but leave them if their norm is inf or
-        NaN. Then update the loss scale, and return the norm of the unscaled gradients before clipping. units: for each
-        parameter, what its gradient is multiplied by in the norm that is clipped; None for 1."""
+        """Divide the gradients by the loss scale, clip them, and update the loss scale. Return the norm of the divided
+        gradients before clipping. If this norm is inf or NaN, the gradients are neither divided nor clipped. units: a
+        factor for each parameter (default 1). Clipping limits the norm of gradients times factors to ``CLIP_NORM``."""
         parameters = list(parameters)
         pairs = [(p.grad, u) for p, u in zip(parameters, units or [1.0] * len(parameters), strict=True)]
         gradients = [gradient for gradient, _ in pairs if gradient is not None]

@@ -52,15 +52,15 @@ class ActivationPenalty:
         penalty = ActivationPenalty(model).attach()
         loss = loss + penalty()  # after the forward, before the backward
 
-    A call returns an fp32 scalar for the forwards with gradients since the last call: the sum of each site's excess in
-    bits times the site's weight. It has no graph if no site is over its target. All ranks of torch's default group
-    share the largest values.
+    A call returns an fp32 scalar: the sum of each site's excess in bits times the site's weight. The call covers all
+    forwards with gradients since the call before. The scalar has no graph if no site is over its target. All ranks of
+    torch's default group share the largest values.
 
     model: any torch model with eager attention, wrapped (DDP, FSDP) or not. targets: the largest |x| by the audit's
     site names; by default fp16's limit times 2**-headroom_bits at every site that can grow. dual_step: what each step
-    adds to a site's weight per bit of excess. weight: a fixed weight for every site in place of these; 0 only observes.
-    accumulation: calls per optimizer step, by which the loop divides the loss. train_mode: whether to also keep the
-    input of ``gelu_new`` under 147.8, beyond which its backward overflows.
+    adds to a site's weight per bit of excess. weight: a fixed weight for all sites, with which ``dual_step`` has no
+    effect; 0 only observes. accumulation: calls per optimizer step, by which the loop divides the loss. train_mode:
+    whether to also keep the input of ``gelu_new`` under 147.8, beyond which its backward overflows.
 
     Raises ``UserError`` for unusable arguments, fused attention whose scores cannot be seen, compiled models and
     reentrant checkpointing."""
@@ -130,7 +130,7 @@ class ActivationPenalty:
         return self
 
     def detach(self) -> None:
-        """Stop observing the model's forwards, and restore it; weights and observations stay."""
+        """Stop observing the model's forwards and remove the hooks. The sites' weights and observations are kept."""
         if self._attached:
             self._tap.__exit__(None, None, None)
             self._attached = False
@@ -320,8 +320,8 @@ class ActivationPenalty:
         self._calls = 0
 
     def _gather(self) -> dict[str, tuple[float, float]]:
-        """Return the largest |x| and log2 of the smooth maximum of each site, over all ranks since the last call. The
-        latter is -inf if the site has no term in the penalty, and always if there is a single rank."""
+        """Return, by site, the largest |x| and log2 of the smooth maximum, over all ranks since the last call. The log2
+        is -inf for a site that has no term in the penalty on any rank, and for every site if there is only one rank."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:

@@ -197,7 +197,7 @@ def make_accelerator(recipe: Recipe) -> Any:
     passes = recipe.data.share(wanted).gradient_accumulation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
     if engine and find_spec("deepspeed") is None:
-        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or run launch again: it then does without")
+        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or run launch again for a plan without it")
     if engine and on_cpu:
         import deepspeed.ops
 
@@ -244,7 +244,8 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     in_16_bits = any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
     if in_16_bits or dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            f"DeepSpeed's configuration is not for the recipe's precision, {wanted}; in its JSON, set torch_autocast"
-            " to float16 for fp16, or remove it for fp32, and remove fp16 and bf16, which keep weights in 16 bits"
+            f"DeepSpeed's configuration does not train in the recipe's precision, {wanted}; in its JSON,"
+            f" {'set torch_autocast to float16' if wanted == 'fp16' else 'remove torch_autocast'} and remove the"
+            " sections fp16 and bf16"
         )
     return wanted, wanted

@@ -79,12 +79,11 @@ class Data(Section):
 
 
 class Optimizer(Section):
-    """Settings of the optimizer: torch's AdamW (Loshchilov and Hutter 2019), or another class. Its steps may be
-    relative to the size of the weights."""
+    """Settings of the optimizer: torch's AdamW (Loshchilov and Hutter 2019), or another class."""
 
-    relative: bool = _key(True, "everything in units of each tensor's median magnitude, which rescaling changes")
-    name: str | None = _key(None, "another optimizer's class, such as torchao.optim.AdamW8bit, in the place of AdamW")
-    arguments: dict[str, Any] = _key({}, "what it takes besides parameters and learning rate")
+    relative: bool = _key(True, "make steps proportional to each tensor's median magnitude, which rescaling changes")
+    name: str | None = _key(None, "class of an optimizer to use instead of AdamW, such as torchao.optim.AdamW8bit")
+    arguments: dict[str, Any] = _key({}, "arguments of that class besides parameters and learning rate")
 
     @field_validator("name")
     @classmethod
@@ -128,7 +127,9 @@ class Penalty(Section):
     )
     headroom_bits: float = _key(1.0, "bits that every site keeps below its limit", ge=0, lt=24)
     certify: bool | None = _key(
-        None, "hold the bounds too, so that no input can overflow it; true: else unsafe; null: where possible"
+        None,
+        "hold the bounds too, so that no input can overflow the model; true: the result is unsafe if a bound stays over"
+        " its limit; null: hold them for target half or auto with a penalty, but do not judge the result by them",
     )
 
     @property
@@ -141,7 +142,7 @@ class Distillation(Section):
     """Settings of the loss that keeps the source's function: the KL divergence from the logits of the frozen source."""
 
     weight: float = _key(
-        1.0, "share of the KL in the loss; the text's own task has the rest, and is then learnt", ge=0, le=1
+        1.0, "share of the KL in the loss; below 1, the rest is the loss of the text's own task", ge=0, le=1
     )
 
 
@@ -203,7 +204,8 @@ class Recipe(Section):
         )
 
     def settled(self) -> Recipe:
-        """Return the recipe, a null ``penalty.certify`` set: True only for target "half" or "auto" with a penalty."""
+        """Return the recipe with a value for ``penalty.certify`` if that key is null. The value is True for target
+        "half" or "auto" with a penalty, and False otherwise."""
         if self.penalty.certify is not None:
             return self
         certify = self.target in CERTIFIABLE and self.penalty.form != "none"

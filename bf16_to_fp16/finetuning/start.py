@@ -84,8 +84,8 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
     """Return whether all values fit the recipe's precision in a few training batches and, with a penalty, in the probe.
-    student: the model to train. Raises UserError if training cannot mend an overflow, because there is no penalty or
-    the precision of the first steps overflows too."""
+    If they do not fit, training begins in a wider precision, in which the penalty lowers them. Raises UserError if
+    there is no penalty, or if values overflow in the wider precision too. student: the model to train."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     penalised = recipe.penalty.form != "none"
@@ -101,7 +101,8 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     if broken is not None:
         keys = ["rescale: true"] * (not recipe.rescale) + ["penalty.form"] * (not penalised) + ["precision: fp32"]
         raise UserError(
-            f"{broken} is not finite before the first step, and nothing would bring it down; set {listed(keys, 'or')}"
+            f"{broken} is inf or NaN before the first step, and nothing in the recipe lowers it; set"
+            f" {listed(keys, 'or')}"
         )
     return False
 
@@ -132,7 +133,8 @@ def overflowing(
 @contextmanager
 def written_trained(folder: Path, weights: Mapping[str, torch.Tensor]) -> Iterator[Path]:
     """Yield the folder of a temporary checkpoint with the trained fp32 weights. folder: the run's folder. weights: the
-    trained weights by name; a missing one is taken from the run's start, as are the names of the tensors."""
+    trained weights by name. A weight that is missing there is read from the run's start. The temporary checkpoint names
+    its tensors as the start does."""
     start = folder / START_FOLDER
     checkpoint = open_checkpoint(start)
     layout = resolve(checkpoint)

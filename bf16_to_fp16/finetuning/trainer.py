@@ -1,7 +1,8 @@
 """The training loop, for one process or many. A run that is killed and continued ends with the same bits as one that
 never stopped.
 
-A run on two processes takes the steps of one: losses are sums over all positions of a step, divided by their number."""
+A run on two processes takes the same steps as a run on one process: each loss is summed over the step's positions in
+all processes, and divided by the number of these positions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Check that stock code (transformers) builds the model that the layout describes, for which bounds are computed.
 
-A config attribute that stock code reads is accepted only if no bound depends on it, or if the config keys that the
-layout is made from determine its value."""
+The layout is made from some keys of the config. Any other config attribute that stock code reads is accepted only if no
+bound depends on it, or if the layout's keys determine its value."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
         scales = run_short(model, layout)
     if scales != (layout.head_scale != 1.0):
         raise UserError(
-            f"{where}: stock code {'multiplies' if scales else 'does not multiply'} the decoder's output by"
-            f" d^-1/2 before the head, but the bounds are for code that {'does not' if scales else 'does'}; take the"
-            " file from the original checkpoint"
+            f"{where}: transformers {'multiplies' if scales else 'does not multiply'} the decoder's output by d^-1/2"
+            f" before the head, but the bounds assume that it {'does not' if scales else 'does'}; take the file from"
+            " the original checkpoint"
         )
 
 
@@ -242,13 +242,13 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
 
 
 def check_dynamic(parameters: Any, where: str) -> None:
-    """Raise UserError for "dynamic" rotary positions with a factor f under 1, whose frequencies may be NaN.
-
-    For n positions, the config's maximum m ≤ n and head size d > 2, frequencies are the powers −2i/d of θ·(f·n/m − f +
-    1)^(d/(d − 2)). If f ≥ 1, the bracket is 1 + f·(n/m − 1) ≥ 1 and grows with n. Every frequency then lies between its
-    values at the first and the last position. If f < 0, the bracket becomes negative for large n, and its power NaN."""
+    """Raise UserError for "dynamic" rotary positions whose factor is no finite number or is under 1. transformers only
+    warns of a factor under 1. A negative factor can make the frequencies NaN for long inputs."""
     if not isinstance(parameters, Mapping):
         return
+    # For n positions, the config's maximum m ≤ n, base θ, factor f and head size d > 2, frequency i is the power −2i/d
+    # of θ·b^(d/(d − 2)), where b = 1 + f·(n/m − 1). If f ≥ 0, b is at least 1 and does not fall with n, so the first
+    # and the last position have the extreme frequencies. If f < 0, b is negative for large n, and its power can be NaN.
     for each in (parameters, *(value for value in parameters.values() if isinstance(value, Mapping))):
         factor = each.get("factor")
         if each.get("rope_type") == "dynamic" and not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
@@ -298,9 +298,10 @@ def run_short(model: Any, layout: Layout) -> bool:
 
 
 def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) -> dict[str, str]:
-    """Return error messages by config attribute, for values that differ from those that the layout's config keys
-    determine. Attributes on which no bound depends are left out. kind: the config's class. written: the config's
-    attributes. where: the file that messages name. Raises UserError if stock code makes no config from the keys."""
+    """Return an error message for each config attribute that is refused. The layout was made from only some keys of the
+    config. Stock code makes an expected config from these keys alone. An attribute is refused if its value differs
+    from the expected value, unless no bound depends on it. kind: the config's class. written: the config's attributes.
+    where: the file that messages name. Raises UserError if stock code cannot make the expected config."""
     family = layout.family
     free = {*FREE_KEYS, *LABELS, *family.free_keys, *family.dropout.values()}
     beginnings = tuple(key.removesuffix("*") for key in free if key.endswith("*"))
@@ -313,8 +314,8 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
         expected = attributes(kind(**deepcopy(nested)))
     except Exception as error:  # which each class raises of its own kind
         raise UserError(
-            f"{where}: stock code cannot make a config from the keys that the program reads ({first_line(error)}); take"
-            " the file from the original checkpoint"
+            f"{where}: transformers cannot make a config from it ({first_line(error)}); take the file from the original"
+            " checkpoint"
         ) from error
     attention = "_attn_implementation_internal"
     refused: dict[str, str] = {}

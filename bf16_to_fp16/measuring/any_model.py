@@ -104,7 +104,7 @@ class AnyModel:
 
 
 def lost_weights(model: Any) -> list[Site]:
-    """Return a site for each weight that has inf or NaN. The probe may not run such a row of an embedding."""
+    """Return a site for each weight that has inf or NaN, even in a row of an embedding that the probe does not read."""
     counts = [(name, p.dtype, int((~p.detach().isfinite()).sum())) for name, p in model.named_parameters()]
     return [
         Site(_site_of(n), dtype, FP16_MAX, math.inf, calls=1, nonfinite=count) for n, dtype, count in counts if count

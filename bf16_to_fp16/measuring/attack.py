@@ -346,10 +346,11 @@ def attack(
 ) -> AttackEntry:
     """Search for inputs that bring sites near their limits, and return the largest |x| found at each site.
 
-    model: a stock model with the weights that run in fp16, in any dtype; it is not changed. steps: the gradient steps
-    for each group of goals. sites: names of the sites to attack, by default all; a repeated name gets more rows. If the
-    search does not watch a site, the scores of the site's attention are attacked. length: the positions of the
-    encoder's and the decoder's input. For one seed the search is deterministic, on every device."""
+    model: a stock model in any dtype, whose weights should be fp16 values. Copies in fp32 and in fp16 are run; the
+    model is not changed. steps: the number of gradient steps for each group of goals. sites: names of the sites to
+    attack, by default all; a repeated name gets more rows. If the search cannot record a site, it attacks the scores of
+    the site's attention. length: the number of positions in the encoder's and in the decoder's input. For one seed the
+    search is deterministic, on every device."""
     half, wide = copy.deepcopy(model).half(), copy.deepcopy(model).float()
     for copied in (half, wide):
         set_attention(copied, "eager")

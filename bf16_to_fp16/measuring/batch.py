@@ -40,9 +40,10 @@ class Batch:
     head: bool = True  # whether to compute logits
     generate: bool = False  # whether to run beam search
     kind: str = "given"  # "given" if the program did not make the batch
-    chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)  # ids by reason, on the first batch of such ids
+    chosen: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Ids by the reason for choosing them. Only the first batch of kind ``CHOSEN`` has them, for all such batches."""
     blind: bool = False  # whether some padding attends to no position
-    image: Mapping[str, Tensor] = field(default_factory=dict)  # what stock code takes for one, such as pixel_values
+    image: Mapping[str, Tensor] = field(default_factory=dict)  # arguments of stock code for an image: pixel_values etc.
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
@@ -112,10 +113,8 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = None) -> dict[str, Any]:
-    """Return the report's entry ``inputs``, from which the same batches can be made again.
-
-    Its ``chosen`` is empty if the probe runs every id. Its ``sha256`` is the digest of all tensors. data: a file or a
-    Hub dataset; of a file the entry has only the name."""
+    """Return the report's entry ``inputs``, from which the same batches can be made again. data: the file or the Hub
+    dataset from which texts were read, if any. The entry names a file without its folder."""
     digest = hashlib.sha256()
     for batch in inputs:
         for tensor in batch.tensors.values():
@@ -137,15 +136,16 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
         "seed": seed,
         "data": None if data is None else {"name": shown, "rows": drawn},
         "batches": entries,
+        # Token ids by the reason for choosing them; empty if the probe runs the whole vocabulary.
         "chosen": {reason: list(ids) for batch in inputs for reason, ids in batch.chosen.items()},
-        "sha256": digest.hexdigest(),
+        "sha256": digest.hexdigest(),  # of all tensors
     }
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Run a stock model on a batch and return its output, or None if the batch generates or computes no logits. labels:
-    compute a loss too. shown: arguments of stock code that ask for more outputs, such as ``output_attentions``. Raises
-    UserError if stock code fails."""
+    """Run a stock model on a batch and return its output. For a batch with ``generate`` the output is None. For a batch
+    without ``head`` the output is None if the model predicts tokens. labels: compute a loss too. shown: arguments of
+    stock code that ask for more outputs, such as ``output_attentions``. Raises UserError if stock code fails."""
     try:
         return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):
@@ -232,9 +232,9 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def runnable(config: Any, batch: Batch) -> list[Batch]:
-    """Return a batch as batches that stock code can run in fp16. If it needs spare padding, every row gets that. If it
-    can run no padding, there is one unpadded batch for each length. In both cases a batch with padding on the left is
-    dropped: the same rows come padded on the right too."""
+    """Return the rows of a batch as batches that stock code can run in fp16. If the model needs spare padding, every
+    row of a padded batch gets it. If the model cannot run padding, there is one unpadded batch for each length. Both
+    kinds of models drop a batch padded on the left, because its rows also come in a batch padded on the right."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
@@ -250,8 +250,8 @@ def runnable(config: Any, batch: Batch) -> list[Batch]:
 
 
 def with_spare_padding(config: Any, batch: Batch) -> Batch:
-    """Return the batch with more padding in every row, ``spare_padding`` positions, if this number is finite. A
-    backward in fp16 needs it in full rows too."""
+    """Return the batch with ``spare_padding`` more positions of padding on the right of every row. If this number is 0
+    or infinite, return the batch unchanged. A backward pass in fp16 needs the padding even in an unpadded batch."""
     spare = spare_padding(config.to_dict())
     if not 0 < spare < math.inf:
         return batch
@@ -260,8 +260,8 @@ def with_spare_padding(config: Any, batch: Batch) -> Batch:
 
 
 def runnable_as_one(config: Any, batch: Batch) -> Batch:
-    """Return the batch with the padding that stock code needs in fp16. If stock code can run no padding, the ids of
-    each row are repeated to the full length."""
+    """Return the batch with the padding that stock code needs in fp16. If stock code cannot handle padding, the ids of
+    each row are repeated up to the batch's length instead. An unpadded batch stays as it is."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return batch

@@ -42,8 +42,9 @@ def compared(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def output_on(batch: Batch, output: Any) -> Tensor:
-    """Return the logits or last states of a stock output as rows to compare. There is one row for each unpadded
-    position. A classifier gives one for each row of the batch, and a head with start and end logits two."""
+    """Return the logits or last states of a stock output as rows to compare. Most models give one row for each unpadded
+    position. A classifier gives one row for each row of the batch. A head with start and end logits gives two rows for
+    each row of the batch: one with the start logits, one with the end logits."""
     values = values_of(output).detach().cpu()
     mask = (batch.attention_mask if batch.decoder_attention_mask is None else batch.decoder_attention_mask).bool()
     if values.dim() == 2:

@@ -195,8 +195,8 @@ class Weights:
         return [logits, *outputs]
 
     def chosen(self, sublayer: Experts, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the numbers of each token's experts and the weights of these experts, [tokens, experts per token],
-        best first. A restriction to some groups of experts is ignored."""
+        """Return the indices of each token's experts and the weights of these experts, both [tokens, experts per
+        token], best expert first. A restriction to some groups of experts is ignored."""
         number, weight, _ = self.layout.experts_together(sublayer)
         scores = logits.sigmoid() if sublayer.sigmoid else logits.softmax(-1)
         correction = self.read(sublayer.correction) if sublayer.correction else None

@@ -60,9 +60,10 @@ class SiteObserver(TorchDispatchMode):
     adds to the same sites.
 
     The site of a linear has the linear's path as its name. Other names add the operation, as in ``<path>:add``, or
-    ``<path>:add#2`` for the second in a call. An attention has ``:scores``, ``:context`` and ``:masked`` (how far its
-    mask must lower masked scores). Gradients are named ``<site>:grad``. only: the paths of modules to measure.
-    fast_products: whether to compute the CPU's matrix products as ``FastProducts`` does."""
+    ``<path>:add#2`` for the second in a call. An attention has ``:scores``, ``:context`` and ``:masked``. The site
+    ``:masked`` measures the amount that a mask must subtract from scores so that masked positions get no attention
+    weight. Gradients are named ``<site>:grad``. only: the paths of modules to measure. fast_products: compute the CPU's
+    matrix products as ``FastProducts`` does."""
 
     def __init__(self, model: nn.Module, *, fast_products: bool = True, only: Collection[str] | None = None) -> None:
         super().__init__()
@@ -289,7 +290,7 @@ def _name(operator: _Operator, args: Any, frame: _Frame, index: int, *, constant
         return f"constant {operator.name}"
     name = operator.name
     if operator.matmul:
-        name = frame.product(sums=origins.is_sum_of_positions(args))
+        name = frame.product(sums=origins.has_constant_tensor(args))
     elif name == "to" and isinstance(args[0], nn.Parameter):
         name = "weight"  # autocast casts one now and then, which must not number what is cast in every call
     if backward:

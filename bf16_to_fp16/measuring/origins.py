@@ -48,7 +48,7 @@ class Origin:
 
     constant: bool = False  # no activation or parameter went into it
     masked: Tensor | None = None  # positions that a mask hides
-    least: float = 0.0  # the least plain number that went into a constant, at most 0
+    least: float = 0.0  # the lowest Python number that a constant was computed from; 0 if none is negative
 
 
 def origin_of(tensor: Any) -> Origin | None:
@@ -144,8 +144,9 @@ def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
     return other if held else None
 
 
-def is_sum_of_positions(args: Iterable[Any]) -> bool:
-    """Return whether a matrix product has a constant factor. Products that are attention scores have none."""
+def has_constant_tensor(args: Iterable[Any]) -> bool:
+    """Return whether one of the arguments is a tensor made without activations or weights, as masks are."""
+    # A product with such a tensor sums values of several positions. Attention scores are products of two activations.
     return any(isinstance(x, Tensor) and (origin := origin_of(x)) is not None and origin.constant for x in args)
 
 

@@ -82,8 +82,9 @@ def audit_batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
-    """Return the batches of the built-in probe, then those of the text in ``data``. chosen: the probe's ids by reason;
-    by default the weights choose them. opened: the checkpoint in ``folder`` and its layout, if already known."""
+    """Return the batches of the built-in probe, then those of the text in ``data``. chosen: the probe's ids, by the
+    reason for choosing them; by default ``chosen_ids`` chooses. opened: ``folder``'s checkpoint and layout, if
+    known."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)
@@ -177,8 +178,8 @@ def _unpadded(config: Any, kind: str, description: str, encoder: Tensor, decoder
 
 
 def images(config: Any) -> list[Batch]:
-    """Return one batch with an image of uniform noise in [−1, 1], or [] for a model without vision. No image token is
-    drawn for the text around it."""
+    """Return one batch with an image of uniform noise in [−1, 1] between random text ids, or [] for a model without
+    vision. The text ids never include the image token's id."""
     family = of_model_type(config.model_type)
     projector = None if family is None else family.projector
     if projector is None:
@@ -211,13 +212,13 @@ def images(config: Any) -> list[Batch]:
 
 
 def _within_budget(inputs: Sequence[Batch], vocabulary: int) -> list[Batch]:
-    """Return the batches, with logits turned off in those that exceed the rest of ``_PROBE_LOGITS``. The first of kind
-    ``RANDOM`` and the first of kind ``SHORT`` keep theirs."""
+    """Return the batches, with logits turned off where ``_PROBE_LOGITS`` would be exceeded."""
     left = _PROBE_LOGITS // vocabulary
     result: list[Batch] = []
     unseen = {kinds.RANDOM, kinds.SHORT}
     for batch in inputs:
         positions = (batch.input_ids if batch.decoder_input_ids is None else batch.decoder_input_ids).numel()
+        # The first random batch and the first short batch keep their logits even if these do not fit.
         kept = batch.head and (positions <= left or batch.kind in unseen)
         left -= positions if kept else 0
         unseen.discard(batch.kind)

@@ -19,7 +19,8 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 class FastProducts(TorchDispatchMode):
     """Context manager that computes the CPU's 16- and 32-bit matrix products in fp32, and rounds them once. A backward
-    must run inside it too. Exact sums come out identical. Of other 16-bit elements under 1% differ, by one rounding."""
+    must run inside it too. A result differs from torch's result only in elements whose sums were rounded. In 16 bits,
+    under 1% of these elements differ, by one rounding."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -58,9 +58,10 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Audit the checkpoint in ``folder`` in each regime, and return the results by regime.
 
-    The regime ``half`` runs all inputs under the first attention implementation. Other runs get fewer inputs, and more
-    if ``half`` overflows. train_mode: run a backward too; the whole model is then loaded and runs everything.
-    attention: the implementations; those that the class lacks are left out. Raises UserError for an unusable folder."""
+    If ``half`` is among the regimes, it runs all inputs under the first attention implementation. The other runs then
+    get only some of the inputs. If ``half`` overflows, they get further inputs. train_mode: load the whole model at
+    once, run a backward too, and give every run all inputs. attention: the implementations to run; those that the
+    model's class lacks are skipped. Raises UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
@@ -140,8 +141,8 @@ def run_regimes(
     fp32: Sequence[Batch] = (),
     advance: Advance | None = None,
 ) -> Audited:
-    """Run a checkpoint in ``regimes`` in one pass over its files, as ``audit_folder`` does without training. fp32:
-    inputs whose outputs are returned in fp32 too."""
+    """Run a checkpoint in ``regimes``, in one pass over its files if nothing overflows. The results are those of
+    ``audit_folder`` with ``train_mode=False``. fp32: inputs whose outputs are returned in fp32 too."""
     walk, attention = Walk(checkpoint, device), attentions_of(stock_class(checkpoint.config), attention)
     pooled = bool(listed_modules(checkpoint.folder))
     encoder = checkpoint.folder if runs_behind(checkpoint.folder) else None
@@ -184,22 +185,21 @@ def check_names(regimes: Sequence[str], attention: Sequence[str]) -> None:
                 raise UserError(f"{name}: no such {what}; choose from {', '.join(known)}")
 
 
-def _inputs_of(inputs: Sequence[Batch], uncovered: bool, first: bool) -> Sequence[Batch]:
-    """Return the batches that a regime runs under one attention implementation. uncovered: whether no other regime runs
-    its operations. first: whether no other implementation came before. If either is false, few batches run besides
-    generations and padded ones."""
+def _inputs_of(inputs: Sequence[Batch], thorough: bool, first: bool) -> Sequence[Batch]:
+    """Return the batches that a regime runs under one attention implementation. thorough: whether the regime needs many
+    batches, as ``half`` does. first: whether this is the first implementation, which runs more batches."""
 
-    def own(batch: Batch) -> bool:
+    def is_special(batch: Batch) -> bool:  # a generation, or long rows with padding
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
 
     if first:
-        return inputs if uncovered else [*inputs[:1], *filter(own, inputs[1:])]
-    return list(filter(own, inputs))[: None if uncovered else 1] or inputs[:1]
+        return inputs if thorough else [*inputs[:1], *filter(is_special, inputs[1:])]
+    return list(filter(is_special, inputs))[: None if thorough else 1] or inputs[:1]
 
 
 class _Runs:
-    """Collects the runs of a regime under one attention implementation. meters: whether to measure norms' inputs.
-    keeps: whether to keep outputs. encoder: the folder of a sentence encoder; ``half`` also runs its later modules."""
+    """Collects the runs of a regime under one attention implementation. meters: measure norms' inputs. keeps: keep
+    outputs. encoder: a sentence encoder's folder; the regime ``half`` also runs the modules that follow the encoder."""
 
     def __init__(
         self, regime: str, attention: str, *, meters: bool = False, keeps: bool = False, encoder: Path | None = None
@@ -299,8 +299,8 @@ def audit_model(
 
 
 def _output(model: nn.Module, batch: Batch, regime: str, loss_scale: float | None) -> Any:
-    """Run a model on a batch and return its output, or None if it generates or computes no logits. loss_scale: if
-    given, run a backward of the loss times this scale."""
+    """Run a model on a batch and return its output, or None where ``run_batch`` returns None. loss_scale: if given, run
+    a backward of the loss times this scale, unless the output is None."""
     trains, place = loss_scale is not None and not batch.generate, next(model.parameters()).device.type
     with torch.set_grad_enabled(trains), torch.autocast(place, torch.float16, enabled=regime == "amp"):
         output, loss = output_and_loss(model, batch) if trains else (run_batch(model, batch), None)

@@ -28,9 +28,9 @@ class Site:
     saturated: int = 0  # number of finite fp16 elements from 64504
     benign: int = 0  # number of intended elements, as in a mask
     reason: str | None = None
-    order: int = 0  # number, among all outputs, of the site's first non-finite output, else of its first
-    elements: int = 0  # of gradients only
-    zeros: int = 0  # the same
+    order: int = 0  # running number of the site's first non-finite output; if all are finite, of its first output
+    elements: int = 0  # counted for gradients only
+    zeros: int = 0  # counted for gradients only
 
     def take(self, later: Site, offset: int) -> None:
         """Add the measurements of a later run. offset: a number to add to that run's ``order``, which begins anew."""

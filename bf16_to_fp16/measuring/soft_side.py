@@ -1,7 +1,8 @@
-"""Search for inputs that edits harm. An edit changes the function most where the edited signal is small: its soft side.
+"""Search for inputs on which edits do harm: they change the output far more than bf16 does. An edit changes the
+function most where the edited signal is small: the signal's soft side.
 
-Candidates are ids, and sets of ids, for which edits change outputs or attention weights most. Stock code runs a row of
-each, and rows of random pairs of ids. Harm is confirmed in several rows, because one bad row can be chance."""
+Candidates are ids, and sets of ids, for which edits change outputs or attention weights most. Stock code runs a row for
+each candidate and for random pairs of ids. Harm is confirmed in several rows, because one bad row can be chance."""
 
 from __future__ import annotations
 
@@ -63,9 +64,9 @@ class SoftSide:
 def soft_side(
     source: Checkpoint, written: Checkpoint, layout: Layout, plan: Plan, config: Any, text: Tensor | None
 ) -> SoftSide:
-    """Search for inputs that a plan's edits harm, and return those that were confirmed. written: the checkpoint with
-    the edits. text: ids of ordinary text, int64 [rows, length], into which candidate ids are put; by default random
-    ids."""
+    """Search for inputs on which a plan's edits do harm, and return those that were confirmed. written: the checkpoint
+    with the edits. text: ids of ordinary text, int64 [rows, length], into which candidate ids are put; by default
+    random ids."""
     generator = torch.Generator().manual_seed(0)
     vocabulary = vocabulary_of(config)
     order = torch.randperm(vocabulary, generator=generator)
@@ -105,7 +106,7 @@ class Rows:
     written: Checkpoint
     layout: Layout
     config: Any
-    lines: Tensor  # int64 [n, ``LENGTH``]; a single candidate id replaces every fourth
+    lines: Tensor  # int64 [n, ``LENGTH``]; in the row of a single candidate id, this id replaces every fourth token
     generator: torch.Generator
 
     def of(self, inputs: Sequence[tuple[int, ...]]) -> Tensor:
@@ -141,7 +142,7 @@ class Rows:
         return entries
 
     def divergences(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's divergence from the fp32 source, of the edited checkpoint and of the source in bf16."""
+        """Return each row's divergence from the fp32 source, for the edited checkpoint and for the bf16 source."""
         batches, walk, other = self.batches(rows), Walk(self.source), Walk(self.written)
         expected, as_bf16 = (add_outputs(walk, batches, dtype) for dtype in (torch.float32, torch.bfloat16))
         edited = add_outputs(other, batches, torch.float32)
@@ -154,9 +155,10 @@ class Rows:
         return mean_bf16_divergence(self.source, self.batches(rows), self.layout)
 
 
-def in_order(kl: Tensor, run: Tensor) -> Tensor:
-    """Return the indices of rows, sorted by the ratio of ``kl`` to bf16's ``run``, largest first."""
-    return (kl / run.clamp(min=NEGLIGIBLE)).argsort(descending=True)
+def in_order(kl: Tensor, kl_bf16: Tensor) -> Tensor:
+    """Return the indices of rows, sorted by the ratio of ``kl`` to ``kl_bf16``, largest first. kl, kl_bf16: each row's
+    divergence after edits and in bf16."""
+    return (kl / kl_bf16.clamp(min=NEGLIGIBLE)).argsort(descending=True)
 
 
 def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tensor:
@@ -170,9 +172,8 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 def suspected(
     source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
 ) -> tuple[list[tuple[int, ...]], float | None]:
-    """Return the ids, and sets of ids, for which edits change values most. Changes of the final output come first, then
-    those at each edited site in turn. Return also the least share of ids or pairs, of all edited gates and attention
-    heads, that edits change no more than bf16's rounding may; None if there are none. edits: a plan of edits alone."""
+    """Return the inputs on which edits may do most harm, and the fraction that ``SearchEntry.covered`` describes. An
+    input is a tuple of one or more token ids. edits: a plan of edits alone."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -196,6 +197,7 @@ def suspected(
                 first = first_of(change, ids)
                 by_site.append([*((i,) for i in first), tuple(first[:4])])
                 covered.append(float((change <= 1).float().mean()))
+    # First the inputs whose final output changes most, then the first input of every edited site, then every second.
     in_turn = [each for rank in zip_longest(*by_site) for each in rank if each]
     return outputs + in_turn, min(covered, default=None)
 
@@ -238,8 +240,9 @@ def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Ten
 def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
 ) -> Iterator[tuple[list[tuple[int, ...]], float]]:
-    """Yield, for every attention head that is edited, sets of ids between which its attention weights change most.
-    Yield with them the share of pairs that change no more than bf16's rounding may. step: the values without edits."""
+    """Yield a list of inputs and a fraction for every edited attention head. Edits may do harm on these inputs, which
+    are tuples of token ids. The fraction tells for how many pairs of token ids the edits change the attention weight no
+    more than bf16's rounding can. step: the values without edits."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])
@@ -270,6 +273,7 @@ def pairs_at(
         pairs = [(t, u) for t, u in of_best if t != u]
         usual = [i for i, _ in Counter(i for pair in pairs for i in pair).most_common(4)]
         by_key, by_both = k.norm(dim=1), q.norm(dim=1) * k.norm(dim=1)
+        # Edits change small signals most: ids with small queries and keys, and ids with small keys, are inputs too.
         soft = [each.argsort()[:n].tolist() for each in (by_both, by_key) for n in (3, 6)]
         sets = [tuple(usual), *(tuple(each) for each in soft), *pairs[:RANKS], tuple(usual[:1])]
         covered = (change <= HALF_STEP) | ((gaps - edited_gaps).abs() <= noise)

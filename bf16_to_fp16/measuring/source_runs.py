@@ -1,4 +1,4 @@
-"""Run the source in fp32 and bf16, as it is, edited, or with another eps, for the ranges and outputs of a plan."""
+"""Run the source checkpoint, as it is or as a plan changes it, to measure ranges of activations and outputs."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return the function by which a run applies a plan's edits to a stored weight. read: returns weights after the
-    plan has centred attention keys; several functions can share it. By default ``centred`` makes one."""
+    """Return a function that takes a weight's name and values, and returns the values with a plan's edits. read: the
+    result of ``centred`` for this plan, if several calls share it. By default it is made again."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)
 
@@ -99,9 +99,9 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the outputs of the fp32 source with a plan's edits and drift. If the plan scales the input of a norm by
-    2^r, this norm runs with the converted config's eps times 4^-r. Gains that the plan corrects are rounded to fp16. If
-    gains are stored minus an offset, all weights are rounded."""
+    """Return the outputs of the fp32 source with a plan's edits and drift. Drift is a change of the function by an eps
+    that does not scale with a norm's input, or by rounded norm gains."""
+    # Gains that are stored minus an offset may round when rescaled. Then every weight is rounded as in a conversion.
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)
 
@@ -116,6 +116,7 @@ def drifted_outputs(
     lanes = add_outputs(walk, inputs, torch.float32, change=corrected)
     fixed = plan.eps if plan.eps_held else layout.fixed_eps
     eps = layout.eps * 4.0**plan.residual_exponent if fixed is None else fixed
+    # A norm gives the same output for an input scaled by 2^r as for the unscaled input with eps times 4^-r.
     norms = {
         path: eps * 4.0**-exponent
         for path, exponent in norm_exponents(layout, plan).items()

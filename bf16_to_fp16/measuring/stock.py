@@ -33,8 +33,8 @@ process, such as torch's default dtype."""
 
 @cache
 def by_signature(name: str) -> StockClass | None:
-    """Return a ``StockClass`` made from the signature of a transformers class, or None for an unknown name. A class
-    that can generate counts as a language model."""
+    """Return a ``StockClass`` made from the signature of a transformers class, or None for an unknown name. The class
+    counts as a language model if its ``can_generate`` is true."""
     import transformers
 
     kind: Any = getattr(transformers, name, None)
@@ -91,7 +91,8 @@ def load(folder: Path, dtype: torch.dtype, *, half: bool = False, attention: str
 
 
 def ready(model: Any) -> Any:
-    """Split a model's fused experts in place. A classifier without a pad token can then run several rows."""
+    """Prepare a stock model in place and return it. Fused experts are split if the family's files store each expert
+    apart. A classifier without a pad token gets ``NO_PADDING``, so that it can run several rows."""
     if takes_one_row(model):
         model.config.get_text_config().pad_token_id = NO_PADDING
     return experts_apart(model, of_model_type(model.config.model_type))

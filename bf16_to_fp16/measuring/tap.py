@@ -1,4 +1,5 @@
-"""The observer's sites as differentiable tensors for the penalty, before autograd and autocast have acted on them."""
+"""Hand out the observer's sites as differentiable tensors, as the penalty needs them. The tap sees the calls of torch
+functions from outside: autograd and autocast act within these calls."""
 
 from __future__ import annotations
 
@@ -87,11 +88,12 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
-    forwards. The tensors are differentiable. Names are those of ``SiteObserver`` with eager attention;
-    ``<path>:masked`` is how far a mask must lower each query's scores to hide keys.
+    forwards. The tensors are differentiable. Names are those of ``SiteObserver`` with eager attention. The tensor of
+    ``<path>:masked`` is how far the mask must lower the scores of each query so that the masked keys are hidden.
 
-    Masked positions are zero. Use a tensor at once, because an in-place operation may change it. What ``on_site`` saves
-    survives gradient checkpointing. Forwards without gradients, and reruns inside a backward, are not tapped.
+    Masked positions are zero. Use a tensor at once, because an in-place operation may change it. Forwards without
+    gradients are not tapped. Forwards that gradient checkpointing runs again in the backward are not tapped either, so
+    tensors that ``on_site`` saves for the backward stay in memory.
 
     only: returns whether a site is wanted; it is asked once per name. glance: is called first, with the detached
     tensor; if it returns False, ``on_site`` is not called.
@@ -219,7 +221,7 @@ class Tap:
                     self._see_masked(call, function, args, masked)
         name = function.name
         if function.matmul:
-            name = call.product(sums=origins.is_sum_of_positions(args))
+            name = call.product(sums=origins.has_constant_tensor(args))
         elif function.softmax:
             call.after_softmax = True
         elif function.dropout:

@@ -32,8 +32,9 @@ def choose_columns(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[str, str | None]:
-    """Return the names of the text column and the target column. strings: the columns of strings. The default target is
-    ``target``, even if there is no such column. Raises UserError if a named column or all text is missing."""
+    """Return the names of the text column and the target column. strings: the columns that hold text. If no target
+    column is given, its name is assumed to be ``target``, and the caller must check that it exists. Raises UserError if
+    a given column is missing, or if no column holds text."""
     listed = ", ".join(map(str, names)) or "none"
     for wanted in (target_column, input_column):
         if wanted is not None and wanted not in names:

@@ -44,7 +44,8 @@ NARROW_DTYPES = (torch.bfloat16, torch.float16)
 
 def make_key(seed: int, step: int, parameter: int, block: int = 0, first: int = 0) -> tuple[int, int, int]:
     """Return a key: three int32 words that determine the random bits of one parameter in one step. Other seeds, steps,
-    parameters or blocks give unrelated words. first: the index within the block of the element whose counter is 0."""
+    parameters or blocks give unrelated words. block: the number of a block of 2³¹ elements. first: the index, within
+    this block, of the first element that gets random bits from the key."""
     digest = hashlib.blake2b(struct.pack("<4q", seed, step, parameter, block), digest_size=12).digest()
     start, second, third = struct.unpack("<3i", digest)
     start = (start + first * _STRIDE) & 0xFFFFFFFF

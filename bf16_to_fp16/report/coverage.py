@@ -26,8 +26,8 @@ def headroom_by_proof(report: schema.Report) -> str:
 
 def input_exceptions(padding: int | None, family: str | None, model_class: str | None = None) -> str:
     """Return the words that follow "every input" and name the inputs and parts of the model that a proof leaves out.
-    padding: the least padding, in positions, that a padded row needs; None if no row may be padded. model_class: the
-    only class that the proof covers; None if it covers every class that the files fit."""
+    padding: the least number of padding positions that keep a padded row from NaN; None if no row may be padded.
+    model_class: the only class that the proof covers; None if it covers every class that the files fit."""
     aside = tower_aside(family)
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:

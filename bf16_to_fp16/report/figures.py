@@ -66,8 +66,9 @@ def bound_and_observed(certificate: CertificateEntry) -> list[Picture]:
 
 
 def signal_points(signals: Iterable[SignalEntry], stack: str) -> list[Point]:
-    """Return the points of a stack's figure before and after the plan. They are the largest values of each series (a
-    line of the figure) in each block, without zeros and infinities. Logits come after the decoder's last block."""
+    """Return the points of a stack's figure: one for each block of each series (line of the figure). A point has the
+    largest values before and after the plan. A signal with a value of 0 or infinity is left out. Logits follow the
+    decoder's last block."""
     mine = [s for s in signals if s.stack == stack or (s.kind, stack) == ("logits", STACKS[-1])]
     norms = {s.module for s in mine if signal_series(s) is STREAM}
     end = 1 + max((s.block for s in mine if s.block is not None), default=-1)

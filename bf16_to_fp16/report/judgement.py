@@ -74,8 +74,8 @@ def other_outputs(outputs: Mapping[str, OutputEntry], *, drifts: bool, ran: bool
 def passed_limits(
     planned: Planned | None, regimes: Mapping[str, RegimeEntry], plan: Plan, *, proven: bool
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry for each signal (an activation that the plan scales) that is left over its limit. After a run, a
-    signal that only takes from the margin is left out. If nothing ran, a ``proven`` checkpoint has no entries."""
+    """Return an entry for each signal (an activation that the plan scales) that stays over its limit. The limit
+    is lowered by the margin only if the model was not run. A ``proven`` checkpoint that was not run has no entries."""
     return [
         schema.UnsafeEntry(
             signal=each.signal,
@@ -137,10 +137,11 @@ def too_inexact(
     edits: float = 0.0,
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
-    """Return an entry if fp16 is further from the source than both bf16 and ``max_kl``. There is one too if the plan is
-    ``exact`` but the output differs in fp32. ran: whether the audit ran the model, which decides the remedy. edits: the
-    divergence that edits cause; if it is over half of fp16's, a ``proven`` checkpoint is accepted up to
-    ``MOST_FOR_A_PROOF`` times as far off as bf16."""
+    """Return an entry if the converted model is too inexact, else []. The fp16 output may diverge from the source as
+    far as the bf16 output does, or by ``max_kl`` if that is more. If the plan is ``exact``, the fp32 output must not
+    differ. ran: whether the audit ran the model, which decides the remedy. edits: the divergence that edits cause. If
+    edits cause over half of the fp16 divergence, a ``proven`` checkpoint may diverge ``MOST_FOR_A_PROOF`` times as far
+    as bf16."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:

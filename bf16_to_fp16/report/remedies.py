@@ -216,8 +216,9 @@ def next_command(
 def finetuning_of(
     source: str, out: str, regimes: Mapping[str, RegimeEntry], target: str | None, subfolder: str | None
 ) -> str:
-    """Return a sentence with two remedies: a regime where nothing broke, or else bf16; and the commands of a minimal
-    finetune. out: the folder for the finetune's result. regimes: the audit's results; {} if no audit ran."""
+    """Return a sentence with two remedies. The first needs no training: a regime (a way of using fp16) in which nothing
+    broke, or bf16. The second is a minimal finetune, with the commands for it. out: the folder for the finetune's
+    result. regimes: the audit's results, by regime; {} if no audit ran."""
     recipe: dict[str, Any] = {"source": source, "out": out, "data": {"path": TEXT}}
     if target not in (None, AUTO, TIERS[0].target):
         recipe["target"] = target

@@ -127,7 +127,7 @@ class Inputs(ReportObject):
     seed: Count | None = None
     data: Text | None = None
     batches: list[InputKind] = []
-    chosen: dict[str, list[Count]] = Field(default={}, description="ids of the probe, by reason; empty if it ran all")
+    chosen: dict[str, list[Count]] = Field(default={}, description="ids chosen for the probe, by reason; empty: all")
     sha256: str | None = Field(default=None, description="SHA-256 of all ids and masks")
 
 
@@ -190,15 +190,15 @@ class SignalEntry(PlacedEntry):
 
 
 class UnsafeEntry(ReportObject):
-    """A site or output, named by ``signal``, that is unsafe or misses a goal. ``regimes``: those in which it broke,
-    with the most non-finite and saturated elements of one of them."""
+    """A site or output, named by ``signal``, that is unsafe or misses a goal. ``regimes``: the regimes in which it
+    broke. ``nonfinite``, ``saturated``: the number of such elements in the regime that has the most of them."""
 
     signal: str
     kind: Literal["broke", "found", "limit", "inexact", "goal"] | None = Field(
         default=None,
         description=(
             "broke: it broke in a run; found: an attack drove it over its limit; limit: no exponent keeps the margin;"
-            " inexact: the output is further from fp32 than bf16's; goal: it misses a goal of the recipe or target"
+            " inexact: fp16 is further from the source than bf16 is; goal: it misses a goal of the recipe or target"
         ),
     )
     regimes: list[str] | None = None
@@ -234,7 +234,7 @@ class FinetuneEntry(ReportObject):
 
     @property
     def holds_bounds(self) -> bool:
-        """Whether training also lowered bounds, by ``penalty.certify`` in ``settled`` or, if absent, in ``recipe``."""
+        """Whether training also lowered bounds: ``penalty.certify`` in ``settled`` or, if absent, in ``recipe``."""
         penalty = self.recipe.get("penalty")
         asked = penalty.get("certify") if isinstance(penalty, Mapping) else None
         return self.settled.get("penalty.certify", asked) is True

@@ -57,7 +57,7 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Measured:
-    """The bounds of the written files, and what runs of them measured."""
+    """The bounds of the written files, and the results of running these files."""
 
     certificate: Certificate
     plan: Plan  # with its measured drift
@@ -76,7 +76,8 @@ def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
     """Return the largest |x| of each observed signal and of each attention's scores, in the source and after the plan.
-    edited: ranges in the source with edits, from which attentions with centred keys take their values."""
+    edited: the ranges of the source with edits. For keys and scores of attentions that the plan centres, the values
+    after the plan are computed from these."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {
@@ -87,7 +88,7 @@ def signals_of(
         if edited is not None and path in edited
     }
     after_edits = {**ranges, **{path: edited[path] for path in centred if edited is not None}}
-    joined = {(p.module, p.side): (signal.name, p) for signal in layout.signals.values() for p in signal.beside}
+    joined = {(p.module, p.side): (signal.name, p) for signal in layout.signals.values() for p in signal.added_at}
     rows, place = [], places(layout)
 
     def exponents(name: str, point: ObservationPoint) -> torch.Tensor:

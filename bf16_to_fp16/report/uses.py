@@ -1,5 +1,5 @@
-"""Say what a plan means for later uses of a converted checkpoint. Under AdamW, a weight scaled by 2^r learns as at 2^-r
-times the learning rate; see benchmarks/rates.py."""
+"""Say what a plan means for later uses of a converted checkpoint. Under AdamW, a weight scaled by 2^r learns as if its
+learning rate were multiplied by 2^-r; see benchmarks/rates.py."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def training(plan: Plan) -> str:
 
 
 def gains_round(plan: Plan) -> bool:
-    """Return whether gains are stored minus 1 and the plan shrinks them, towards −1, where bf16 is coarse."""
+    """Return whether gains are stored as gain − 1 and the plan shrinks the gains. The stored numbers then come near −1,
+    where bf16 is coarse."""
     family = named(plan.family)
     less_1 = family is not None and any(tensor.offset for tensor in family.encoder_output.tensors)
     return less_1 and plan.drift is not None and plan.eps is not None and any(r < 0 for r in plan.residual_exponents)

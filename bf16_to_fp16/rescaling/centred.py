@@ -1,8 +1,8 @@
 """Centred keys: remove the part that all scores of a softmax row share, where that has no cost.
 
-A softmax ignores a number that is added to every score of a row. Without an operation between key and score (rotation,
-norm or soft cap), q·b is the same for every key. So the key bias b may be any vector. Behind a LayerNorm of gain g and
-bias β keys are W(g·n + β) + b, and b = −Wβ leaves W(g·n).
+A softmax ignores a number that is added to every score of a row. The key bias adds such a number, unless an operation
+(rotation, norm or soft cap) lies between key and score. So the key bias may be any vector. It is chosen to cancel what
+the bias of the LayerNorm before the key adds to every key.
 
 From each head's position biases, the mean of the largest and the least is subtracted. It is the same in every layer
 that reads these biases."""
@@ -20,8 +20,8 @@ from ..families.wiring import Attention
 
 
 def centrable(layout: Layout) -> tuple[Attention, ...]:
-    """Return the attentions whose keys can be centred. They have a table of position biases; or both the key and the
-    norm before it have a bias, and no operation lies between key and score."""
+    """Return the attentions that can be centred, which are of two kinds. One kind has a table of position biases in its
+    module. The second kind has biases of the key and of the norm before it, and no operation between key and score."""
 
     def free(here: Attention) -> bool:
         between = here.rotary, here.query_norm, here.key_norm, here.cap, here.radius, here.fused

@@ -49,11 +49,11 @@ def whole_log2(x: float) -> int:
     return math.floor(math.log2(x)) if x > 0 else -RESIDUAL_RANGE
 
 
-def rooms_beside(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield, for each site that both ``signal`` and another signal scale, the largest sum of their exponents that keeps
-    it within a limit. limits: pairs (ranges by module, limit of |x| in these ranges)."""
+def largest_sums(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
+    """Yield, for each activation that ``signal`` and a second signal rescale, how large the sum of both exponents can
+    be. limits: pairs (ranges by module, limit of |x| in these ranges)."""
     for ranges, limit in limits:
-        for _, reached in known_points(ranges, replace(signal, seen=signal.beside)):
+        for _, reached in known_points(ranges, replace(signal, seen=signal.added_at)):
             if (largest := float(reached.amax.amax())) > 0:
                 yield whole_log2(limit / largest)
 

@@ -42,12 +42,12 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 
 
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return ``cuts``, exponents of columns by signal, lowered so that tokens with large values there keep their
-    direction.
-
-    At such a token, nearly all of the stream comes from the first feed-forward whose gate is cut. Its cut by 2^-k makes
-    the channel 2^k times as large behind later norms. So later queries are cut k bits deeper, and later gates by
-    2^-2k."""
+    """Return ``cuts`` with lower exponents in later layers, so that the residual stream keeps its direction. cuts:
+    exponents of columns (input channels), by signal."""
+    # Some tokens have large values in a cut channel. At such a token, the first feed-forward with a cut gate writes
+    # nearly all of the stream. A cut of its gate by 2^-k makes the stream 2^k times smaller, but not the value that the
+    # embedding has in the channel. So after later norms, the channel is 2^k times as large. To make up for this, later
+    # queries are cut by k more bits, and later gates by 2^-2k instead of 2^-k.
     deeper: dict[str, list[int]] = {}
     for stack in layout.stacks():
         readers = [(part, signals_of(layout, part, cuts)) for part in stack.sublayers]
@@ -97,9 +97,9 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the function ``Reach`` of an attention's queries, with a row for each head. A head's size is the spectral
-    norm of qᵀk. q, k: the weights, [heads, channels of a head, columns]. bits: by how many bits to lower each head's
-    size."""
+    """Return the ``Reach`` of an attention: the function that compares each head's size with its wanted size. The size
+    is the spectral norm of qᵀk. q, k: query and key weights, [heads, channels of a head, columns]. bits: by how many
+    bits each size is to become smaller, [heads]."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L
@@ -121,8 +121,8 @@ def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
 
 
 def cut(reach: Reach, columns: int) -> list[int] | None:
-    """Return exponents of columns with which ``reach`` finds no row too large. Return None if that takes more than
-    ``MOST_CHANNELS`` columns or ``MOST_BITS`` bits."""
+    """Lower exponents of columns until ``reach`` reports no row as too large, and return them. Return None if this
+    takes more than ``MOST_CHANNELS`` columns or ``MOST_BITS`` bits."""
     exponents = torch.zeros(columns, dtype=torch.float64)
     for step in range(MOST_CHANNELS * MOST_BITS):
         over, share = reach(2.0**exponents)

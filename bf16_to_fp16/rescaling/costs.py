@@ -56,11 +56,11 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 class Solution:
     """The exponents chosen for one signal's channels, and their costs."""
 
-    cost: float  # the least if bounds must fit; with a ``fallback``, ``free`` plus ``proof_worth`` per site
-    free: float  # the least if bounds need not fit
-    unmoved: float  # if all exponents are 0
+    cost: float  # the least cost if bounds for any input fit; with a ``fallback``, ``free`` + ``proof_worth`` per site
+    free: float  # the least cost if these bounds may exceed their limits
+    unmoved: float  # the cost if all exponents are 0
     index: torch.Tensor  # each channel's exponent plus 24
-    fallback: Fallback | None = None  # if bounds cost too much
+    fallback: Fallback | None = None  # set if these bounds may exceed their limits, because fitting costs more
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Costs(WeightLosses):
         return sum(c.sign * self.scalar(c.signal, r) for c in others)
 
     def scalar(self, signal: str, r: int) -> int:
-        """Return the exponent of a signal that has one for all channels, if the stream's is r. Return 0 for others."""
+        """Return a signal's exponent at stream exponent ``r`` if all its channels share one exponent; otherwise 0."""
         kind = self.layout.signals[signal].kind
         if kind is Kind.BEFORE_NORM:
             return self.before_norm(signal, r)
@@ -157,7 +157,7 @@ class Costs(WeightLosses):
             yield sum((cost[:, at[number] : at[number] + len(EXPONENTS)] for cost, at in weights), own)
 
     def proof_costs(self, signal: ResolvedSignal) -> torch.Tensor:
-        """Return what bounds over their limits cost at channel exponents −24…24: float64 [channels, 49]."""
+        """Return the cost of bounds that exceed their limits at channel exponents −24…24: float64 [channels, 49]."""
         cost = torch.zeros(signal.size, len(EXPONENTS), dtype=torch.float64)
         for point, possible in known_points(self.bounds, signal):
             amax = possible.amax.double()[:, None] * 2.0 ** (point.sign * EXPONENTS)
@@ -221,8 +221,8 @@ class Costs(WeightLosses):
         return cost + UNWRITABLE * self.unwritable_bits(r) + self.drift(r)
 
     def unwritable_bits(self, r: int, *, own: bool = False) -> float:
-        """Return the sum of the bits by which weights exceed 65504 at the stream exponent r. own: whether to count
-        weights that channel exponents scale as well."""
+        """Return the sum of the bits by which weights exceed 65504 at the stream exponent ``r``. own: whether to
+        include weights that read the stream and are also scaled by channel exponents."""
         if self.stream not in self.magnitudes:
             self.magnitudes[self.stream] = [
                 (max(abs(float(end)) for end in torch.aminmax(self.weights(tensor.name))), carried.sign, has_own)

@@ -1,8 +1,7 @@
 """Edits: factors on a nonlinearity's input, which change the function little where that input is large.
 
-For large inputs GELU and SiLU are about ReLU, and |2^k·act(2^-k·x) − act(x)| ≤ 2^k·sup|act(x) − max(x, 0)|. A softmax
-is nearly one-hot: a weight's ratio to the row's largest goes from e^-Δ to e^(-Δ/2^k). A tanh is nearly ±1.
-docs/edits.md has the proofs."""
+For large inputs GELU and SiLU are almost ReLU, and 2^k·ReLU(2^-k·x) = ReLU(x). A softmax of large scores is nearly
+one-hot before and after an edit. A tanh of a large input is nearly ±1. docs/edits.md proves bounds of the changes."""
 
 from __future__ import annotations
 
@@ -129,7 +128,8 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
 
 
 def exponents_for(bits: Tensor, steps: int = 2) -> OfChannels:
-    """Return log2 of the largest factors m·2^-k that lower values by at least ``bits`` − 2^-20. m is whole, from
-    steps/2 to steps − 1, so that 2 steps allow only powers of two."""
+    """Return log2 of factors that are at most 2^-``bits``, with a tolerance of 2^-20 in this exponent. Each factor is
+    the largest that is m/``steps`` times a power of two, where m is a whole number from steps/2 to steps − 1. With 2
+    steps, all factors are powers of two."""
     fractions, powers = torch.frexp(2.0 ** (2.0**-20 - bits.double()))
     return folded((torch.floor(steps * fractions) / steps).log2().view(-1) + powers.view(-1))

@@ -109,8 +109,7 @@ def check_centred(layout: Layout, plan: Plan) -> None:
     free = {attention.at for attention in centrable(layout)}
     if unknown := [path for path in plan.centred_keys if path not in free]:
         raise UserError(
-            f"the plan centres the keys of {unknown[0]!r}: it takes from key or position biases what a softmax ignores,"
-            " and finds no such biases there; use the plan of this checkpoint"
+            f"the plan centres key or position biases of {unknown[0]!r}, where none can be; use this checkpoint's plan"
         )
 
 
@@ -139,7 +138,8 @@ def output_factors(layout: Layout, plan: Plan) -> dict[str, OfChannels]:
 
 
 def on_request(name: str, outputs: Iterable[str]) -> bool:
-    """Return whether transformers gives ``name`` only if asked; the last state counts if ``outputs`` has logits."""
+    """Return whether transformers gives the output ``name`` only if asked. This is true of the stacks' hidden states
+    and attentions. It is also true of the last state if ``outputs``, the names of all outputs, include logits."""
     inner = name.endswith(("hidden_states", "attentions")) and not name.startswith("image_")
     return inner or (name == LAST and any(each.endswith("logits") for each in outputs))
 

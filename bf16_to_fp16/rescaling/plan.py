@@ -25,13 +25,14 @@ OfChannels = float | Sequence[float]  # exponents of a signal: one for all its c
 
 
 def takes_fractions(signal: str) -> bool:
-    """Return whether a signal's exponents can be fractions, as those of attention scores alone can."""
+    """Return whether a signal's exponents can be fractions: true for attention scores only."""
     return signal.endswith(".scores")
 
 
 class Drift(BaseModel):
-    """A small change of the function, because a norm's eps cannot be scaled, or its gains are rounded after an offset
-    was subtracted. For predictions the source is run with rounded gains and an eps of the same effect."""
+    """A small change of the model's function. It occurs where a norm's eps cannot be scaled like the norm's input, or
+    where gains are rounded after an offset was subtracted. For the predictions, the source runs with the rounded gains,
+    and with values of eps that have the same effect in the source as the output's eps has in the output."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,7 +59,8 @@ class Plan(BaseModel):
     untied_head: bool = False
     eps: float | None = Field(default=None, description="eps of the output's norms; null if no config key holds it")
     eps_held: bool = Field(
-        default=False, description="whether a program that reads the output without its config fixes eps"
+        default=False,
+        description="whether eps is a constant of the program that runs the output, not read from a config",
     )
     gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
@@ -109,7 +111,8 @@ class Fallback:
 
 
 def inverse(plan: Plan) -> Plan:
-    """Return the plan that undoes ``plan``, except for centred keys, whose former biases no weight holds."""
+    """Return the plan that undoes ``plan``. It cannot restore the attention biases that ``plan.centred_keys`` replaced,
+    because no weight holds the old biases."""
     return Plan(
         family=plan.family,
         residual_exponent=-plan.residual_exponent,

@@ -21,7 +21,7 @@ from ..numerics import FP16_MAX, GELU_CUBE_BACKWARD_LIMIT, PROOF_LIMIT
 from ..progress import Advance
 from ..ranges import ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
-from .channels import RESIDUAL_RANGE, ROUNDING, excess_bits, folded, known_points, rooms_beside, same, whole_log2
+from .channels import RESIDUAL_RANGE, ROUNDING, excess_bits, folded, known_points, largest_sums, same, whole_log2
 from .costs import NEARNESS, PROOF_WORTH, SOLVED, Costs, Total
 from .exponents import exponents_of
 from .plan import Drift, Fallback, OfChannels, Plan, Violation
@@ -274,11 +274,11 @@ def with_smaller_gradients(
     ranges: Mapping[str, ModuleRange],
     bounds: Mapping[str, ModuleRange] | None = None,  # ranges for any input
 ) -> Plan:
-    """Return a plan that undoes the stream's exponent, within limits, for linears whose output only a norm reads.
+    """Return ``plan`` with larger exponents for linears whose output only a norm reads, so that gradients are smaller.
 
-    A signal times 2^r has a gradient times 2^-r, so a smaller stream needs a smaller loss scale. An exponent is lowered
-    until the norm's eps, which does not follow, changes its output by at most one fp16 rounding. weights: not rescaled.
-    ranges: observed on the source."""
+    The plan multiplies the residual stream and these outputs by 2^r, and so their gradients by 2^-r. If r < 0, the
+    exponent of each such output is raised from r to at most 0. Outputs and weights stay within their limits, and the
+    norm's output changes by at most one fp16 rounding. weights: not rescaled. ranges: observed on the source."""
     if layout.fixed_eps is not None:
         return plan
     limit = FP16_MAX * 2.0 ** -(plan.margin_bits or 0.0)
@@ -293,8 +293,9 @@ def with_smaller_gradients(
                 moved = exponents_of(tensor, plan).full(tensor.shape) - r  # by all but the stream
                 largest = float((weights(name).abs() * 2.0 ** moved.float()).amax())
                 rooms += [whole_log2(limit / largest)] if largest > 0 else []
-        exponent = min(0, *rooms_beside(signal, ((ranges, limit), (bounds or {}, PROOF_LIMIT))), *rooms) - r
+        exponent = min(0, *largest_sums(signal, ((ranges, limit), (bounds or {}, PROOF_LIMIT))), *rooms) - r
         norm = ranges[path].norm if path in ranges else None
+        # The norm's eps follows the stream's exponent only.
         while exponent > 0 and norm is not None and norm.drift(layout.eps, exponent) ** 2 > ROUNDING:
             exponent -= 1
         if exponent > 0:

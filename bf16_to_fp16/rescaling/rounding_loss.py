@@ -108,8 +108,8 @@ def loss_table(weight: torch.Tensor, axis: int, other: torch.Tensor | None = Non
 
 
 def offset_loss_table(values: torch.Tensor, offset: float) -> LossTable:
-    """Return what each element of a 1-D weight loses to rounding, at each exponent, if files hold it minus ``offset``.
-    Each element is a channel, and the offset gives each exponent errors of its own."""
+    """Return what each element of a 1-D weight loses to rounding, at each exponent. Each element is a channel. values:
+    the weight with ``offset`` added, as transformers uses it. What is rounded is the scaled value minus ``offset``."""
     wide = values.detach().double()
     exponents = torch.arange(-GRID, GRID + 1)
     scales = 2.0 ** exponents.double()
@@ -129,22 +129,21 @@ def of_channels(table: LossTable, spread: Spread) -> LossTable:
 
 @dataclass(frozen=True)
 class _Span:
-    """The least and largest binade (⌊log2|x|⌋) of a weight's elements, after exponents of the other axis are
-    applied."""
+    """A range of the binades ⌊log2|x|⌋ of a weight's elements x, after exponents along one axis have scaled them."""
 
-    low: int
-    high: int
-    zero: int  # the least binade before scaling, where zeros are put
+    low: int  # no binade is lower
+    high: int  # no binade is higher
+    zero: int  # the least binade before scaling; zeros are put into this binade, with a count of 0
     narrow: bool  # whether bf16 holds all elements
 
     @property
     def first(self) -> int:
-        """The largest exponent in the table's range at which all elements round to 0."""
+        """The exponent of a table's first column: the largest at which all elements round to 0, within ±``GRID``."""
         return min(max(-26 - self.high, -GRID), GRID)
 
     @property
     def last(self) -> int:
-        """The smallest exponent in the table's range at which no element loses a bit."""
+        """The exponent of a table's last column: the smallest at which no element loses a bit, within ±``GRID``."""
         return min(max(-24 - self.low + _UNIT, -GRID), GRID)
 
 
@@ -244,8 +243,9 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return each element's index in a histogram, count, and squared significand. With ``packed``, the second tensor
-    holds both numbers and the third is None. 0, inf and NaN have the count 0 and the index ``zero``."""
+    """Return three tensors with a number for each element: its index in a histogram, its count, its squared
+    significand. The count is 1. It is 0 for 0, inf and NaN, and their index is ``zero``. With ``packed``, the second
+    tensor holds count and squared significand in one int64, and the third result is None."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)

@@ -1,5 +1,6 @@
-"""How much precision weights lose to powers of two along one axis, given the exponents of the other. Also the drift of
-norms whose eps cannot be scaled, or whose gains files hold minus an offset."""
+"""The precision that weights lose when powers of two scale them along one axis, given the exponents along the second
+axis. Also the drift: a change of norms' outputs that occurs where eps cannot be scaled. Drift occurs too where gains
+are stored minus an offset, because rescaling rounds these gains."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from ..numerics import FP16_MAX, PROOF_LIMIT
 from ..progress import Advance
 from ..ranges import ModuleRange
 from ..targets import MARGIN_BITS, SQUARING
-from .channels import ROUNDING, rooms_beside
+from .channels import ROUNDING, largest_sums
 from .rounding_loss import LossTable, Tables, channel_energy, loss_table, of_channels, offset_loss_table
 
 CHANNEL_RANGE = 24  # channel exponents are searched from −24 to 24
@@ -25,8 +26,8 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 @dataclass(eq=False)
 class WeightLosses:
-    """The precision that weights lose, and the drift of norms that read ``stream``. Its fields are as in
-    ``make_plan``."""
+    """The precision that weights lose, and the drift of norms. The fields are described in ``make_plan``. The attribute
+    ``stream`` names the residual stream whose norms are meant."""
 
     layout: Layout
     weights: TensorReader
@@ -59,7 +60,7 @@ class WeightLosses:
         for norm in self.layout.streams_read if eps_moves and self.moves_least else ():
             signal = self.layout.signals.get(before(norm))
             if signal is not None and norm in self.ranges and self.ranges[norm].norm is not None:
-                self.branches |= {(point.module, point.side): (signal, norm) for point in signal.beside}
+                self.branches |= {(point.module, point.side): (signal, norm) for point in signal.added_at}
         self.branched = {signal.name: (signal, norm) for signal, norm in self.branches.values()}
 
     def planned(self, carried: Iterable[Axis]) -> list[Axis]:
@@ -101,12 +102,13 @@ class WeightLosses:
             self.tables.pop((tensor.name, axis, carried), None)
 
     def before_norm(self, name: str, r: int) -> int:
-        """Return the exponent that a norm's input has in addition to the stream's r: 0, or less if limits need it. The
-        drift that it causes stays within one fp16 rounding. name: the signal that is the norm's input."""
+        """Return the exponent that a norm's input gets in addition to the stream exponent ``r``. It is 0, or negative
+        if the input would exceed limits otherwise. It changes the norm's output by at most one fp16 rounding. name: the
+        signal that the norm reads."""
         if name not in self.branched:
             return 0
         signal, norm = self.branched[name]
-        rooms = rooms_beside(signal, ((self.ranges, self.limit), (self.bounds, PROOF_LIMIT)))
+        rooms = largest_sums(signal, ((self.ranges, self.limit), (self.bounds, PROOF_LIMIT)))
         exponent = min(0, min(rooms, default=0) - r)
         while exponent < 0 and self.branch_drift(norm, exponent) > ROUNDING:
             exponent += 1
@@ -122,11 +124,12 @@ class WeightLosses:
         return point.sign * r + (0 if branch is None else self.before_norm(branch[0].name, r))
 
     def drift(self, r: int, corrected: bool = True) -> float:
-        """Return the mean squared relative change of norms' outputs at ``r``, summed over norms whose eps is not
-        scaled.
+        """Return the mean squared relative change of a norm's output at the stream exponent ``r``, summed over norms
+        whose eps is not scaled.
 
-        An eps that stays at ``fixed_eps`` changes a token of variance v by √((v + eps) / (v + fixed_eps·4^-r)) − 1.
-        corrected: whether factors on the norms' gains remove the mean change, each at the cost of a rounding."""
+        An eps that stays at ``fixed_eps`` changes a token of variance v by √((v + eps) / (v + fixed_eps·4^-r)) − 1,
+        where eps is the source's. corrected: whether the norms' gains get factors that remove the mean change. Each
+        such factor costs one fp16 rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]
@@ -144,7 +147,8 @@ class WeightLosses:
         return self.layout.fixed_eps is not None and self.layout.fixed_eps * 4.0**-r != self.layout.eps
 
     def rounded_gains(self, signal: str, exponents: torch.Tensor) -> float:
-        """Return the squared relative rounding error of gains that ``signal`` scales and files hold minus an offset."""
+        """Return the squared relative error of rounding norms' gains that ``signal`` scales by ``exponents``. Only
+        gains that are stored minus an offset count."""
         total = 0.0
         for tensor, axis, carried in self.touched[signal] if bool((exponents != 0).any()) else ():
             if tensor.offset:

@@ -168,8 +168,8 @@ def test_columns_are_cut_where_rows_are_dear_and_columns_cost_less() -> None:
     for_proof = {"a": NeededExponents(-3, None), "b": NeededExponents(-2, None)}
     little = rows | {("b", -2): BF16 / 200}
     assert chosen(Given(little), for_proof) is None
-    trial = Given(little | cheap, cuts={"a.columns": [0, -3]})
-    assert exponents(chosen(trial, for_proof)) == {"a.columns": [0, -3], "b": -2}
+    assert chosen(Given(rows | dear, cuts={"a.columns": [0, -3]}), {"a": NeededExponents(-3, None)}) is None
+    assert exponents(chosen(Given(little | cheap, cuts={"a.columns": [0, -3]}), for_proof)).keys() == {"a.columns", "b"}
     # Where rows are cheap no column is tried.
     trial = Given({("a", -3): 0.09 * BF16}, cuts={"a.columns": [0, -3]})
     assert exponents(chosen(trial, {"a": NeededExponents(-3, -3)})) == {"a": -3} and len(trial.asked) == 1
@@ -252,7 +252,7 @@ def trial(tmp_path_factory: pytest.TempPathFactory) -> Trial:
     layout = resolve(source)
     inputs = batches(load_config(source.folder), None, None)[:4]
     fp32 = reference_of(source, inputs).fp32
-    references = [ReferenceOutputs(inputs, fp32, 0.5), ReferenceOutputs(inputs[:1], fp32[:1], 0.25, price_factor=2.0)]
+    references = [ReferenceOutputs(inputs, fp32, 0.5), ReferenceOutputs(inputs[:1], fp32[:1], 0.25, unit_factor=2.0)]
     return Trial(source, layout, references, Progress(quiet=True), Plan(family="t5"))
 
 

@@ -171,8 +171,8 @@ def test_of_two_conversions_to_one_place_one_wins(inputs: Path, whole: Callable[
     ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     logs = [(root / f"log {i}").read_text() for i in range(2)]
     assert sorted(status == 2 for status in ended) == [False, True], logs
-    said = "appeared while it was being made; choose another output path or give --force"
-    assert logs[ended.index(2)].splitlines()[-1] == f"error: {root / 'out'} {said}"
+    said = f"another program wrote {root / 'out'} meanwhile; choose another output path or give --force"
+    assert logs[ended.index(2)].splitlines()[-1] == f"error: {said}"
     assert faults.content(root / "out") == wanted
     assert {path.name for path in root.iterdir()} == {"source", "out", "log 0", "log 1"}
 

@@ -173,7 +173,7 @@ def test_what_is_in_the_way_is_one_line(small: Path, tmp_path: Path, capsys: pyt
     said = refused(capsys, "convert", small, tmp_path / "new", "--finetune", small / "model_index.json")
     assert "--finetune takes one model" in said
     one = small / "text_encoder_2"
-    with pytest.raises(UserError, match=r"has no model_index\.json, so it is no pipeline"):
+    with pytest.raises(UserError, match=r"has no model_index\.json, so it is not a pipeline"):
         convert_pipeline(one, tmp_path / "new")
     with pytest.raises(UserError, match=r"--as works on one model.*--subfolder text_encoder_2"):
         convert_pipeline(small, tmp_path / "new", as_class="T5EncoderModel")

@@ -129,7 +129,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("llama", {"rope_parameters": HALF}, UNRUN),
     ("t5", {"model_type": ["t5"]}, "'model_type' is ['t5'], which is not a name"),
     *(("bigbird_pegasus", {"attention_type": written}, BLOCKS) for written in ("block_sparse", ...)),
-    ("smollm3", {"no_rope_layer_interval": 0}, "cannot make a config from the keys"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "cannot make a config from it"),
 )
 """A kind, what its config says besides, and what the message must name."""
 

@@ -149,7 +149,7 @@ def check_classified(model: Any) -> None:
                 signal = layout.signals[each.signal]
                 assert signal.kind.has_one_exponent or signal.size == channels_along(size, each.spread)
     for signal in layout.signals.values():
-        assert signal.seen or signal.beside or signal.kind.has_price
+        assert signal.seen or signal.added_at or signal.kind.has_price
         for point in signal.seen:
             model.get_submodule(point.module)
 

@@ -149,7 +149,7 @@ def left_out(layout: Layout, kind: Kind) -> Iterator[tuple[str, Layout]]:
                 if layout.signals[each.signal].kind is kind and place not in seen:
                     seen.add(place)
                     kept = [other for other in carried_by(axis) if other != each]
-                    rest = kept[0].beside(*kept[1:]) if kept else None
+                    rest = kept[0].with_others(*kept[1:]) if kept else None
                     axes = tuple(rest if p == position else a for p, a in enumerate(tensor.axes))
                     tensors = {**layout.tensors, name: replace(tensor, axes=axes)}
                     yield f"{name} {position} {each.signal}", replace(layout, tensors=tensors)
