@@ -45,7 +45,7 @@ class ScoreRange:
     """The largest |score| of an attention, over all heads."""
 
     product: float  # of QKᵀ alone
-    biased: float  # of every later value before the mask
+    biased: float  # of the scores after every later step, such as a bias, before the mask
     excess_bits: Tensor | None = None  # fp64 [heads]: bits by which queries must shrink to fit; None if observed
 
     @property

@@ -76,10 +76,10 @@ class Fidelity(ReportObject):
 class ExceptionEntry(ReportObject):
     """Token ids that edits harm: the divergence from the source is over 0.01, and over 10 times bf16's divergence."""
 
-    ids: list[int] = Field(description="one id, tried in ordinary text, or several, drawn to fill a row")
+    ids: list[int] = Field(description="one id, put into rows of other ids; or several ids, which fill rows at random")
     tokens: list[str] = Field(default=[], description="the tokens of these ids, from the tokenizer")
     kl: Real = Field(
-        description="divergence in fp32 over 8 rows: the first of mean, upper quartile and median that shows the harm"
+        description="divergence in fp32: mean of 8 rows if that shows harm, else their upper quartile, else the median"
     )
     kl_bf16: Real = Field(description="divergence with activations rounded stochastically to bf16, mean of 8 draws")
     kl_run: Real = Field(description="divergence of the source run in bf16")
@@ -261,8 +261,8 @@ class SearchEntry(ReportObject):
     covered: float | None = Field(
         default=None,
         description=(
-            "smallest fraction of inputs that edits change no more than bf16's rounding can; inputs are token ids at an"
-            " edited feed-forward, and pairs of token ids at an edited attention head; null if neither is edited"
+            "smallest of these fractions: at each edited feed-forward, token ids that edits change by at most bf16's"
+            " rounding error; at each edited attention head, pairs of ids changed so little; null if neither is edited"
         ),
     )
     further: float = Field(description="fraction of random pairs of ids whose divergence exceeds bf16's")

@@ -105,7 +105,7 @@ def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path, warm_python
         "end": ({"eos_token_id": [-1, "1"]}, "'eos_token_id' with value [-1, '1'] doesn't match any type"),
         "word": ({"feed_forward_proj": 3}, "'feed_forward_proj' expected str, got int"),
         "heads": ({"num_heads": 3, "d_kv": 0}, "'d_kv' is 0, not a size"),
-        "function": ({"feed_forward_proj": "tanh"}, "activation 'tanh' has no bound"),
+        "function": ({"feed_forward_proj": "tanh"}, "do not know activation 'tanh'"),
         "start": ({"decoder_start_token_id": 9}, "not an id of the vocabulary of 9"),
         "empty": ({}, "no model.safetensors"),
     }
@@ -133,7 +133,7 @@ def test_what_needs_no_model_is_answered_in_one_line(tmp_path: Path, warm_python
     assert [stderr.count(words) for words in told] == [2] * len(sources)
     places = [f"error: {tmp_path / name}/config.json" for name in said if name not in ("empty", "short")]
     # Of ``ANSWERED_AT_ONCE``.
-    places += ["leave out one of them", "all that --margin would choose"]
+    places += ["leave out one of them", "decides what --margin sets"]
     assert [place for place in places if place not in stderr] == []
 
 

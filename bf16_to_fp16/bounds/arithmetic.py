@@ -172,8 +172,8 @@ class Arithmetic:
 def norm_units(width: int) -> float:
     """Return the largest error of a LayerNorm's mean and standard deviation in fp32, in units of 2⁻²⁴·mean|x|.
 
-    It covers torch's kernels. It also covers kernels that take the standard deviation from the computed x − mean, and
-    then divide the same x − mean by it. Errors relative to x − mean are counted in ``NORM_ERROR`` instead."""
+    The bound holds for torch's kernels. It also holds for kernels that compute x − mean once, and use this result for
+    the standard deviation and for the division. Errors relative to x − mean are counted in ``NORM_ERROR`` instead."""
     # A kernel that squares the same deviations that it later divides needs no allowance: both contain the mean's error.
     # Torch's kernels merge the means and the sums of squares of groups, by Welford's and Chan's updates
     # (``moments_utils.h``, ``layer_norm_kernel.cu``). Each update rounds a mean once, by at most a unit.

@@ -150,15 +150,14 @@ def rotated_norm(source: NormOutput, arithmetic: Arithmetic, heads: int, rotary:
 
 
 def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Arithmetic, scale: float) -> ScoreBounds:
-    """Return bounds of each head's product of a query and a key, both normalised and then rotated by any angles.
-
-    By Cauchy-Schwarz a product is at most g times both radii, plus terms from the fields ``absolute``. Here g is the
-    largest product of the query's and the key's ``gain`` for a pair of channels. scale: the factor on the products."""
+    """Return bounds of each head's query·key products, for queries and keys that pass a norm and are then rotated by
+    any angles. scale: the factor on the products."""
 
     def each(values: Tensor) -> Tensor:
         return values.repeat_interleave(heads // len(values), 0)
 
     gain_q, gain_k, fixed_q, fixed_k = map(each, (query.gain, key.gain, query.absolute, key.absolute))
+    # Cauchy-Schwarz: Σ g_p·|n_p|·|m_p| ≤ max g_p·‖n‖·‖m‖ for pairs p of channels, with g_p = gain_q·gain_k.
     whole = query.radius * key.radius * (gain_q * gain_k).amax(1)
     # Σ|n_p| ≤ √pairs·‖n‖.
     root = math.sqrt(gain_q.shape[1])

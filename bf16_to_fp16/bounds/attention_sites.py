@@ -93,8 +93,8 @@ class AttentionSites:
         return self.findings.normalised(path, bound.amax(0), square.mean(0), longest)[0], together
 
     def normed_values(self, linear: LinearBound, square: Tensor) -> tuple[LinearBound, Tensor]:
-        """Record the norm of the values; return bounds and mean squares of the norm's output. The bounds are given
-        as those of a linear that reads this output with the identity matrix as its weight."""
+        """Record the output of the norm layer that reads the values. Return the bounds and mean squares of this output.
+        The bounds are a ``LinearBound``, as if a linear with the identity matrix as its weight read the output."""
         source, _ = self.head_norm(self.sublayer.value_norm, linear, square, self.kv_heads)
         same = torch.eye(len(source.gain), dtype=torch.float64).repeat(self.kv_heads, 1)
         return bound_linear(source, same, None, self.a), torch.ones(len(same), dtype=torch.float64)

@@ -1,10 +1,12 @@
 """Bounds of a feed-forward: its neurons, gated or plain, and its output projection.
 
 Scale the value of each neuron to at most 1, and the neuron's column of the output projection by the inverse. Let û and
-ŵ be the rows of gate and linear at unit length, and λmax the largest eigenvalue. The values of gated neurons then sum
-to at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ). So an output of the projection is at most the sum of the ⌈M⌉ largest magnitudes in
-the output's row of the projection. The values of plain neurons form a vector v with ‖v‖₂² ≤ λmax(Σ ŵŵᵀ). So an output
-is at most the largest product of the output's row with any such v."""
+ŵ be the rows of gate and linear, divided by their lengths, and λmax the largest eigenvalue.
+
+Gated: the neurons' values sum to at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ). So an output of the projection is at most the sum of
+the ⌈M⌉ largest magnitudes in its row of the projection's weight. Plain: the neurons' values form a vector v with
+‖v‖₂² ≤ λmax(Σ ŵŵᵀ). So an output is at most the largest product of its row
+with any such v."""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ def bytes_of(*vectors: Tensor) -> tuple[bytes, ...]:
 class GatedNeurons:
     """Bounds of gated neurons Φ(x)·x·y on a norm's output n, where x = u·n is the gate and y = w·n the linear. Biases
     are included. Every activation is Φ(x)·x with 0 ≤ Φ ≤ 1. The methods bound out·neurons, where ``out`` is one or all
-    rows of the output projection's weight. ``scale`` contains the length of n and the factor of dropout. ``unit_rows``
-    and ``unit_row`` return bounds divided by ``scale``, so these results can be reused for every length of n."""
+    rows of the output projection's weight. The attribute ``scale`` grows with the length of n. ``unit_rows`` and
+    ``unit_row`` return bounds divided by ``scale``, so these results can be reused for every length of n."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -96,7 +98,7 @@ class GatedNeurons:
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor, label: str) -> tuple[Tensor, Tensor]:
-        """Return upper bounds, fp64 [d], of each row's out·neurons and −out·neurons, before the neurons are rounded."""
+        """Return upper bounds, fp64 [d], of r·y and −r·y for each row r of ``out`` and the neurons' exact outputs y."""
         # ``label`` names ``out`` in the results that ``spectra`` keeps.
         both = self.spectra.once((label, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
@@ -126,7 +128,7 @@ class GatedNeurons:
         return torch.cat(best) * COMPUTED
 
     def row(self, out: Tensor, number: int) -> float:
-        """Return a tighter bound of |out·neurons| than ``rows`` for one row ``out``. number: the row's index."""
+        """Return a bound of |out·y| for the neurons' exact outputs y and for ``out``, the row of index ``number``."""
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
@@ -147,7 +149,7 @@ class GatedNeurons:
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
-        """Bound each neuron's term in the sum out·neurons; return the largest of these. ``row`` never returns less."""
+        """Return a lower limit of ``row``'s results: the largest bound of |out_i·y_i| over the neurons' outputs y_i."""
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
@@ -167,8 +169,7 @@ class GatedNeurons:
 
 class PlainNeurons:
     """Bounds of neurons without a gate: act(x), x = w·n + c, on a norm's output n. Here −m ≤ act(x) ≤ max(x, 0), with m
-    from ``LOWEST``. The methods do the same as in ``GatedNeurons``. Each bound of out·neurons is the sum of two parts.
-    The moving part bounds what w·n contributes, and the still part bounds what c and m contribute."""
+    from ``LOWEST``. The methods do the same as in ``GatedNeurons``."""
 
     def __init__(
         self, linear: LinearBound, activation: str, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -194,7 +195,7 @@ class PlainNeurons:
         self.budget = spectra.largest(rows) * COMPUTED
 
     def rows(self, out: Tensor, label: str) -> tuple[Tensor, Tensor]:
-        moving, still = self.spectra.once((label, self.given), lambda: self.unit_rows(out))
+        moving, still = self.spectra.once((label, self.given), lambda: self.unit_rows(out))  # for w·n; for c and m
         moving = moving * self.scale
         if bool((self.caps < 1).any()):
             moving = torch.minimum(moving, torch.stack([self.capped_moving(out, direction) for direction in (1, -1)]))
@@ -202,8 +203,9 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return the moving part divided by ``scale``, and the still part, for each row of ``out``: fp64 [part, sign,
-        d]. Index 0 of sign is for bounds of out·neurons, and index 1 for bounds of −out·neurons."""
+        """Return a and b such that ``scale``·a + b is an upper bound of r·y, for each row r of ``out``. Here y are the
+        neurons' exact outputs act(w·n + c) on a norm's output n. At n = 0, b alone is such a bound. The result is fp64
+        [2, 2, d], with a at [0] and b at [1]. In each of the two, [0] is for bounds of r·y and [1] for −r·y."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)
@@ -224,8 +226,9 @@ class PlainNeurons:
         return torch.cat(pairs, 1).view(2, 2, -1)
 
     def capped_moving(self, out: Tensor, direction: int) -> Tensor:
-        """Return the moving part for each row of ``out``, fp64 [d]. It can be smaller than the one from ``unit_rows``
-        if some neurons have c < 0. direction: 1 for bounds of out·neurons, −1 for bounds of −out·neurons."""
+        """Return x, fp64 [d], such that x + b is an upper bound of ``direction``·(r·y) for each row r of ``out``. Here
+        b is the b of ``unit_rows``, and y are the neurons' exact outputs act(w·n + c) on a norm's output n. If any c
+        are negative, x can be less than the ``scale``·a of ``unit_rows``. direction: 1 or −1."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -237,8 +240,9 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return the moving part divided by ``scale``, and the still part, for one row ``out``. number: the row's
-        index. direction: 1 for a bound of out·neurons, −1 for a bound of −out·neurons."""
+        """Return a and b such that ``scale``·a + b is an upper bound of ``direction``·(out·y) for one row ``out``. Here
+        y are the neurons' exact outputs act(w·n + c) on a norm's output n. At n = 0, b alone is such a bound. number:
+        the row's index. direction: 1 or −1."""
         name, dtype = self.linear.matrix.name, working_dtype(self.linear.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale
@@ -263,8 +267,8 @@ class PlainNeurons:
         return magnitudes(out, self.error) * COMPUTED
 
     def product_error(self, values: Tensor) -> Tensor:
-        """Return bounds, [k], of the rounding errors of k sums. Each sum is Σ f_i·w_i with factors f_i, over the rows
-        w_i of the linear's matrix. values: |f_i|·‖w_i‖ for each sum, [k, neurons], in the dtype of the sums."""
+        """Return bounds, [k], of the length of the rounding error of k vectors. Each vector is Σ f_i·w_i, where w_i are
+        the rows of the linear's matrix. values: |f_i|·‖w_i‖ for each vector, [k, neurons], in the sums' dtype."""
         unit = 2.0**-52 if values.dtype == torch.float64 else 2.0**-23
         return values.sum(1, dtype=torch.float64) * values.shape[1] * unit
 
@@ -276,8 +280,8 @@ Neurons = GatedNeurons | PlainNeurons  # the inner signals of a feed-forward
 def feed_forward_output(
     neurons: Neurons, weight: Tensor, bias: Tensor | None, refine: int, arithmetic: Arithmetic
 ) -> Projection:
-    """Return the bounds of a feed-forward's output projection. weight: [d, neurons]. bias: [d]. refine: how many of the
-    largest bounds may be tightened. Each of these costs one eigenvalue, which is computed for one row of ``weight``."""
+    """Return the bounds of a feed-forward's output projection. weight: [d, neurons]. bias: [d]. refine: for how many
+    rows of ``weight`` the slow method ``neurons.row`` may be called, to tighten the largest bounds."""
     a = arithmetic
     added = torch.zeros(weight.shape[0], dtype=torch.float64) if bias is None else bias.double().abs()
     up, down = neurons.rows(weight, "output")

@@ -348,8 +348,8 @@ def root_of(matrix: Tensor) -> Tensor:
 
 
 def balanced(divided: Tensor, multiplied: Tensor) -> Tensor:
-    """Return √(divided/multiplied): scales that make channels of a product's factors equally large, or 1 where a
-    size is 0. divided: channel sizes of the factor to divide. multiplied: channel sizes of the factor to multiply."""
+    """Return scales s = √(divided/multiplied), so that ``divided``/s and ``multiplied``·s are equal in each channel. A
+    scale is 1 where either of the two is 0. divided, multiplied: sizes of the channels of a product's two factors."""
     usable = (divided > 0) & (multiplied > 0)
     return torch.where(usable, (divided / multiplied.clamp(min=1e-300)).sqrt(), 1.0).clamp(1e-12, 1e12)
 

@@ -246,7 +246,7 @@ def attention_output(live: LiveWeights, sublayer: Attention, value_input: NormOu
 
 
 def feed_forward_output(live: LiveWeights, sublayer: FeedForward, source: NormOutput) -> Tensor:
-    """Return a bound of each channel of a feed-forward's output. One eigenvalue of its weights serves all channels."""
+    """Return a bound of each channel of a feed-forward's output, [d]. source: the feed-forward's input."""
     weight, bias = live.pair(sublayer.output)
     if sublayer.gate:
         gate, linear = live.linears(sublayer.fused, (sublayer.gate, source), (sublayer.linear, source))

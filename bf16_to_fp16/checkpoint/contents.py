@@ -131,6 +131,6 @@ def check_sentence_encoder(folder: Path) -> None:
         if not known or not kind.startswith(NAMESPACE):
             wanted = f"{', '.join(KNOWN_MODULES)} in its own folder" if i else f"{ENCODER} in the folder itself"
             raise UserError(
-                f"{folder / MODULES}: module {i} is {kind or 'no class'!r} in {path or '.'!r}, and can only be"
-                f" sentence-transformers' {wanted}; remove {MODULES} to convert the encoder alone"
+                f"{folder / MODULES}: module {i} is {kind or 'no class'!r} in {path or '.'!r}, but this program"
+                f" converts only {wanted}, of sentence-transformers; remove {MODULES} to convert the encoder alone"
             )

@@ -135,8 +135,8 @@ class FileLayout:
     def check_model(self, model_type: object, where: str) -> None:
         if self.model_type not in (None, model_type):
             raise UserError(
-                f"{where}: {self.readers} read the encoder of {self.model_type}, and this is {model_type!r}; leave out"
-                " --layout"
+                f"{where}: {self.readers} can load only an encoder of {self.model_type}, and this model is"
+                f" {model_type!r}; leave out --layout"
             )
 
 

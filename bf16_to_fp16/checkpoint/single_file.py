@@ -37,7 +37,7 @@ def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, header
     naming = STOCK if of_ours else next((n for n in (STOCK, WAN) if every.keys() >= {*n.anchors}), None)
     if naming is None:
         raise UserError(
-            f"{file}: its tensors are not named as transformers or Wan name a T5 encoder's, for example"
+            f"{file}: holds no T5 encoder with the tensor names of transformers or Wan, but for example"
             f" {formats.shown(min(every))}; give the file of the text encoder alone, or a checkpoint's folder"
         )
     own = {naming.to_stock(name): info for name, info in every.items() if not name.endswith(ASIDE)}

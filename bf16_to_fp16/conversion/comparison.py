@@ -90,8 +90,8 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Copy the original's files again, and yield (name, reason) for each file that differs in ``folder``. Weights, the
-    config and the model card are not compared."""
+    """Compare the files in ``folder`` with fresh copies of the original's files, and yield (name, reason) for each file
+    that differs. Weights, the config and the model card are not compared."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):

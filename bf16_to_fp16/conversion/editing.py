@@ -120,7 +120,7 @@ class ReferenceOutputs:
 
     @property
     def unit(self) -> float:
-        """The divergence for which ``Cost.share`` is 1. It is ``bf16``, if not extreme, times ``unit_factor``."""
+        """The divergence for which ``Cost.share`` is 1: unit_factor · clamp(bf16, NOISE, RUINED)."""
         return self.unit_factor * min(max(self.bf16, NOISE), RUINED)
 
 
@@ -159,9 +159,9 @@ class Trial:
         return in_step(self.layout, cuts)
 
     def costs(self, trials: Sequence[Mapping[str, OfChannels]], what: str, number: int | None = None) -> list[Cost]:
-        """Return the cost of each trial (edits' exponents, by signal), in one pass over the weight files. what:
-        describes the trials in progress lines. number: how many edits are compared in all; many edits run on fewer
-        inputs."""
+        """Return the cost of each trial, in one pass over the weight files. trials: for each trial, the exponents of
+        its edits by signal name. what: describes the trials in progress lines. number: how many trials are compared
+        over all calls, by default this call's number. If it exceeds ``MANY``, the trials run on fewer inputs."""
         plans = [dict(trial) for trial in trials]
         # Logits without a cap are scaled after the run, as a separated head scales them.
         logits = [plan.pop(LOGITS, 0) if scales_logits(self.layout) else 0 for plan in plans]
@@ -196,9 +196,9 @@ def some_of(inputs: Sequence[Batch], trials: int) -> list[Batch]:
 
 
 def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: float | None) -> Edits | None:
-    """Return cheap edits that bring all signals under their limits, or None if the edits cost too much. max_kl: a
-    divergence that the user allows, even if bf16 diverges less. ``max_kl`` is ignored if all observed values are under
-    their limits: then only a proof needs the edits."""
+    """Return cheap edits that bring all signals under their limits, or None if the edits cost too much. max_kl: the
+    divergence that the user accepts, which may allow edits to cost more. It is ignored if no observed value is over a
+    limit. In this case the edits serve only a proof, and must be almost free."""
     observed = [each.observed is not None for each in needed.values()]
     needed, apart = with_logits(trial, needed)
     # No limit if the observed values need the same edits as the bounds.

@@ -25,7 +25,7 @@ def locate(
     if not (snapshot / inside / REPORT).is_file():
         check_below(source, [f"--subfolder {path.parent.name}/{REPORT}" for path in snapshot.glob(f"*/{REPORT}")])
         raise UserError(
-            f"{source} has no {inside}{REPORT}, so this program did not convert it; audit and certify take any source"
+            f"{source} has no {inside}{REPORT}, so this program did not convert it; audit and certify can check it"
         )
     with progress.step(f"Fetching {source}"):
         snapshot, _ = fetched(str(source), [f"{glob.escape(inside)}*"], endpoint, commit)

@@ -142,7 +142,7 @@ def converted(options: Options, pipeline: Pipeline, name: str, place: Destinatio
         raise UserError(
             f"{pipeline.source}: {pipeline.kind} reads the last states of {name}, and the conversion"
             f" {f'multiplies them by 2^{factor}' if isinstance(factor, int) else 'changes them'};"
-            f" {f'name {other} as its class in {MODEL_INDEX}, or ' if other else ''}{itself}"
+            f" {f'write {other} as the class of {name} in {MODEL_INDEX}, or ' if other else ''}{itself}"
         )
     return done
 
@@ -185,8 +185,8 @@ def encoder_options(options: Options, pipeline: Pipeline, name: str) -> Options:
     held = pipeline.kind in READ_INSIDE if two_stacks else pipeline.kind not in READ_AT_THE_END
     if held and options.stream not in (None, 0):
         raise UserError(
-            f"{pipeline.kind} may read inner states of {name}, so its stream is not rescaled; leave out --stream, or"
-            f" {alone(pipeline, name)}"
+            f"{pipeline.kind} may read inner states of {name}, so --stream would change its results; leave out"
+            f" --stream, or {alone(pipeline, name)}"
         )
     own = architectures(config)[:1] == [kind]
     return replace(options, subfolder=name, as_class=None if own else kind, stream=0 if held else options.stream)

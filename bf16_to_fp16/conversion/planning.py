@@ -210,8 +210,8 @@ class Search:
         return SourceBounds(certificate.ranges, exponents, frozenset(immovable))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
-        """Return the best plan, with the layout and the bounds that it was made from. A head that is tied to the
-        embedding is untied if values then stay less far over their limits."""
+        """Return the best plan, with the layout and the bounds that it was made from. If a value stays over its limit
+        or lacks a proof, and the head is tied to the embedding, try an untied head too. Return the better plan."""
 
         def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
             fallbacks = len(planned.fallbacks) if self.options.prove else 0

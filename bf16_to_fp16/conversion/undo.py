@@ -76,7 +76,7 @@ def undo_trained(folder: Path, out: Path, recorded: Path, *, force: bool, progre
     layout = resolve(checkpoint)
     if checkpoint.config.get(CONVERTED_KEY) != mark_of(plan) or layout.eps != (plan.eps or layout.eps):
         raise UserError(
-            f"{folder} was not trained from the conversion in {recorded}, or was undone or converted since; give the"
+            f"{folder} was not trained from the conversion in {recorded}, or its scale was changed since; give the"
             " converted folder that it was trained from"
         )
     say_what_stays(layout, plan, progress)
@@ -111,8 +111,8 @@ def say_what_stays(layout: Layout, plan: Plan, progress: Progress) -> None:
 
 
 def with_start(layout: Layout, plan: Plan, start: Plan | None, progress: Progress) -> Plan:
-    """Return one plan with the effect of ``start``, the plan before training, followed by ``plan``. The edits of
-    ``start`` are left out and printed. If ``start`` is None, return ``plan``."""
+    """Return one plan that does what ``start`` and then ``plan`` do, except for the edits of ``start``. A message lists
+    these edits. start: the plan applied before training, if any."""
     if start is None:
         return plan
     say_what_stays(layout, start, progress)

@@ -305,9 +305,9 @@ def check_fidelity(
 def check_exceptions(
     original: Checkpoint, before: Layout, checkpoint: Checkpoint, verified: Verified
 ) -> Iterator[tuple[str, str]]:
-    """Search again for input that edits harm. Yield the worst single id if it is more than twice as far from the source
-    as any single id in the report. Yield the worst set of several ids if it is more than twice as far as any such set
-    in the report. Also yield the number of ids searched if it differs from the report's."""
+    """Search again for inputs that edits harm, and yield (entry, reason) for differences from the report. The number of
+    ids searched must be equal. The outputs of the worst single id found may diverge from the source at most twice as
+    far as those of the worst single id in the report. The same goes for the worst set of several ids."""
     report = verified.report
     rare = searched(original, checkpoint, before, report.of_plan, verified.progress)
     if rare is None:

@@ -1,8 +1,8 @@
 """Gemma 4's text model: norms before and after every sublayer as in Gemma 3, with these differences.
 
-Gains are stored as they are, so every norm's output can be scaled. The values of each head pass a norm without gains,
-which removes the stream's factor and limits them to √head_dim. Scores are not divided by √head_dim. The outputs of a
-vision tower pass a norm without gains and a linear, then replace the image tokens' embeddings in the stream."""
+Files hold gains without Gemma 3's offset, so every norm's output can be scaled exactly. The values of each head pass a
+norm without gains, which removes the stream's factor and limits them to √head_dim. Scores are not divided by √head_dim.
+A vision tower's outputs pass a norm without gains and a linear, then replace the image tokens' embeddings."""
 
 from __future__ import annotations
 

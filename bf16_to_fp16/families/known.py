@@ -101,7 +101,7 @@ def class_by_tensor_names(config: Mapping[str, object], tensors: Collection[str]
 
 
 def is_known(config: Mapping[str, object]) -> bool:
-    """Return whether a config's ``model_type`` and first class, if any, are known. Raises UserError for wrong types."""
+    """Return whether ``model_type`` and any ``architectures[0]`` are known. Raises UserError if a type is wrong."""
     family = of_model_type(model_type_of(config))
     return family is not None and all(name in names_of(family) for name in architectures(config)[:1])
 

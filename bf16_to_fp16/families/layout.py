@@ -57,7 +57,7 @@ class ResolvedTensor:
     shape: tuple[int, ...]
     axes: tuple[Axis | None, ...]  # None for an axis that no signal rescales
     generate: Callable[[int, int], torch.Tensor] | None = None  # makes the values by shape if no file has them
-    gain: float = 1.0  # multiplies stored values before rescaling: d^-1/2 in a head that takes over ``head_scale``
+    gain: float = 1.0  # multiplies stored values before rescaling: d^-1/2 in an untied head, instead of ``head_scale``
     offset: float = 0.0  # what transformers adds to the stored values
     ahead: int = 0  # unused rows before the first position's, in a table of positions
     in_fp32: bool = False  # whether it is stored in fp32, as transformers keeps it

@@ -74,8 +74,8 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
 
 
 def rotations(config: Mapping[str, object]) -> Iterator[str]:
-    """Yield the key of each nested config that has ``rope_parameters``, and "" for the outer config. Defaults of a
-    vision tower are left out."""
+    """Yield the key of each nested config that has ``rope_parameters``, and "" if the outer config has them. A
+    nested config is skipped if its ``rope_parameters`` are the default of a vision tower."""
     if isinstance(config.get(ROTATION), Mapping):
         yield ""
     inside = ((k, v.get(ROTATION)) for k, v in config.items() if isinstance(v, Mapping))

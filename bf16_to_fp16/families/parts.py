@@ -32,7 +32,7 @@ class Style:
 
     biased: Collection[str] = ()  # last path components of linears with a bias
     shifts: bool = False  # whether norms have a bias
-    offset: float = 0.0  # what stock code adds to gains, so that rescaling rounds the stored gains
+    offset: float = 0.0  # the number that stock code adds to stored gains; if it is not 0, rescaling rounds these gains
     model: str = "model"
     inner: str = "inner"
     kv_inner: str = "kv_inner"
@@ -86,8 +86,8 @@ def to_norm(norm: str) -> Axis:
 
 
 def spreads(wiring: Attention, share: Spread) -> tuple[Spread, Spread]:
-    """Return which channels of queries share an exponent, and which channels of keys do, as two shapes: see ``Spread``.
-    share: as in ``attention``."""
+    """Return two shapes, each a ``Spread``: for the channels of queries, and for the channels of keys. In such a shape,
+    channels that differ only in the second or fourth index share an exponent. share: as in ``attention``."""
     # Query heads that read one key head share exponents. Two channels that a rotation mixes share an exponent.
     if wiring.rotary is None:
         return share, ()

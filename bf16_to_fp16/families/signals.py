@@ -74,7 +74,7 @@ class Axis:
     sign: Sign
     signal: str
     spread: Spread = ()
-    others: tuple[Axis, ...] = ()  # of further signals, on the same elements or a fused matrix's other linears
+    others: tuple[Axis, ...] = ()  # an ``Axis`` for each further signal that rescales this axis of the tensor
 
     def with_others(self, *others: Axis) -> Axis:
         """Return a copy with these ``others``: one ``Axis`` for each further signal that rescales the tensor's axis."""
@@ -124,7 +124,7 @@ def columns_of(signal: str) -> str:
 
 
 def signal_of_columns(columns: str) -> str:
-    """Undo ``columns_of``: return the name of the signal that scales the output channels of the same weight."""
+    """Return the signal name from which ``columns_of`` made ``columns``: the name without the ending ".columns"."""
     return columns.removesuffix(columns_of(""))
 
 

@@ -78,7 +78,7 @@ OLDER_ROTARY = {"": ("rope_theta", "rope_scaling")}  # where all layers have the
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """The names in files of an expert's linears. When transformers loads them, it fuses the linears of all experts."""
+    """The names that checkpoint files give to each expert's linears. transformers fuses these linears on loading."""
 
     gate: str = "gate_proj"
     linear: str = "up_proj"

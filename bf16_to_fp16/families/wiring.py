@@ -23,9 +23,9 @@ class Rotary:
     are paired too, and bounded as if they were rotated."""
 
     at: str  # the module that makes cosines and sines, "" if no channel is rotated
-    factor: float = 1.0  # the largest on cosines and sines, at least 1
-    interleaved: bool = False  # whether channels 2i and 2i + 1 form a pair; else i and i + r/2 of r rotated channels
-    turned: int = 0  # r, the number of rotated channels in a head; 0 for all
+    factor: float = 1.0  # the largest factor by which cosines and sines are multiplied, at least 1
+    interleaved: bool = False  # whether channels 2i and 2i + 1 form a pair; else channels i and i + ``turned``/2
+    turned: int = 0  # the number of rotated channels in a head; 0 for all
     growth: tuple[float, float] | None = None  # (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)
 
 
@@ -125,17 +125,17 @@ class Experts:
     norm: str  # reads the residual stream
     router: str  # the module that chooses experts by its scores
     classifier: str  # the router's linear, whose outputs are the logits
-    noise: str
-    """Config key of ε, "" for none. In training, what the router reads, and in some families what the experts read, is
-    multiplied by random factors from 1 − ε to 1 + ε."""
+    noise: str  # config key of a number ε, "" for none
+    """In training, what the router reads, and in some families what the experts read, is multiplied by random factors
+    from 1 − ε to 1 + ε."""
     experts: tuple[FeedForward, ...]
     add: str  # the site where the output joins the residual stream
     dropouts: tuple[str, ...] = ()
     post_norm: str = ""  # the norm between the outputs and the stream
-    chosen: str = ""
-    """Config key of the number of experts that take a token. The router then returns the logits, and the weights and
-    indices of the chosen experts, each [tokens, experts of a token]. "" means at most one expert, the most probable in
-    fp32. The router then returns a mask of the choices, [rows, positions, experts], and their probabilities."""
+    chosen: str = ""  # config key of the number of experts that take a token, "" for at most one
+    """With a key, the router returns the logits, and the weights and indices of the chosen experts, each [tokens,
+    experts of a token]. Without a key, the expert is the most probable in fp32, and the router returns a mask of the
+    choices, [rows, positions, experts], and their probabilities."""
     sigmoid: bool = False  # whether scores are sigmoids of the logits, not a softmax
     normalised: str = ""  # config key of whether a token's weights are divided by their sum, "" for always
     scaling: str = ""  # config key of a factor on the weights, "" for none
@@ -234,7 +234,7 @@ class Projector:
     bounds hold only for means of at most ``MOST_MEAN``."""
     joined: int = 1  # how many vectors from the norm form one input of the first linear
     by_channel: bool = False  # whether these are interleaved by channel
-    shares_eps: bool = False  # whether the norm reads the text model's eps, whose rescaling changes its output
+    shares_eps: bool = False  # whether the norm uses the text model's eps; rescaling that eps changes the norm's output
     weight: str = ""  # tensor of a single linear, [inputs, outputs]; "" where the linears are modules
     merging: str = ""  # the first linear
     feed_forward: FeedForward | None = None  # the linears after it

@@ -97,8 +97,8 @@ class BoundConstraint:
         return {site: (x / self.target).clamp(min=2.0**-40).log2() for site, x in measured.items()}
 
     def project(self, site: str, bits: Tensor, *, scaled: bool = False) -> None:
-        """Lower each of a site's bounds by about its entry of ``bits``, in one Newton step on the weights. scaled:
-        whether to do so only by making whole rows smaller."""
+        """Lower a site's bounds in one Newton step on the weights. bits: by about how many bits to lower each bound.
+        scaled: whether to lower the bounds only by making whole rows of weights smaller."""
         index = (bits > 0).nonzero()[:, 0]
         owners = [(name, view) for name, view in self._owners[site] if self.weights.is_trained(name)]
         if not owners:  # what is frozen stays, and the certificate will say so

@@ -98,8 +98,8 @@ _SENTENCE_END = re.compile(r"""[.!?]+["'”’»)\]]*\s+(?![a-zß-öø-ÿ\s])|[�
 def gap_sentences(
     sentences: Sequence[Sequence[int]], *, mask: int, end: int, target_length: int, rng: np.random.Generator
 ) -> tuple[list[int], list[int]]:
-    """Return (input, target) ids: some sentences become one ``mask`` each, and the target lists them. A single
-    sentence, or one too long for the target, is first cut."""
+    """Return (input, target) ids: some sentences become one ``mask`` each, and the target lists them."""
+    # A sentence too long for the target is cut into several. A single sentence is cut into halves.
     room = target_length - 1
     parts = [ids[k : k + room] for ids in sentences for k in range(0, len(ids), room)]
     if len(parts) == 1 and len(parts[0]) > 1:
@@ -135,7 +135,7 @@ class Conventions:
 
     @property
     def objective(self) -> Objective | None:
-        """The training objective that these special ids allow an encoder-decoder; None if there is none."""
+        """The objective to train an encoder-decoder on, set by its tokenizer's special ids, or None if none fits."""
         if self.mask is not None:
             return "gap-sentences"
         if self.span_mask is not None:

@@ -321,7 +321,7 @@ class ActivationPenalty:
 
     def _gather(self) -> dict[str, tuple[float, float]]:
         """Return, by site, the largest |x| and log2 of the smooth maximum, over all ranks since the last call. The log2
-        is -inf for a site that has no term in the penalty on any rank, and for every site if there is only one rank."""
+        is -inf for a site without a penalty term on any rank. With one rank, it is always -inf and not used."""
         mine = {site: (largest, -math.inf) for site, largest in self._reached.items()}
         every = [mine]
         if self._world > 1:

@@ -197,7 +197,7 @@ def make_accelerator(recipe: Recipe) -> Any:
     passes = recipe.data.share(wanted).gradient_accumulation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
     if engine and find_spec("deepspeed") is None:
-        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or run launch again for a plan without it")
+        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or run the launch command again")
     if engine and on_cpu:
         import deepspeed.ops
 
@@ -245,7 +245,7 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     if in_16_bits or dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
             f"DeepSpeed's configuration does not train in the recipe's precision, {wanted}; in its JSON,"
-            f" {'set torch_autocast to float16' if wanted == 'fp16' else 'remove torch_autocast'} and remove the"
-            " sections fp16 and bf16"
+            f" {'set torch_autocast to float16' if wanted == 'fp16' else 'remove torch_autocast'}, and remove the"
+            " sections fp16 and bf16, which store weights in 16 bits"
         )
     return wanted, wanted

@@ -129,7 +129,7 @@ class Penalty(Section):
     certify: bool | None = _key(
         None,
         "hold the bounds too, so that no input can overflow the model; true: the result is unsafe if a bound stays over"
-        " its limit; null: hold them for target half or auto with a penalty, but do not judge the result by them",
+        " its limit; null: like true if form is smooth-max and target is half or auto, but without judging the result",
     )
 
     @property

@@ -254,7 +254,7 @@ def convert_or_finetune(
     recipe: the recipe's file; the other arguments replace its source, out, subfolder and target."""
     progress = progress_of(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("convert runs in one process only; run it without the launcher, or finetune under it")
+        raise UserError("convert runs in one process only; start convert without the launcher")
     read_as, overrides = read_recipe_for(recipe, source, place.out, options.target, options.subfolder)
     check_recipe(read_as)
     check_out(place.out, source, force=place.force)

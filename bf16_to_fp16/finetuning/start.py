@@ -99,10 +99,10 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     if penalised and before != wanted:
         broken = overflowing(student, given, before, device, progress)
     if broken is not None:
-        keys = ["rescale: true"] * (not recipe.rescale) + ["penalty.form"] * (not penalised) + ["precision: fp32"]
+        keys = ["rescale: true"] * (not recipe.rescale) + ["penalty.form: smooth-max"] * (not penalised)
         raise UserError(
-            f"{broken} is inf or NaN before the first step, and nothing in the recipe lowers it; set"
-            f" {listed(keys, 'or')}"
+            f"{broken} is inf or NaN before the first step, and training cannot mend that; in the recipe, set"
+            f" {listed([*keys, 'precision: fp32'], 'or')}"
         )
     return False
 

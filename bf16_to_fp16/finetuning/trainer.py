@@ -352,7 +352,7 @@ class Trainer:
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of step ``kept`` by name in the first process, and {} in the others."""
+        """Return the weights of the step ``kept``, by tensor name. Only the first process gets them; others get {}."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         # {} also stands for a return to step 0, whose weights are those of the start.

@@ -232,13 +232,13 @@ def padded_left(config: Any, right: Batch) -> Batch:
 
 
 def runnable(config: Any, batch: Batch) -> list[Batch]:
-    """Return the rows of a batch as batches that stock code can run in fp16. If the model needs spare padding, every
-    row of a padded batch gets it. If the model cannot run padding, there is one unpadded batch for each length. Both
-    kinds of models drop a batch padded on the left, because its rows also come in a batch padded on the right."""
+    """Return the rows of a batch as batches that stock code can run in fp16. If the model needs a minimum of padding in
+    a row, every row of a padded batch gets this minimum in addition. If the model cannot run padding, the result has
+    one unpadded batch for each length of rows. For both kinds of model, a batch padded on the left gives []."""
     spare = spare_padding(config.to_dict())
     if spare == 0 or bool(batch.attention_mask.all()):
         return [batch]
-    if not bool(batch.attention_mask[:, 0].all()):  # on the left: the same rows again
+    if not bool(batch.attention_mask[:, 0].all()):  # on the left: another batch has the same rows padded on the right
         return []
     if spare < math.inf:
         return [with_spare_padding(config, batch)]

@@ -59,8 +59,8 @@ def add_outputs(
     walk: Walk, batches: Sequence[Batch], dtype: torch.dtype, every: list[EveryOutput] | None = None, **options: Any
 ) -> list[Lane[Tensor]]:
     """Add one run of the model on each of ``compared(batches)`` to ``walk``, and return the runs (lanes), which will
-    hold the outputs. every: a list to fill with all outputs of stock code on the ``smallest_batches``, such as hidden
-    states. options: arguments of ``Walk.add``."""
+    hold the outputs. every: a list that the runs on the ``smallest_batches`` fill. For each of these batches it gets
+    all outputs of stock code, hidden states included. options: arguments of ``Walk.add``."""
     shown = [] if every is None else smallest_batches(compared(batches))
     put = [] if every is None else every
     put.extend({} for _ in shown)
@@ -194,7 +194,7 @@ def run_recording(model: Any, batch: Batch, recorded: Sequence[Batch], outputs: 
 
 
 def all_outputs(output: Any) -> EveryOutput:
-    """Return a stock output's tensors by name, on the CPU. The last of ``hidden_states`` is ``last_hidden_state``."""
+    """Return a stock output's tensors by name, on CPU. The last of ``hidden_states`` becomes ``last_hidden_state``."""
     outputs: dict[str, tuple[Tensor, ...]] = {}
     for name, value in output.items():
         layers = value if isinstance(value, (tuple, list)) else (value,)

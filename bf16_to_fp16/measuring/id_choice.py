@@ -42,8 +42,8 @@ def drawn(vocabulary: int, special: Iterable[int], generator: torch.Generator) -
 def chosen(
     source: TensorSource, layout: Layout, special: Iterable[int], generator: torch.Generator
 ) -> dict[str, list[int]]:
-    """Return ``CHOSEN`` ids, grouped by the reason for choosing them. An id with several reasons is listed under the
-    first. special: ids that are chosen first."""
+    """Choose token ids, as many as the constant ``CHOSEN`` says, and return them grouped by the reason for the choice.
+    An id with several reasons is listed under the first. special: ids that are chosen first."""
     weights = Weights(source, layout)
     carried = max(_CANDIDATES, affordable(layout))
     others = torch.randperm(weights.vocabulary, generator=generator)[:carried].tolist()

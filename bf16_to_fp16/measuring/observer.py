@@ -250,7 +250,7 @@ class SiteObserver(TorchDispatchMode):
         site.amax = max(site.amax, float(origins.masked_span(scores, masked).amax()))
 
     def _see_cubed(self, operand: Tensor, cube: Site) -> None:
-        """Measure the input x of a cube x³. Its limit is below fp16's, because a backward also computes 3x²."""
+        """Measure the input x of a cube x³. The limit of |x| is 147.8, because a backward computes 3x² in fp16."""
         if operand.dtype != torch.float16 or self._frame is None:
             return
         site = self._frame.site("cubed", 1, operand.dtype, cube.order)
@@ -352,7 +352,7 @@ def _note_masked(site: Site, out: Tensor, high: float, masked: Tensor) -> None:
 
 
 def _note_unseen(frame: _Frame, site: Site, out: Tensor, order: int) -> None:
-    """Measure an output whose fully masked rows are NaN, without these NaN. ``_settle`` later decides on them."""
+    """Measure an output without its NaN, which come from fully masked rows. ``_settle`` counts these NaN later."""
     nans = out.isnan()
     kept = out.masked_fill(nans, 0.0)
     _note(site, kept, *_extremes(kept))

@@ -133,8 +133,8 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the attention scores that a constant mask is added to, or None without such a mask. It is also None for a
-    mask that hides every score however large, as −inf does. args: the two operands of the addition."""
+    """Return the attention scores to which an addition adds a constant mask, or None without a constant mask. For a
+    mask of −inf in fp16, which hides scores of any size, also return None. args: the operands."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):
@@ -156,11 +156,11 @@ def sees_nothing(scores: Tensor) -> bool:
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
-    """Return how far a mask must lower each query's scores to hide them, fp32 [..., queries]."""
-    # scores: [..., queries, keys], before the mask. A query with none or all keys masked, or with a NaN, gets 0.
+    """Return fp32 [..., queries]: by how much a mask must lower the scores of masked keys to hide them from each query.
+    scores: [..., queries, keys], before the mask. masked: the keys that the mask hides from each query, bool."""
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
-    return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)
+    return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)  # NaN gives 0
 
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:

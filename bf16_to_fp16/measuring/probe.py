@@ -58,8 +58,8 @@ def batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Batch]:
     """Return the batches of the text in ``data``, or the built-in probe without data. source: the folder with the
-    tokenizer. examples: the largest number of rows of text. length: the largest number of tokens in a row. chosen: the
-    probe's ids by the reason for choosing them, random by default. Raises UserError for unusable data or tokenizer."""
+    tokenizer. examples: the largest number of rows of text. length: the largest number of tokens in a row. chosen: maps
+    reasons to the ids that the probe runs; None for random ids. Raises UserError for unusable data or tokenizer."""
     length = min(length, stock.longest_sequence(config))
     if data is None:
         inputs = _probe(config, seed, length, chosen)

@@ -19,8 +19,8 @@ MATRIX_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear"}  # operations that
 
 class FastProducts(TorchDispatchMode):
     """Context manager that computes the CPU's 16- and 32-bit matrix products in fp32, and rounds them once. A backward
-    must run inside it too. A result differs from torch's result only in elements whose sums were rounded. In 16 bits,
-    under 1% of these elements differ, by one rounding."""
+    must run inside it too. An element of a product is the same as torch's if fp32 can sum its terms without rounding.
+    In 16 bits, under 1% of all other elements differ, by one rounding."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -70,7 +70,7 @@ _kept: Widened | None = None
 
 @contextmanager
 def weights_widened_once() -> Iterator[Widened]:
-    """Yield a dictionary of fp32 copies of 16-bit weights, which products fill and reuse. Clear it to free them."""
+    """Yield a dictionary in which ``FastProducts`` keeps fp32 copies of 16-bit weights. Clear it to free the copies."""
     global _kept
     before, _kept = _kept, {}
     try:

@@ -1,4 +1,4 @@
-"""The audit's result for a regime, a way to use fp16: sites over all runs, with their largest values and overflows."""
+"""An audit's result for one regime (a way to use fp16): each site's largest value and overflows over all runs."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Audit the checkpoint in ``folder`` in each regime, and return the results by regime.
 
-    If ``half`` is among the regimes, it runs all inputs under the first attention implementation. The other runs then
-    get only some of the inputs. If ``half`` overflows, they get further inputs. train_mode: load the whole model at
+    The regime ``half``, if asked for, runs all inputs under the first attention implementation. The other runs then
+    get only some of the inputs, and more of them if ``half`` overflows. train_mode: load the whole model at
     once, run a backward too, and give every run all inputs. attention: the implementations to run; those that the
     model's class lacks are skipped. Raises UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)

@@ -172,8 +172,9 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 def suspected(
     source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
 ) -> tuple[list[tuple[int, ...]], float | None]:
-    """Return the inputs on which edits may do most harm, and the fraction that ``SearchEntry.covered`` describes. An
-    input is a tuple of one or more token ids. edits: a plan of edits alone."""
+    """Return the inputs on which edits may do most harm, and the least fraction of inputs on which an edit changes the
+    edited values no more than rounding to bf16 does; None without edits. An input is a tuple of token ids. edits: a
+    plan of edits alone."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -240,9 +241,9 @@ def change_of_output(plain: Weights, edited: Weights, before: Tensor, after: Ten
 def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
 ) -> Iterator[tuple[list[tuple[int, ...]], float]]:
-    """Yield a list of inputs and a fraction for every edited attention head. Edits may do harm on these inputs, which
-    are tuples of token ids. The fraction tells for how many pairs of token ids the edits change the attention weight no
-    more than bf16's rounding can. step: the values without edits."""
+    """Yield (inputs, fraction) for every edited attention head. inputs: tuples of token ids, on which edits may do
+    harm. fraction: the fraction of all pairs of token ids whose attention weight the edits change by at most bf16's
+    rounding error. step: the values without edits."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])

@@ -60,8 +60,8 @@ class _Function:
 
 @dataclass(slots=True, kw_only=True)
 class _Call(Call):
-    """One call of one module. names: the full names of the module's sites, by operation and number; None for sites that
-    are not wanted. tapped: whether its outputs are handed over."""
+    """One call of one module. tapped: whether ``on_site`` gets the outputs inside this call. names: maps (operation,
+    n), the nth use of an operation in the call, to the full name of its site, or to None if the site is not wanted."""
 
     module: nn.Module
     tapped: bool
@@ -238,7 +238,7 @@ class Tap:
                 shown = torch.clone if shown is _itself else shown
             self._hand_over(full, out, shown)
         if name == "pow" and len(args) > 1 and isinstance(args[1], (int, float)) and args[1] == 3:
-            # The derivative of x³ overflows before x³.
+            # tanh takes an infinite x³ to 1, but an infinite 3x² in the backward gives NaN.
             full = self._wanted(call, "cubed", 1)
             if full is not None:
                 self._hand_over(full, args[0], _itself)

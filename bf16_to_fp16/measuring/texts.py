@@ -168,8 +168,8 @@ def open_texts(
     input_column: str | None = None,
     target_column: str | None = None,
 ) -> tuple[Any, tuple[str, str | None]]:
-    """Return a ``datasets.Dataset`` and the names of its text column and its target column, or None. path: a file, or a
-    Hub dataset, of which ``subset`` and ``split`` are read. Raises UserError for unreadable data."""
+    """Return a ``datasets.Dataset`` and a pair: the name of its text column, and the name of its target column or None.
+    path: a file, or a Hub dataset, of which ``subset`` and ``split`` are read. Raises UserError for unreadable data."""
     import datasets
 
     named = (input_column, target_column)

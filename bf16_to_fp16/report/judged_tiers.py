@@ -17,15 +17,15 @@ def judged_tiers(
     """Return the report's entry for each tier: whether the checkpoint is safe there, by bounds or in a run, or why not.
 
     certified: for each tier, whether all bounds hold. clean: whether the model ran with every parameter in fp16 and
-    nothing broke. squares: the extremes of the residual stream in a run; if None, no tier with norms in fp16 is safe.
-    pooled: whether the model returns sentence vectors; no run measures their squares."""
+    nothing broke. squares: extremes of the squares that norms sum in a run; if None, no tier with norms in fp16 is
+    safe. pooled: whether the model returns sentence vectors. If so, only bounds can show that such a tier is safe."""
     unfit = remedies.SQUARES_UNSEEN if squares is None else ""
     if squares is not None and squares.least < NORM_FLOOR:
         unfit = remedies.sinks(squares.least)
     elif squares is not None and squares.largest > FP16_MAX:
         unfit = remedies.swells(squares.largest)
     observed = {"half"} if clean else set()
-    if clean and squares is not None and squares.fits and not pooled:
+    if clean and squares is not None and squares.fits and not pooled:  # the squares of sentence vectors are not seen
         observed.add("norm-safe")
     entries: dict[str, schema.TierEntry] = {}
     for tier in TIERS:

@@ -138,10 +138,10 @@ def too_inexact(
     proven: bool = False,
 ) -> list[schema.UnsafeEntry]:
     """Return an entry if the converted model is too inexact, else []. The fp16 output may diverge from the source as
-    far as the bf16 output does, or by ``max_kl`` if that is more. If the plan is ``exact``, the fp32 output must not
-    differ. ran: whether the audit ran the model, which decides the remedy. edits: the divergence that edits cause. If
-    edits cause over half of the fp16 divergence, a ``proven`` checkpoint may diverge ``MOST_FOR_A_PROOF`` times as far
-    as bf16."""
+    far as the bf16 output does, or by ``max_kl`` if that is more. exact: whether the plan is exact; then the fp32
+    output must not differ. ran: whether the audit ran the model, which decides the remedy. edits: the divergence that
+    edits cause. proven: whether no input can overflow. If so, and edits cause over half of the divergence, it may reach
+    ``MOST_FOR_A_PROOF`` times bf16's."""
     bf16, fp32 = fidelity.kl_bf16, fidelity.squared_error_fp32
     fp16 = fidelity.kl_fp16
     if exact and fp32 is not None and fp32 > NOISE:

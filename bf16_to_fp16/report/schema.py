@@ -179,8 +179,8 @@ class WeightsEntry(ReportObject):
 
 
 class SignalEntry(PlacedEntry):
-    """The largest |x| at a module's input or output (``side``): ``before`` in the source, ``after`` rescaling by the
-    plan. ``kind``: the kind of activation, such as "residual" or "scores"."""
+    """The largest |x| at a module's input or output, as ``side`` says. ``before``: the value in the source. ``after``:
+    the value with the plan applied. ``kind``: the kind of activation, such as "residual" or "scores"."""
 
     module: str
     side: str
@@ -297,14 +297,14 @@ class Report(Versioned):
         default=[], description="the edits, each of which changes the function a little"
     )
     exceptions: list[ExceptionEntry] = Field(
-        default=[], description="inputs found that the edits harm, worst first; a single id makes the verdict unsafe"
+        default=[], description="inputs that edits harm, worst first; unsafe if an entry has one id and kl > max_kl"
     )
     searched: SearchEntry | None = None
     max_kl: Real | None = Field(default=None, description="the divergence from the source that the user accepts")
     weights: WeightsEntry | None = None
     plan: Plan | None = None
     for_proof: dict[str, int] = Field(
-        default={}, description="streams scaled further for a proof, each with the exponent that is enough without one"
+        default={}, description="streams scaled further for a proof; value: the exponent that observed values need"
     )
     signals: list[SignalEntry] = Field(default=[], description="the activations that the plan scales")
     unsafe: list[UnsafeEntry] = Field(default=[], description="the reasons why it is unsafe")

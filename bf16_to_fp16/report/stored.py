@@ -52,8 +52,7 @@ def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Ten
         entry, dtype = source.replaced.get(name), SAFETENSORS_DTYPES.get(source.dtypes.get(name, str(source.dtype)))
         if entry is None or dtype is None or name not in names:
             raise UserError(
-                f"the copy of the source's {name} in the report does not fit the plan there; take the report that"
-                " convert wrote"
+                f"the report's plan does not fit its copy of {name} from the source; take the report that convert wrote"
             )
         shape = layout.tensors[name].shape
         try:

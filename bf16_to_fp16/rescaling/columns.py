@@ -1,5 +1,5 @@
 """Cuts of columns: powers of two that scale down a few input channels of a feed-forward's gate or of an attention's
-queries. Tokens with small values in these channels keep their outputs."""
+queries. A cut is not exact: outputs stay nearly the same only at tokens with small values in these channels."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 
 
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return ``cuts`` with lower exponents in later layers, so that the residual stream keeps its direction. cuts:
-    exponents of columns (input channels), by signal."""
+    """Return a copy of ``cuts`` in which later layers are cut further. This is needed because cuts in earlier layers
+    shrink the residual stream. cuts: exponents of columns (input channels), by signal."""
     # Some tokens have large values in a cut channel. At such a token, the first feed-forward with a cut gate writes
     # nearly all of the stream. A cut of its gate by 2^-k makes the stream 2^k times smaller, but not the value that the
     # embedding has in the channel. So after later norms, the channel is 2^k times as large. To make up for this, later
@@ -97,9 +97,9 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the ``Reach`` of an attention: the function that compares each head's size with its wanted size. The size
-    is the spectral norm of qᵀk. q, k: query and key weights, [heads, channels of a head, columns]. bits: by how many
-    bits each size is to become smaller, [heads]."""
+    """Return the ``Reach`` function of an attention. The size of a head is the spectral norm of qᵀk, and the function
+    returns by how many bits each size is still too large. q, k: query and key weights, [heads, channels of a head,
+    columns]. bits: by how many bits each size is to become smaller, [heads]."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L

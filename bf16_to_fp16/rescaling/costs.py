@@ -54,13 +54,13 @@ SOLVED = (*OF_STREAM, Kind.QUERY_KEY)  # signals that have an exponent for each 
 
 @dataclass(frozen=True)
 class Solution:
-    """The exponents chosen for one signal's channels, and their costs."""
+    """The exponents chosen for one signal's channels, and their costs. With a proof, no input leaves fp16's range."""
 
-    cost: float  # the least cost if bounds for any input fit; with a ``fallback``, ``free`` + ``proof_worth`` per site
-    free: float  # the least cost if these bounds may exceed their limits
+    cost: float  # the least cost with a proof or, if less, ``free`` plus ``proof_worth`` for each site of the signal
+    free: float  # the least cost if no proof is needed
     unmoved: float  # the cost if all exponents are 0
     index: torch.Tensor  # each channel's exponent plus 24
-    fallback: Fallback | None = None  # set if these bounds may exceed their limits, because fitting costs more
+    fallback: Fallback | None = None  # set if the exponents give no proof, because a proof costs more
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ def excess_of_signals(layout: Layout, ranges: Mapping[str, ModuleRange], limit: 
 
 
 def exponents_for(bits: Tensor, steps: int = 2) -> OfChannels:
-    """Return log2 of factors that are at most 2^-``bits``, with a tolerance of 2^-20 in this exponent. Each factor is
-    the largest that is m/``steps`` times a power of two, where m is a whole number from steps/2 to steps − 1. With 2
-    steps, all factors are powers of two."""
+    """Return log2 of a factor for each element b of ``bits``. The factor is the largest number m/``steps``·2^k that is
+    at most 2^-b, with a tolerance of 2^-20 in the exponent −b. Here k is a whole number, and m is a whole number from
+    steps/2 to steps − 1. So with 2 steps, all factors are powers of two."""
     fractions, powers = torch.frexp(2.0 ** (2.0**-20 - bits.double()))
     return folded((torch.floor(steps * fractions) / steps).log2().view(-1) + powers.view(-1))

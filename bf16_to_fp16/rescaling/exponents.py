@@ -109,7 +109,8 @@ def check_centred(layout: Layout, plan: Plan) -> None:
     free = {attention.at for attention in centrable(layout)}
     if unknown := [path for path in plan.centred_keys if path not in free]:
         raise UserError(
-            f"the plan centres key or position biases of {unknown[0]!r}, where none can be; use this checkpoint's plan"
+            f"the plan centres key or position biases of {unknown[0]!r}, which has none to centre; use the"
+            " plan of this checkpoint"
         )
 
 

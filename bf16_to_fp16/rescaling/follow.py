@@ -57,8 +57,8 @@ def follow(
         check_whole(model)
         if any(map(callable, (*args[1:], options.get("closure")))):
             raise UserError(
-                "step was given a closure, whose gradients follow cannot rescale; call backward before step, or leave"
-                " out follow"
+                "step was given a closure, whose gradients cannot be rescaled; call backward before step, or leave out"
+                " follow"
             )
         if own and own.isdisjoint(parameters):
             raise UserError(

@@ -31,8 +31,8 @@ def takes_fractions(signal: str) -> bool:
 
 class Drift(BaseModel):
     """A small change of the model's function. It occurs where a norm's eps cannot be scaled like the norm's input, or
-    where gains are rounded after an offset was subtracted. For the predictions, the source runs with the rounded gains,
-    and with values of eps that have the same effect in the source as the output's eps has in the output."""
+    where gains are rounded after an offset was subtracted. For the predictions, the source runs with the rounded gains.
+    Its norms get the output's eps times 4^-r, where r is the exponent by which the output scales the norm's input."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -153,8 +153,8 @@ class PlanSearch(Costs):
         )
 
     def holds_unmoved(self) -> bool:
-        """Return whether a plan that scales nothing is good enough. It must keep all limits and proofs, and cost at
-        most one fp16 rounding per norm more than the best plan."""
+        """Return whether a plan that scales nothing is good enough. It must keep all limits and proofs. Its cost may
+        exceed the best plan's cost by no more than one fp16 rounding for each norm."""
         spare = ROUNDING * len(self.layout.norms)
         for stream in self.layout.streams:
             self.stream = stream

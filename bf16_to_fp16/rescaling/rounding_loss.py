@@ -133,17 +133,17 @@ class _Span:
 
     low: int  # no binade is lower
     high: int  # no binade is higher
-    zero: int  # the least binade before scaling; zeros are put into this binade, with a count of 0
+    zero: int  # the least binade before scaling; serves as the index of elements that are not counted, such as zeros
     narrow: bool  # whether bf16 holds all elements
 
     @property
     def first(self) -> int:
-        """The exponent of a table's first column: the largest at which all elements round to 0, within ±``GRID``."""
+        """The exponent of a table's first column: the largest that rounds all elements to 0, clamped to ±``GRID``."""
         return min(max(-26 - self.high, -GRID), GRID)
 
     @property
     def last(self) -> int:
-        """The exponent of a table's last column: the smallest at which no element loses a bit, within ±``GRID``."""
+        """The exponent of a table's last column: the least at which no element loses a bit, clamped to ±``GRID``."""
         return min(max(-24 - self.low + _UNIT, -GRID), GRID)
 
 
@@ -243,9 +243,9 @@ def _amax(part: torch.Tensor, axis: int, shift: torch.Tensor | None) -> torch.Te
 
 
 def _coded(part: torch.Tensor, packed: bool, zero: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return three tensors with a number for each element: its index in a histogram, its count, its squared
-    significand. The count is 1. It is 0 for 0, inf and NaN, and their index is ``zero``. With ``packed``, the second
-    tensor holds count and squared significand in one int64, and the third result is None."""
+    """Return three tensors with a number for each element: its index in a histogram, its count and its squared
+    significand. Elements that are 0, inf or NaN have the count 0 and the index ``zero``. All other elements have the
+    count 1. With ``packed``, count and squared significand share the second tensor's int64, and the third is None."""
     if not packed:
         binade, reach, number, squared = _parts(part)
         key = binade.mul_(FP16_SIGNIFICANT_BITS).add_(reach)

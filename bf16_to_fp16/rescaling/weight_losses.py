@@ -26,8 +26,7 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 @dataclass(eq=False)
 class WeightLosses:
-    """The precision that weights lose, and the drift of norms. The fields are described in ``make_plan``. The attribute
-    ``stream`` names the residual stream whose norms are meant."""
+    """The errors that scaling causes in weights, and in norms whose eps stays. ``make_plan`` describes the fields."""
 
     layout: Layout
     weights: TensorReader
@@ -50,7 +49,7 @@ class WeightLosses:
             for place, axis in enumerate(tensor.axes):
                 for carried in self.planned(carried_by(axis)):
                     self.touched[carried.signal].append((tensor, place, carried))
-        self.stream = RESIDUAL
+        self.stream = RESIDUAL  # the residual stream that the methods consider
         self.limit = FP16_MAX * 2.0**-self.margin_bits
         self.moves_least = self.target not in SQUARING
         self.gains: dict[str, torch.Tensor] = {}
@@ -127,9 +126,9 @@ class WeightLosses:
         """Return the mean squared relative change of a norm's output at the stream exponent ``r``, summed over norms
         whose eps is not scaled.
 
-        An eps that stays at ``fixed_eps`` changes a token of variance v by √((v + eps) / (v + fixed_eps·4^-r)) − 1,
-        where eps is the source's. corrected: whether the norms' gains get factors that remove the mean change. Each
-        such factor costs one fp16 rounding."""
+        Where the program has its own eps, ``fixed_eps``, and the source had eps, a norm's output for a token of
+        variance v changes by √((v + eps) / (v + fixed_eps·4^-r)) − 1. corrected: whether the norms' gains get factors
+        that remove the mean change. Each such factor costs one fp16 rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]

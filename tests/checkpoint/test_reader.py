@@ -179,16 +179,16 @@ def test_a_pickle_of_anything_but_plain_tensors_is_refused(folder: Path, content
 
 
 def test_pickles_in_other_containers_are_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="before 2020"):
+    with pytest.raises(UserError, match="torch before"):
         open_checkpoint(as_pickle(folder, {"a": torch.ones(2)}, _use_new_zipfile_serialization=False))
     file = folder / "pytorch_model.bin"
     file.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UserError, match="before 2020"):
+    with pytest.raises(UserError, match="torch before"):
         open_checkpoint(folder)
     as_pickle(folder, {"a": torch.ones(200)})
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="cut short"):
+    with pytest.raises(UserError, match="is damaged"):
         open_checkpoint(folder)
     file.unlink()
     file.mkdir()

@@ -305,7 +305,7 @@ def test_a_plan_is_replayed_with_its_own_eps_and_refused_for_another_reader(held
     assert again.out is not None
     assert again.plan.eps_held and again.plan.eps == result.plan.eps
     assert (again.out / "model.safetensors").read_bytes() == (result.out / "model.safetensors").read_bytes()
-    with pytest.raises(UserError, match="all that --eps would choose; leave out one of the two"):
+    with pytest.raises(UserError, match="already decides what --eps sets; leave out one of the two"):
         convert(source, tmp_path / "x", plan=result.out, eps="fixed", run_model=False)
     encoder = tiny.save(tiny.build("umt5-encoder", num_layers=1), tmp_path / "encoder")
     rescaled = convert(encoder, tmp_path / "rescaled", run_model=False)

@@ -326,7 +326,7 @@ def test_a_report_may_replace_another_and_go_to_a_device(tmp_path: Path) -> None
         with pytest.raises(UserError, match="choose another"):
             check_file(path, "choose another")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match="is not a report that this program wrote"):
+    with pytest.raises(UserError, match="only a report of this program"):
         check_file(tmp_path / "file", "choose another")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -306,7 +306,7 @@ def test_a_stream_is_held_where_the_pipeline_may_read_it(encoder: str, kind: str
     assert (outputs["hidden_states"]["factor_log2"] == 0) == held
     moved = partial(convert_pipeline, folder, tmp_path / "out", stream=-4, run_model=False, dry_run=True)
     if held:
-        with pytest.raises(UserError, match="so its stream is not rescaled; leave out --stream, or convert it alone: "):
+        with pytest.raises(UserError, match="its results; leave out --stream, or convert it alone: "):
             moved()
     else:
         assert moved().encoders["text_encoder"].plan.residual_exponent == -4
@@ -326,7 +326,7 @@ def test_a_held_stream_that_overflows_is_converted_alone(tmp_path: Path, capsys:
 def test_a_model_with_a_decoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = pipelines.make(tmp_path / "whole", {"text_encoder": tiny.build("t5")}, _class_name="NewPipeline")
     said = refused(capsys, "convert", whole, tmp_path / "new")
-    assert "inner states of a T5ForConditionalGeneration change" in said and not (tmp_path / "new").exists()
+    assert "rescaling a T5ForConditionalGeneration changes its inner states" in said and not (tmp_path / "new").exists()
     assert f"bf16-to-fp16 convert {whole} OUT --subfolder text_encoder" in said
 
 
@@ -357,7 +357,7 @@ def test_the_last_states_of_an_encoder_of_images_are_the_sources_or_it_is_refuse
     model = tiny.build("qwen2_5_vl", tie_word_embeddings=tied)
     source = pipelines.make(tmp_path / "source", {"text_encoder": model}, _class_name="QwenImagePipeline")
     if tied:
-        mend = r"reads the last states of text_encoder, .*; let model_index.json load it as Qwen2_5_VLModel, or "
+        mend = r"reads the last states of text_encoder, .*; write Qwen2_5_VLModel as the class of text_encoder in "
         with pytest.raises(UserError, match=mend):
             convert_pipeline(source, tmp_path / "out", run_model=False)
         assert not (tmp_path / "out").exists()

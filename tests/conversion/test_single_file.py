@@ -156,7 +156,7 @@ BROKEN = {
         lambda t: t | {"encoder.x": torch.ones(2, dtype=torch.int8)},
         "is I8, quantised; give the checkpoint it was quantised from",
     ),
-    "no T5": (lambda t: {"model.weight": torch.ones(2)}, "its tensors are not named as transformers or Wan name"),
+    "no T5": (lambda t: {"model.weight": torch.ones(2)}, "holds no T5 encoder with the tensor names of"),
 }
 
 
@@ -226,7 +226,7 @@ def test_a_file_holds_what_the_folder_holds_and_is_itself_a_source(files: Any, s
     ("kind", "changes", "options", "said"),
     [
         ("umt5", {}, "--layout wan", "Wan's tools can load an encoder only"),
-        ("t5-encoder", {}, "--layout wan", "Wan's tools read the encoder of umt5, and this is 't5'"),
+        ("t5-encoder", {}, "--layout wan", "Wan's tools can load only an encoder of umt5, and this model is 't5'"),
         ("t5-encoder", {}, "--layout single --as Other", "/config.json: Other is no class that reads a t5 checkpoint"),
     ],
 )

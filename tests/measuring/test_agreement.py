@@ -108,7 +108,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("t5", {"num_heads": True}, "'num_heads' expected int, got bool"),
     ("t5", {"attribute_map": {"d_ff": "d_kv"}}, "config.json"),
     ("mt5", {"num_attention_heads": 1}, "asks for [5, 24]"),
-    ("embeddinggemma", {"sliding_window": -1}, "'sliding_window' is -2, not a whole number of at least 0"),
+    ("embeddinggemma", {"sliding_window": -1}, "'sliding_window' is -2, and must be a whole number of at least 0"),
     ("pegasus", {"decoder_attention_heads": 5}, "does not divide the 24 rows"),
     ("t5", {"layer_norm_epsilon": True}, "layer_norm_epsilon"),
     ("pegasus", {"tie_word_embeddings": False}, "no separate lm_head.weight"),
