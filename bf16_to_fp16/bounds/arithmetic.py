@@ -112,13 +112,13 @@ class Arithmetic:
 
     @property
     def tiny(self) -> float:
-        """The largest absolute error of one rounding to a subnormal fp16 number; 0 if it is ignored."""
+        """The largest absolute error of one rounding to a subnormal fp16 number; 0 if such errors are not counted."""
         return 0.0 if self.exact or self.planned is not None else TINY
 
     @property
     def floor(self) -> float:
-        """The largest absolute error of a matrix product's element if its partial sums and the result may be subnormal.
-        With ``sums16`` each product may be subnormal too, and the factor ``growth`` multiplies these errors."""
+        """The largest absolute error that subnormal numbers cause in one element of a matrix product. With ``sums16``
+        every product of two numbers may be subnormal; otherwise only partial sums and the result may be."""
         if not self.sums16 or not self.tiny:
             return (self.splits + 2) * self.tiny
         longest = max(LONGEST_SUM, self.max_length)

@@ -69,7 +69,7 @@ class AttentionSites:
         return either(source, normed), torch.maximum(square, normed_square)
 
     def scores(self, query: tuple[LinearBound, Tensor], key: tuple[LinearBound, Tensor]) -> None:
-        """Record the sites from queries and keys to attention weights. query, key: bounds and mean squares of both
+        """Record the queries, keys, scores and attention weights. query, key: bounds and mean squares of both
         linears."""
         sublayer, rotary = self.sublayer, self.sublayer.rotary
         if rotary is None:

@@ -158,8 +158,8 @@ class ModuleFindings:
     def normalised(
         self, path: str, entering: Tensor, variances: Tensor, length: float, *, eps: float | None = None
     ) -> Normed:
-        """Record a norm; return its output with mean squares. entering, variances, length: bounds, mean squares and
-        largest ‖·‖₂ of its input. eps: given only for a LayerNorm in a model of RMSNorms."""
+        """Record a norm; return bounds and mean squares of its output. entering: the input's bounds. variances: the
+        input's mean squares. length: the input's largest ‖·‖₂. eps: only for a LayerNorm in a model of RMSNorms."""
         gain, shift = self.tensor(f"{path}.weight"), self.tensor(f"{path}.bias")
         gain = torch.ones_like(entering) if gain is None else gain
         width, a = gain.numel(), self.arithmetic
@@ -205,8 +205,9 @@ class ModuleFindings:
     def linears(
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
-        """Record the linears in ``reads`` and yield the results of ``linear`` for them. fused: the linears' row counts
-        if they share a matrix, else ()."""
+        """Record linears and yield the result of ``linear`` for each. reads: the arguments of ``linear`` for each.
+        fused: if linears share one matrix, the number of rows of each, else (). Then only the first of ``reads`` is
+        used."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return

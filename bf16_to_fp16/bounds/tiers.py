@@ -1,5 +1,5 @@
-"""Certificates for the tiers, three groups of runtimes by arithmetic, from PyTorch's kernels to sums in fp16. A tier's
-certificate implies those of the tiers before it."""
+"""Certificates for each tier. A tier is a group of runtimes with the same arithmetic. The first tier has PyTorch's
+kernels, and the last makes every sum in fp16. A tier's certificate implies those of the tiers before it."""
 
 from __future__ import annotations
 

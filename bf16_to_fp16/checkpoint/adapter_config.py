@@ -50,8 +50,8 @@ def config_for(adapter: Path, base: Path, *, back: bool) -> dict[str, Any]:
     if (adapter / NOTE).is_file():
         there = read_json(adapter / NOTE, "note").get("for") == side
     if there:
-        remedy = "convert fits it to the converted one" if back else "undo fits it to the original"
-        raise UserError(f"{adapter} is for the {side} checkpoint already; bf16-to-fp16 {remedy}")
+        command, other = ("convert", "converted") if back else ("undo", "original")
+        raise UserError(f"{adapter} is for the {side} checkpoint already; to fit it to the {other} one, use {command}")
     return config
 
 

@@ -73,9 +73,9 @@ class Edits:
 def needed_edits(
     layout: Layout, bounds: Mapping[str, ModuleRange], ranges: Mapping[str, ModuleRange], margin_bits: float
 ) -> dict[str, NeededExponents]:
-    """Return, by signal, the exponents of edits that bring its bound under its limit. Where no exponents can do that,
-    they bring only observed values under it. bounds, ranges: the largest values for any input, and those observed.
-    margin_bits: the headroom that observed values keep."""
+    """Return, by signal, the exponents of edits that bring its bound under its limit. If no exponents can do that, the
+    returned ones bring only the observed values under the limit. bounds, ranges: the largest values for any input, and
+    those observed. margin_bits: the headroom that observed values keep."""
     possible = excess_of_signals(layout, bounds, PROOF_LIMIT)
     seen = excess_of_signals(layout, ranges, FP16_MAX * 2.0**-margin_bits)
     needed = {}

@@ -191,7 +191,9 @@ class Options:
         if layout.stock.decodes or layout.head is not None:
             name = layout.family.giving_states(decodes=False)
             how = "give a folder of the encoder" if name is None else f"add --as {name}"
-            raise UserError(f"{where}: {chosen.readers} can load an encoder only; {how}, or choose --layout single")
+            raise UserError(
+                f"{where}: {chosen.readers} can load only encoders without a head; {how}, or choose --layout single"
+            )
         for name in layout.tensors:
             chosen.naming.from_stock(name)  # raises for a tensor without a name there
 

@@ -2,9 +2,8 @@
 positions and a SiLU gate. Other families are built from these parts.
 
 A power of two commutes with a rotation only if both channels of a pair have it. So queries and keys have one exponent
-for each pair of each key head. Qwen3 has norms of queries and keys. Their eps is also that of the stream's norms, so
-one power of two scales the inputs of all norms. Gains are stored directly, not minus 1, so norms' outputs can be
-scaled."""
+for each pair of each key head. Qwen3 has norms of queries and keys. The config has one eps for all norms, so one power
+of two scales the inputs of all norms. Gains are stored directly, not minus 1, so norms' outputs can be scaled."""
 
 from __future__ import annotations
 

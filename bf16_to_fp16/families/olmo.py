@@ -1,8 +1,8 @@
 """OLMo 2, OLMo 3 and EXAONE 4: as Llama, but with a norm behind each sublayer, and none before.
 
 Linears read the residual stream itself, so columns of v, gate and up are divided by the stream's power of two, 2^r. All
-norms share one eps, which rescaling multiplies by 4^r. Therefore it multiplies the inputs of all norms, the outputs of
-q, k and output projections, by 2^r. The gains of the norm behind a sublayer bound what it adds to the stream."""
+norms share one eps, which rescaling multiplies by 4^r. So every norm's input must be multiplied by 2^r: the outputs of
+q, k and the output projections are. The gains of the norm behind a sublayer bound what it adds to the stream."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
 
 
 def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis multiplied by a signal's power of two, such as the output axis of a weight that writes the
+    """Return an axis along which a weight is multiplied by a signal's power of two, as where the weight computes the
     signal."""
     return Axis(1, signal, spread)
 

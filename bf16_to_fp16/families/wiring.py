@@ -249,13 +249,13 @@ class ImageInput:
 
     token: str  # the id of the image token, whose embeddings the image's vectors replace
     channels: str  # the number of an image's colour channels, "" for 3
-    size: str = ""  # height and width in pixels; "" for any: the audit's image is then two tokens high and wide
+    size: str = ""  # height and width in pixels; "" for any, and the audit's image is two tokens high and wide
     tokens: str = ""  # an image's number of image tokens, "" for four
     patch: str = ""  # a patch's height and width in pixels
     merged: str = ""  # n, where n × n patches make a token
     frames: str = ""  # the number of equal video frames that an image is made into
     marks: str = ""  # 1 at image tokens
-    sizes: str = ""  # height and width in pixels or, with ``frames``, patches along time, height and width
+    sizes: str = ""  # height and width in pixels; with ``frames``, numbers of patches along time, height and width
     places: str = ""  # column and row of each patch, where the image is given as patches
 
 

@@ -244,8 +244,7 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     in_16_bits = any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
     if in_16_bits or dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            f"DeepSpeed's configuration does not train in the recipe's precision, {wanted}; in its JSON,"
-            f" {'set torch_autocast to float16' if wanted == 'fp16' else 'remove torch_autocast'}, and remove the"
-            " sections fp16 and bf16, which store weights in 16 bits"
+            f"DeepSpeed's JSON does not train in {wanted}, as the recipe asks; remove its sections fp16 and bf16, and"
+            f" {'enable torch_autocast with dtype float16' if wanted == 'fp16' else 'remove torch_autocast'}"
         )
     return wanted, wanted

@@ -253,8 +253,8 @@ def check_dynamic(parameters: Any, where: str) -> None:
         factor = each.get("factor")
         if each.get("rope_type") == "dynamic" and not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
             raise UserError(
-                f"{where}: rotary positions are 'dynamic' with the factor {factor!r}, and a factor under 1 can give NaN"
-                " at some lengths; write 1.0 or more, or take the factor from the original checkpoint"
+                f"{where}: the factor of 'dynamic' rotary positions is {factor!r}, and must be 1 or more; take it"
+                " from the original checkpoint"
             )
 
 

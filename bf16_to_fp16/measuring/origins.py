@@ -133,8 +133,8 @@ def masked_positions(kind: str, args: tuple[Any, ...], kwargs: dict[str, Any] | 
 
 
 def scores_of_mask(args: tuple[Any, ...]) -> Tensor | None:
-    """Return the attention scores to which an addition adds a constant mask, or None without a constant mask. For a
-    mask of −inf in fp16, which hides scores of any size, also return None. args: the operands."""
+    """Return the attention scores if ``args`` are scores and a constant mask that are to be added, else None. For a
+    mask of −inf in fp16, which hides scores of any size, also return None."""
     mask, other = (args[0], args[1]) if origin_of(args[1]) is None else (args[1], args[0])
     origin = origin_of(mask)
     if origin is None or not origin.constant or not isinstance(other, Tensor):

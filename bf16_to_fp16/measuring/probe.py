@@ -82,9 +82,8 @@ def audit_batches(
     chosen: Mapping[str, Sequence[int]] | None = None,
     opened: tuple[TensorSource, Layout] | None = None,
 ) -> list[Batch]:
-    """Return the batches of the built-in probe, then those of the text in ``data``. chosen: the probe's ids, by the
-    reason for choosing them; by default ``chosen_ids`` chooses. opened: ``folder``'s checkpoint and layout, if
-    known."""
+    """Return the batches of the built-in probe, then those of the text in ``data``. chosen: for each reason, the ids
+    that the probe runs for it; ``chosen_ids`` by default. opened: ``folder``'s checkpoint and layout, if known."""
     if opened is None:
         checkpoint = open_checkpoint(folder)
         opened = checkpoint, resolve(checkpoint)

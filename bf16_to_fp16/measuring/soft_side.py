@@ -1,5 +1,5 @@
 """Search for inputs on which edits do harm: they change the output far more than bf16 does. An edit changes the
-function most where the edited signal is small: the signal's soft side.
+function most where the edited activation is small. This is the activation's soft side.
 
 Candidates are ids, and sets of ids, for which edits change outputs or attention weights most. Stock code runs a row for
 each candidate and for random pairs of ids. Harm is confirmed in several rows, because one bad row can be chance."""
@@ -117,8 +117,8 @@ class Rows:
         return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
 
     def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
-        """Return the report's entries of the inputs that edits harm, and the divergence of each input after edits and
-        in bf16. inputs: sets of ids; each set makes one row."""
+        """Return the report's entries of the inputs that edits harm, then two tensors: the divergence of each input
+        from the source after edits, and in bf16. inputs: sets of ids; each set makes one row."""
         rows = self.of(inputs)
         kl, run = self.divergences(rows)
         order = in_order(kl, run)

@@ -99,8 +99,8 @@ def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorRea
 def drifted_outputs(
     checkpoint: Checkpoint, layout: Layout, plan: Plan, inputs: list[Batch], advance: Advance | None = None
 ) -> Outputs:
-    """Return the outputs of the fp32 source with a plan's edits and drift. Drift is a change of the function by an eps
-    that does not scale with a norm's input, or by rounded norm gains."""
+    """Return the outputs of the fp32 source with a plan's edits and drift. Drift is the change of the function that
+    comes from rounding norms' gains, and from an eps that is not scaled with the norm's input."""
     # Gains that are stored minus an offset may round when rescaled. Then every weight is rounded as in a conversion.
     rounds = any(tensor.offset for tensor in layout.tensors.values())
     edit, exact = change_by(checkpoint, layout, edits_of(layout, plan)), without_edits(layout, plan)

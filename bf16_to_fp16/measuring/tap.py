@@ -88,8 +88,8 @@ class _TapMode(TorchFunctionMode):
 
 class Tap:
     """Context manager that calls ``on_site(name, tensor)`` with every floating-point output inside ``model``'s
-    forwards. The tensors are differentiable. Names are those of ``SiteObserver`` with eager attention. The tensor of
-    ``<path>:masked`` is how far the mask must lower the scores of each query so that the masked keys are hidden.
+    forwards. The tensors are differentiable. Names are those of ``SiteObserver`` with eager attention. For
+    ``<path>:masked`` the tensor holds, for each query, how far the mask must lower scores to hide the masked keys.
 
     Masked positions are zero. Use a tensor at once, because an in-place operation may change it. Forwards without
     gradients are not tapped. Forwards that gradient checkpointing runs again in the backward are not tapped either, so

@@ -50,8 +50,8 @@ def choose_columns(
 def text_pairs(
     data: str, rows: Iterable[Mapping[str, Any]], input_column: str | None = None, target_column: str | None = None
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the text and target of each row. The first row decides on columns that are not named. A target that is no
-    string becomes None. data: the source, for errors. Raises UserError for a missing column, or a text that is no
+    """Yield the text and target of each row. Columns that are not given are chosen from the first row. A target that is
+    no string becomes None. data: the source, for errors. Raises UserError for a missing column, or a text that is no
     string."""
     columns: tuple[str, str | None] | None = None
     for row in rows:

@@ -127,8 +127,8 @@ def largest(points: Iterable[Point]) -> list[Point]:
 
 def pictures(stacks: Mapping[str, Sequence[Point]], in_words: Callable[[float], str], prefix: str) -> list[Picture]:
     """Return a figure for each stack that has points, with a caption that names its largest values. in_words: formats
-    the largest ``Point.upper`` for the caption. prefix: the word before the largest ``Point.lower``, such as
-    "after"."""
+    the largest ``Point.upper`` for the caption. prefix: the caption's word before the largest ``Point.lower``,
+    such as "after"."""
     shown = [v for points in stacks.values() for p in points for v in (p.upper, p.lower) if v and known(v)]
     if not shown:
         return []

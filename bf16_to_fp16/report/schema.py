@@ -297,7 +297,8 @@ class Report(Versioned):
         default=[], description="the edits, each of which changes the function a little"
     )
     exceptions: list[ExceptionEntry] = Field(
-        default=[], description="inputs that edits harm, worst first; unsafe if an entry has one id and kl > max_kl"
+        default=[],
+        description="inputs that edits harm, worst first; a single token id with kl > max_kl makes the verdict unsafe",
     )
     searched: SearchEntry | None = None
     max_kl: Real | None = Field(default=None, description="the divergence from the source that the user accepts")

@@ -50,8 +50,8 @@ def whole_log2(x: float) -> int:
 
 
 def largest_sums(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield, for each activation that ``signal`` and a second signal rescale, how large the sum of both exponents can
-    be. limits: pairs (ranges by module, limit of |x| in these ranges)."""
+    """Yield the largest possible sum of two exponents, for each activation that is rescaled by both. One exponent is
+    of ``signal``, the other of a second signal. limits: pairs (ranges by module, limit of |x| in these ranges)."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.added_at)):
             if (largest := float(reached.amax.amax())) > 0:

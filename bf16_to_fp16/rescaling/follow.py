@@ -57,18 +57,18 @@ def follow(
         check_whole(model)
         if any(map(callable, (*args[1:], options.get("closure")))):
             raise UserError(
-                "step was given a closure, whose gradients cannot be rescaled; call backward before step, or leave out"
-                " follow"
+                "step was given a closure, whose gradients cannot be rescaled; call backward before step, or do not"
+                " call follow()"
             )
         if own and own.isdisjoint(parameters):
             raise UserError(
-                "the optimizer has copies instead of the model's weights, as under DeepSpeed; train under DDP, or leave"
-                " out follow"
+                "the optimizer has copies instead of the model's weights, as under DeepSpeed; train under DDP, or do"
+                " not call follow()"
             )
         if any(parameter.shape != shapes.get(parameter, parameter.shape) for parameter in parameters):
             raise UserError(
                 "a parameter is sharded, so the plan's exponents do not fit its shape; train in one process or under"
-                " DDP, or leave out follow"
+                " DDP, or do not call follow()"
             )
         model.__dict__[STEPPING] = True
         move(-1, gradients=True)

@@ -133,12 +133,13 @@ class _Span:
 
     low: int  # no binade is lower
     high: int  # no binade is higher
-    zero: int  # the least binade before scaling; serves as the index of elements that are not counted, such as zeros
+    zero: int  # the least binade before scaling; elements that are not counted, such as zeros, get this index
     narrow: bool  # whether bf16 holds all elements
 
     @property
     def first(self) -> int:
-        """The exponent of a table's first column: the largest that rounds all elements to 0, clamped to ±``GRID``."""
+        """The exponent of a table's first column: the largest at which all scaled elements are 0 in fp16, within
+        ±``GRID``."""
         return min(max(-26 - self.high, -GRID), GRID)
 
     @property

@@ -26,7 +26,8 @@ EXPONENTS = torch.arange(-CHANNEL_RANGE, CHANNEL_RANGE + 1)
 
 @dataclass(eq=False)
 class WeightLosses:
-    """The errors that scaling causes in weights, and in norms whose eps stays. ``make_plan`` describes the fields."""
+    """The errors that scaling causes in weights, and in norms whose eps is not scaled. ``make_plan`` describes the
+    fields."""
 
     layout: Layout
     weights: TensorReader
@@ -126,9 +127,9 @@ class WeightLosses:
         """Return the mean squared relative change of a norm's output at the stream exponent ``r``, summed over norms
         whose eps is not scaled.
 
-        Where the program has its own eps, ``fixed_eps``, and the source had eps, a norm's output for a token of
-        variance v changes by √((v + eps) / (v + fixed_eps·4^-r)) − 1. corrected: whether the norms' gains get factors
-        that remove the mean change. Each such factor costs one fp16 rounding."""
+        A norm whose eps is not scaled computes with ``fixed_eps``, and the source's norm with eps. The output for a
+        token of variance v then changes by √((v + eps) / (v + fixed_eps·4^-r)) − 1. corrected: whether the norms' gains
+        get factors that remove the mean change. Each such factor costs one fp16 rounding."""
         norms = {norm: name for name, (_, norm) in self.branched.items() if norm in self.norms()}
         # Projectors' norms may share this model's eps.
         shared = [self.ranges[w.norm].norm for w in self.layout.projectors if w.shares_eps and w.norm in self.ranges]

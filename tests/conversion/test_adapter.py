@@ -305,7 +305,7 @@ def test_an_adapter_is_not_converted_twice(gated: Pair, tmp_path: Path) -> None:
     source, out = gated
     adapter_for(source, tmp_path / "adapter")
     convert_adapter(tmp_path / "adapter", tmp_path / "taken", out)
-    with pytest.raises(UserError, match="for the converted checkpoint already; bf16-to-fp16 undo"):
+    with pytest.raises(UserError, match=r"the converted checkpoint already; to .* original one, use undo"):
         convert_adapter(tmp_path / "taken", tmp_path / "twice", out)
     shutil.copytree(out, tmp_path / "moved")  # by its note, wherever the checkpoint lies now
     with pytest.raises(UserError, match="for the converted checkpoint already"):
@@ -313,7 +313,7 @@ def test_an_adapter_is_not_converted_twice(gated: Pair, tmp_path: Path) -> None:
     convert_adapter(tmp_path / "taken", tmp_path / "back", out, back=True)
     with pytest.raises(UserError, match="give a converted folder"):
         convert_adapter(tmp_path / "adapter", tmp_path / "twice", source)
-    with pytest.raises(UserError, match="for the original checkpoint already; bf16-to-fp16 convert"):
+    with pytest.raises(UserError, match=r"the original checkpoint already; to .* converted one, use convert"):
         convert_adapter(tmp_path / "back", tmp_path / "twice", out, back=True)
     assert json.loads((tmp_path / "back" / NOTE).read_text())["for"] == "original"
     adapter_for(source, tmp_path / "trained", base_model_name_or_path=str(out))  # on the converted checkpoint itself

@@ -225,7 +225,7 @@ def test_a_file_holds_what_the_folder_holds_and_is_itself_a_source(files: Any, s
 @pytest.mark.parametrize(
     ("kind", "changes", "options", "said"),
     [
-        ("umt5", {}, "--layout wan", "Wan's tools can load an encoder only"),
+        ("umt5", {}, "--layout wan", "Wan's tools can load only encoders"),
         ("t5-encoder", {}, "--layout wan", "Wan's tools can load only an encoder of umt5, and this model is 't5'"),
         ("t5-encoder", {}, "--layout single --as Other", "/config.json: Other is no class that reads a t5 checkpoint"),
     ],
