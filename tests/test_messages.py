@@ -1,7 +1,8 @@
-"""Every error line says what happened and then what to do, in one list: ``pytest tests/test_messages.py -rP``."""
+"""Every text that the program shows, in one list: ``pytest tests/test_messages.py -rP``; errors say what to do."""
 
 import ast
 import re
+from collections.abc import Iterator
 from functools import cache
 
 from support import parsed
@@ -12,7 +13,7 @@ ELSEWHERE = re.compile(r"(.*: )?(config\.json|AdamW)?[:/]? ?\{.*?\}(, or .*)?|.*
 OTHER_NAMES = {"directory": "folder", "argument": "option", "quantized": "quantised", "optimiser": "optimizer"}
 
 
-def template(node: ast.expr) -> str:
+def template(node: ast.AST) -> str:
     """Return an expression's text, with the source of what is filled in between braces."""
     match node:
         case ast.Constant(value=str(text)):
@@ -23,32 +24,40 @@ def template(node: ast.expr) -> str:
             return f"{{{ast.unparse(value)}}}"
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return template(left) + template(right)
-        case ast.IfExp(body=body, orelse=otherwise):
-            return f"{template(body)}{template(otherwise)}"
     return f"{{{ast.unparse(node)}}}"
 
 
+def words_of(text: str) -> list[str]:
+    return re.findall(r"[a-z]{2,}", re.sub(r"\{.*?\}", " ", text.lower()))
+
+
+def texts(node: ast.AST) -> Iterator[tuple[int, bool, str]]:
+    """Yield the line of every error, and of other strings of three words that are no docstring, whether it is an error,
+    and its text."""
+    is_error = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("UserError") and bool(node.args)
+    if is_error or isinstance(node, ast.JoinedStr | ast.Constant):
+        text = template(node.args[0] if isinstance(node, ast.Call) else node)
+        if is_error or (len(words_of(text)) > 2 and " " in text):
+            yield getattr(node, "lineno", 0), is_error, text
+    elif not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+        for child in ast.iter_child_nodes(node):
+            yield from texts(child)
+
+
 @cache
-def errors() -> dict[str, str]:
-    """Return the text of every ``UserError`` by its place."""
-    return {
-        f"{file.relative_to(parsed.PACKAGE)}:{node.lineno}": template(node.args[0])
-        for file in parsed.package()
-        for node in parsed.nodes(file)
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("UserError") and node.args
-    }
+def shown() -> list[tuple[str, bool, str]]:
+    found = ((file, each) for file in parsed.package() for each in texts(parsed.nodes(file)[0]))
+    return [(f"{file.relative_to(parsed.PACKAGE)}:{line}", is_error, text) for file, (line, is_error, text) in found]
 
 
-def test_every_error_says_what_happened_and_what_to_do() -> None:
-    for place, text in errors().items():
+def test_every_error_is_one_line_that_says_what_happened_and_what_to_do() -> None:
+    errors = {place: text for place, is_error, text in shown() if is_error}
+    assert len(errors) > 250
+    assert not [place for place, text in errors.items() if "; " not in text and not ELSEWHERE.fullmatch(text)]
+    assert not [place for place, text in errors.items() if re.search(r"\n|  |\.$", re.sub(r"\{.*?\}", "x", text))]
+
+
+def test_one_thing_has_one_name_in_every_text() -> None:
+    for place, _, text in shown():
         print(place, text)
-    assert len(errors()) > 250
-    mute = {place: text for place, text in errors().items() if "; " not in text and not ELSEWHERE.fullmatch(text)}
-    assert not mute
-
-
-def test_errors_are_one_line_without_an_end_mark_and_call_one_thing_one_name() -> None:
-    for place, text in errors().items():
-        words = re.sub(r"\{.*?\}", "x", text)
-        assert not re.search(r"\n|  |\.$", words), (place, text)
-        assert not OTHER_NAMES.keys() & {*re.findall(r"\w+", words.lower())}, (place, text)
+        assert text == "Missing argument 'OUT'." or not OTHER_NAMES.keys() & {*words_of(text)}, (place, text)

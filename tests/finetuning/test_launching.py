@@ -244,11 +244,7 @@ def test_a_shipped_recipe_is_launched_without_a_network(shipped: Shipped) -> Non
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "gib", "kind", "traced"),
-    [
-        ("pegasus", "16", "zero2", 13.7),
-        ("flan-t5-xl", "16", "zero3-offload", 6.0),
-        ("flan-t5-xl", "32", "zero3", 16.6),
-    ],
+    [("pegasus", "16", "zero2", 13.7), ("flan-t5-xl", "16", "zero3-offload", 6.0), ("flan-t5-xl", "32", "zero3", 16.6)],
 )
 def test_memory_is_within_8_percent_of_traced(name: str, gib: str, kind: str, traced: float, shipped: Shipped) -> None:
     told = shipped(name, gib, "--set", "data.gradient_accumulation=8")  # whole passes, as they were traced
