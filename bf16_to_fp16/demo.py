@@ -66,9 +66,9 @@ def print_table(pairs: Sequence[tuple[str, Report, Report]]) -> None:
     rows = [
         ("as trained, in fp16: inf or NaN", [f"{report.regimes['half'].nonfinite:,}" for report in before]),
         ("converted, in fp16: inf, NaN or saturated", [f"{count:,}" for count in broken]),
-        ("largest value run, below the limit", [f"{factor(bits)} ×" for bits in room]),
-        ("any input, by proof", [proven(report) for report in after]),
-        ("residual stream, times", [", ".join(f"2^{r}" for r in each) for each in streams]),
+        ("headroom: largest observed value", [f"{factor(bits)} ×" for bits in room]),
+        ("headroom: any input, by proof", [proven(report) for report in after]),
+        ("residual stream's factor", [", ".join(f"2^{r}" for r in each) for each in streams]),
         ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
         ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
         ("weights carried over bit for bit", [percent(each) for each in share]),

@@ -44,8 +44,8 @@ class Fidelity(ReportObject):
     measure: str = Field(
         default="kl",
         description=(
-            "kl: KL(fp32 ‖ x) per token, in nats; relative squared error: Σ(x − fp32)² / Σ fp32² of last states,"
-            " without top1"
+            "kl: KL(fp32 ‖ x) per token, in nats; relative squared error: Σ(x − fp32)² / Σ fp32² of last states;"
+            " top1 is then null"
         ),
     )
     kl_bf16: Infinite | None = None
@@ -56,7 +56,9 @@ class Fidelity(ReportObject):
     top1_fp16: Real | None = None
     positions: Count | None = None
     kl_fp32: Infinite | None = Field(default=None, description="KL of the output's weights in fp32")
-    squared_error_fp32: Infinite | None = Field(default=None, description="relative, of the output's weights in fp32")
+    squared_error_fp32: Infinite | None = Field(
+        default=None, description="relative squared error of the output's weights in fp32"
+    )
     reference: str = "fp32 source"
 
     @property
@@ -78,9 +80,7 @@ class ExceptionEntry(ReportObject):
 
     ids: list[int] = Field(description="one id, put into rows of other ids; or several ids, which fill rows at random")
     tokens: list[str] = Field(default=[], description="the tokens of these ids, from the tokenizer")
-    kl: Real = Field(
-        description="divergence in fp32: mean of 8 rows if that shows harm, else their upper quartile, else the median"
-    )
+    kl: Real = Field(description="divergence in fp32 of 8 rows: the first of mean, upper quartile, median to show harm")
     kl_bf16: Real = Field(description="divergence with activations rounded stochastically to bf16, mean of 8 draws")
     kl_run: Real = Field(description="divergence of the source run in bf16")
 
@@ -102,7 +102,7 @@ class PlacedEntry(ReportObject):
     stack: str | None = Field(None, description="encoder or decoder, also if the model has only one")
     block: Count | None = Field(None, description="number of the block in the stack, from 0")
     role: str | None = Field(
-        None, description="the module's part in the block, such as cross-attention; in a regime, the operation"
+        None, description="the module's part in the block, such as cross-attention; of a regime's sites, the operation"
     )
 
 
@@ -144,9 +144,9 @@ class GradientsEntry(ReportObject):
     loss_scale: Real | None = Field(description="largest loss scale without overflow; null: every scale overflows")
     flushed: Real = Field(description="the fraction of gradient elements that become 0")
     largest: GradientSiteEntry | None = Field(
-        description="the largest gradient, or the first overflow if loss_scale is null; null: no finite loss"
+        description="the largest gradient; if loss_scale is null, the first overflow, or null if the loss is not finite"
     )
-    sites: list[GradientSiteEntry] = Field(description="the operations with the largest flushed")
+    sites: list[GradientSiteEntry] = Field(description="the operations with the largest flushed fractions")
 
 
 class RegimeEntry(CountedEntry):
@@ -203,8 +203,8 @@ class CertificateEntry(ReportObject):
 
     holds: Flag
     headroom_bits: Real
-    max_length: Count = Field(description="most positions of a sequence")
-    splits: Count = Field(description="most fp16 partial sums of one matrix product")
+    max_length: Count = Field(description="largest number of positions in a sequence")
+    splits: Count = Field(description="largest number of fp16 partial sums of one matrix product")
     train_mode: Flag = Field(default=False, description="whether the bounds include dropout")
     sites: list[BoundEntry] = Field(default=[], description="bounds by site; verify leaves them out")
 
@@ -261,8 +261,8 @@ class SearchEntry(ReportObject):
     covered: float | None = Field(
         default=None,
         description=(
-            "smallest of these fractions: at each edited feed-forward, token ids that edits change by at most bf16's"
-            " rounding error; at each edited attention head, pairs of ids changed so little; null if neither is edited"
+            "fraction that edits change by at most bf16's rounding error: of token ids in a feed-forward, of pairs of"
+            " ids in an attention head; the smallest over all edited places, or null if there is none"
         ),
     )
     further: float = Field(description="fraction of random pairs of ids whose divergence exceeds bf16's")

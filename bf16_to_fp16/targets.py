@@ -34,14 +34,14 @@ TIERS = (  # from the weakest to the strictest
         "norm-fp16",
         "norm-safe",
         "ONNX and TensorRT",
-        "norms square, sum and divide in fp16, mean squares over 2⁻¹⁷",
+        "norms square, sum and divide in fp16; mean squares must exceed 2⁻¹⁷",
         ("ONNX exports in fp16 (ONNX Runtime, TensorRT)", "OpenVINO in fp16", "some NPUs"),
     ),
     Tier(
         "fp16-accumulate",
         "fp16-accumulate",
         "sums in fp16",
-        "every sum in fp16, in any order, mean squares over 2⁻¹⁷",
+        "every sum in fp16, in any order; mean squares must exceed 2⁻¹⁷",
         ("ggml on a V100", "torch.backends.cuda.matmul.allow_fp16_accumulation", "mobile delegates"),
     ),
 )

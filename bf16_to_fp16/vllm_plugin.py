@@ -29,7 +29,7 @@ def register() -> None:
     from vllm.config import model as module
 
     if not (isinstance(getattr(module, REFUSED, None), dict) and callable(getattr(module, DECIDES, None))):
-        LOG.warning("this vLLM decides otherwise which models run in fp16; bf16_to_fp16 changes nothing")
+        LOG.warning("bf16_to_fp16 does not know how this version of vLLM refuses fp16, and changes nothing")
         return
     decide, refused = getattr(module, DECIDES), getattr(module, REFUSED)
     if hasattr(decide, "__wrapped__"):
@@ -43,7 +43,7 @@ def register() -> None:
         if (reason := objection(Path(model_id))) is not None:
             LOG.warning("%s: not taken for fp16-safe: %s", model_id, reason)
             return decide(model_id, config, dtype, *rest, **options)
-        LOG.info("%s: safe in fp16 by its report, whose hashes its files have", model_id)
+        LOG.info("%s: safe in fp16 by its report, and its files match the hashes in the report", model_id)
         refusal = refused.pop(config.model_type)
         try:
             return decide(model_id, config, dtype, *rest, **options)

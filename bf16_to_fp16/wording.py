@@ -51,11 +51,11 @@ def bits(value: float) -> str:
 
 
 def below_limit(value: float | None) -> str:
-    """Return headroom bits as text: "3.2 × below the limit (1.7 bits)", or "past the limit" if negative or None."""
+    """Return headroom bits as text: "3.2 × below the limit (1.7 bits)", or "over the limit" if negative or None."""
     text = headroom(value)
     if text[0].isdigit():
         return text.replace("×", "× below the limit")
-    return "all of fp16's range below the limit" if text == "all" else "past the limit"
+    return "below the limit by all of fp16's range" if text == "all" else "over the limit"
 
 
 def reached(value: float | None) -> str:

@@ -72,7 +72,7 @@ def test_the_demo_prints_before_and_after_and_commands_that_run_as_they_stand(de
         assert (folder.parent / words[1]).is_dir()
 
 
-WHATEVER_IS_RUN = ("converted, in fp16: ", "any input, ", "residual stream", "weights carried ")
+WHATEVER_IS_RUN = ("converted, in fp16: ", "headroom: any input, ", "residual stream", "weights carried ")
 """The rows of the table that less of the probe does not change."""
 
 

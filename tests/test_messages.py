@@ -32,8 +32,7 @@ def words_of(text: str) -> list[str]:
 
 
 def texts(node: ast.AST) -> Iterator[tuple[int, bool, str]]:
-    """Yield the line of every error, and of other strings of three words that are no docstring, whether it is an error,
-    and its text."""
+    """Yield line, whether it is an error, and text of each error, and of each longer string but docstrings."""
     is_error = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("UserError") and bool(node.args)
     if is_error or isinstance(node, ast.JoinedStr | ast.Constant):
         text = template(node.args[0] if isinstance(node, ast.Call) else node)
@@ -46,8 +45,8 @@ def texts(node: ast.AST) -> Iterator[tuple[int, bool, str]]:
 
 @cache
 def shown() -> list[tuple[str, bool, str]]:
-    found = ((file, each) for file in parsed.package() for each in texts(parsed.nodes(file)[0]))
-    return [(f"{file.relative_to(parsed.PACKAGE)}:{line}", is_error, text) for file, (line, is_error, text) in found]
+    found = ((file.relative_to(parsed.PACKAGE), texts(parsed.nodes(file)[0])) for file in parsed.package())
+    return [(f"{file}:{line}", is_error, text) for file, every in found for line, is_error, text in every]
 
 
 def test_every_error_is_one_line_that_says_what_happened_and_what_to_do() -> None:

@@ -31,8 +31,8 @@ CAUSES: dict[Kind, str] = {
     " skip the batches around it, clip the gradient, or lower beta2 or the learning rate",
     "Divergence": "a learning rate too high, attention scores or logits that grow, or values past the format's range;"
     " go back to a checkpoint before it, lower the learning rate, and audit that checkpoint",
-    "Plateau": "either the run has converged, or its updates are smaller than half the gap between two weights and"
-    " vanish; stochastic rounding, an fp32 copy of the weights or a higher learning rate tell which",
+    "Plateau": "either the run has converged, or its updates vanish: they are under half the gap from a weight to the"
+    " next number of its dtype; stochastic rounding, an fp32 copy of the weights or a higher learning rate shows which",
 }
 
 

@@ -61,8 +61,8 @@ def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
                 model = ready(getattr(transformers, stock_class(checkpoint.config))(config))
         except Exception as error:  # each class raises its own
             raise UserError(
-                f"{checkpoint.source}/config.json: stock code cannot make the model ({first_line(error)}); restore the"
-                " config from the original checkpoint"
+                f"{checkpoint.source}/config.json: transformers cannot make the model ({first_line(error)}); take"
+                " it from the original checkpoint"
             ) from error
         with Recording():
             model.initialize_weights()
@@ -138,7 +138,7 @@ def print_init(result: Mapping[str, Any]) -> None:
     screen.print(rows)
     far = [row for row in result["tensors"] if row["far"]]
     if not far:
-        screen.print(f"all within {FAR:g} times the rule of the family")
+        screen.print(f"every root mean square is within a factor of {FAR:g} of {result['family']}'s own rule")
     for row in (row for row in far if row["nonfinite"]):
         screen.print(f"inf or NaN in {row['name']}: {counted(row['nonfinite'], 'weight')}", markup=False)
     if any((row["times"] or 0) > FAR for row in far):

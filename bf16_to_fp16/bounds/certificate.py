@@ -231,10 +231,9 @@ class _StreamWalk(ModuleFindings):
             self.multiply(sublayer)
         for w in (w for w in self.layout.projectors if w.behind == sublayer.add):
             brought, square = self.projected(w)
-            self.stream, self.stream_square = self.rounded(self.stream + brought), self.stream_square + square
+            self.raise_stream(brought, square, w.add)
             whole = self.stream_norm + float(brought.norm())
             self.stream_norm = self.arithmetic.rounded_length(whole, brought.numel())
-            self.note(w.add, SiteKind.RESIDUAL, self.stream)
 
     def add(self, sublayer: Sublayer, projection: Projection, square: Tensor, axes: Tensor | None) -> None:
         """Add a sublayer's output to the stream's bounds. projection, square: bounds and mean squares of the output.
@@ -254,14 +253,16 @@ class _StreamWalk(ModuleFindings):
             # "" where the class calls a function.
             module = sublayer.dropout if isinstance(sublayer, Attention) else "".join(sublayer.dropouts[-1:])
             self.note(f"{module or sublayer.add.partition(':')[0]}:mul", SiteKind.OUTPUT, branch)
-        self.stream = self.rounded(self.stream + branch)
-        self.stream_square = self.stream_square + square
+        self.raise_stream(branch, square, sublayer.add)
         if self.layout.reads_stream_itself:
             a = self.arithmetic
             own = enclosing_axes(branch, length) if axes is None else axes / keep**2 * (1 + a.unit) ** 2
             total_axes = summed_axes(self.stream_axes, own) * (1 + a.unit) ** 2
             self.stream_axes = summed_axes(total_axes, torch.full_like(branch, width * (2 * a.tiny) ** 2))
-        self.note(sublayer.add, SiteKind.RESIDUAL, self.stream)
+
+    def raise_stream(self, added: Tensor, square: Tensor, site: str) -> None:
+        self.stream, self.stream_square = self.rounded(self.stream + added), self.stream_square + square
+        self.note(site, SiteKind.RESIDUAL, self.stream)
 
     def multiply(self, sublayer: FeedForward) -> None:
         """Multiply the stream's bounds by the learned scalar at the end of a layer."""

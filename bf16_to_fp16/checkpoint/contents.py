@@ -45,7 +45,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if config.get("auto_map"):
         raise UserError(
             f"{file}: the model runs code of its own (auto_map), which this program does not know;"
-            " give a checkpoint of a stock class"
+            " give a checkpoint of a transformers class"
         )
     return config
 

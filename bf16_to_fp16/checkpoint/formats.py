@@ -67,7 +67,7 @@ def record_sizes(file: Path) -> dict[int, int]:
     with reading(file) as raw, zipfile.ZipFile(file) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its bytes are no tensor's")
+                raise ValueError("a record is compressed")
             if record.filename.endswith("/byteorder") and archive.read(record).decode() != sys.byteorder:
                 raise ValueError("torch crashes as it turns the bytes of tensors on the meta device")
             raw.seek(record.header_offset + 26)

@@ -66,7 +66,7 @@ def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, header
             (folder / SPIECE_FILE).write_bytes(formats.bytes_of(values))
             aside.remove(SPIECE)
     if aside:
-        notes.append(f"{file.name}: leaves out {shortened(', '.join(aside))}, which stock code does not read")
+        notes.append(f"{file.name}: leaves out {shortened(', '.join(aside))}, which transformers does not read")
     return folder, settled, tensors, tuple(notes)
 
 

@@ -33,7 +33,7 @@ def check_out(out: Path, *sources: str | Path | None, force: bool) -> None:
             raise UserError(f"{out} {what}; {ELSEWHERE}")
         here = out.absolute().name in ("", "..") or (there and out.resolve() in (Path.cwd(), *Path.cwd().parents))
         if here or (there and os.path.ismount(out)):
-            what = "is where this runs or above it" if here else "is a mount point"
+            what = "is the current folder or above it" if here else "is a mount point"
             raise UserError(f"{out} {what} and cannot be replaced; {ELSEWHERE}")
         for source in sources:
             check_apart(out, source)

@@ -34,7 +34,7 @@ OTHER_OPTIONS = (  # the options of ``convert`` that are not fields of ``Options
         "--adapter",
         type=FOLDER,
         metavar="DIR",
-        help="Write this LoRA adapter, trained on what SOURCE was converted from, for SOURCE, a converted folder.",
+        help="Rescale only this LoRA adapter, trained on the original, to fit SOURCE, a converted folder.",
     ),
     shared.force,
     shared.json_file,
@@ -165,7 +165,7 @@ def show_conversion(result: Conversion) -> None:
     "--adapter",
     type=FOLDER,
     metavar="ADAPTER",
-    help="Write this LoRA adapter, which is for DIR, for what DIR was converted from.",
+    help="Rescale only this LoRA adapter, which fits DIR, to fit the checkpoint that DIR was converted from.",
 )
 @click.option(
     "--plan",

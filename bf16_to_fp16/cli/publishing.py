@@ -68,7 +68,11 @@ def publish_command(
 
 def print_upload(upload: Upload, repo: str, *, public: bool, to_stderr: bool) -> None:
     screen = console(stderr=to_stderr)
-    screen.say("public: everyone can read it" if public else "private: an existing public repository is refused")
+    screen.say(
+        "public: everyone can read it, unless it exists and is private"
+        if public
+        else "private: an existing public repository is refused"
+    )
     items = upload.items()
     sizes = [(item.name, item.nbytes or 0) for item in items]
     sizes.append((f"{len(items)} files", sum(nbytes for _, nbytes in sizes)))

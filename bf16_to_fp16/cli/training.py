@@ -57,9 +57,12 @@ def recipe_command(name: str | None, json_file: str | None) -> int:
 @click.command("launch")
 @click.argument("recipe", type=FOLDER, metavar="RECIPE")
 @click.option("--gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Cards of this machine.")
-@click.option("--run", "run", is_flag=True, help="Run it as well; on as many CPU processes where no card is.")
+@click.option("--run", "run", is_flag=True, help="Run the command too. Without a card, N CPU processes run it.")
 @click.option(
-    "--memory", type=click.FloatRange(min=0, min_open=True), metavar="GIB", help="Of a card; default: asked, else 16."
+    "--memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Memory of each card. Default: the memory found in this machine, else 16 GiB.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
 @force

@@ -65,9 +65,9 @@ def convert_adapter(
     rescaled = rescale_adapter(adapter, out, layout, applied, gain, config | place, back=back, force=force)
     notes = []
     if run is not None:
-        notes.append("the converted checkpoint was finetuned: the two sides compute what their own weights make of it")
+        notes.append("the converted checkpoint was finetuned: with the adapter, its outputs differ from the original's")
     if edits_of(layout, plan).exponents:
-        notes.append("the conversion has edits, whose cost was measured without an adapter: compare the two sides")
+        notes.append("the conversion has edits, measured without an adapter: compare the outputs with the original's")
     return ConvertedAdapter(out, on, rescaled, tuple(notes))
 
 

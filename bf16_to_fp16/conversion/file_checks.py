@@ -59,7 +59,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
     if layout.dropped:
         first, *others = sorted(layout.dropped)
         more = f" (and {counted(len(others), 'more tensor')})" if others else ""
-        reason = f"is no tensor of {layout.stock.names[0]}, of which alone the report speaks{more}"
+        reason = f"is no tensor of {layout.stock.names[0]}, and the report covers only this class{more}"
         yield first, reason, REMOVE
 
 

@@ -82,8 +82,8 @@ class MadeSafe:
             observed = "safe on what was observed only"
             if self.passed:
                 observed = (
-                    f"what was observed of {self.passed} is over 65504, and no exact exponent moves that: convert its"
-                    " checkpoint, which can edit it, or train it in bf16"
+                    f"the values observed at {self.passed} exceed 65504, and no exact exponent lowers them: use"
+                    " convert, which can also edit weights, or train the model in bf16"
                 )
             proof = f"Not certified {WHERE[self.target]} ({at}); {observed}."
         scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
@@ -107,7 +107,7 @@ class MadeSafe:
 
         model: the model that was made safe, a copy of it, or one loaded from a folder to which it was saved. Raises
         UserError for any other model, and for one in fp16 or with an adapter."""
-        check_plain(model, "write it with adapter(model, OUT), and undo what unload() or merge_and_unload() returns")
+        check_plain(model, "adapter(model, OUT) saves a LoRA; call undo on what unload() or merge_and_unload() returns")
         check_whole(model)
         if self.changed:
             self.check_made_safe(model)
@@ -185,7 +185,7 @@ class MadeSafe:
         usual. Raises UserError if this plan did not scale ``model``, or if the norm is not positive. A step raises
         UserError if parameters are sharded (FSDP, ZeRO-3), if the optimizer holds copies of the parameters (ZeRO-1 and
         2), if the step is given a closure, and after a step that failed."""
-        check_plain(model, "follow needs the weights themselves; an adapter's own are not rescaled")
+        check_plain(model, "use the optimizer without follow, since an adapter's weights are not rescaled")
         exponents = {}
         if self.changed:
             self.check_made_safe(model)
@@ -203,7 +203,7 @@ def takers_of_embeddings(model: Any) -> list[nn.Module]:
 
 def own_embeddings(factor: OfChannels) -> str:
     by = f"2^{factor}" if isinstance(factor, int) else f"powers of two, one for each channel (inputs[{EMBEDDINGS!r}])"
-    return f"Multiply {EMBEDDINGS} that its own embedding did not make by {by}"
+    return f"Multiply {EMBEDDINGS} by {by}, unless the model's own embedding made them"
 
 
 def warn_of_embeddings(advice: str, module: nn.Module, args: Any, named: Mapping[str, Any]) -> None:

@@ -103,7 +103,7 @@ class Options:
     as_class: str | None = option(
         None,
         "--as",
-        "Convert for this stock class of the same weights. A class without a head gives the source's last states.",
+        "Convert for this transformers class. A class without a head returns the last states at the source's scale.",
         metavar="CLASS",
     )
     plan: str | Path | None = option(

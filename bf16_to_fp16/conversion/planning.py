@@ -120,9 +120,9 @@ def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decid
     layout, eps = opened.apart() if plan.untied_head else opened.layout, opened.layout.held_eps
     check_plan_fits(layout, plan)
     if eps is not None and eps != plan.eps:
+        own = "the source's eps" if plan.eps is None else f"an eps of {plan.eps}"
         raise UserError(
-            f"the plan is for an eps of {plan.eps!r}, and the program that will read the output computes with"
-            f" {eps!r}; leave out --plan"
+            f"the plan is for {own}, and the program that will read the output computes with {eps}; leave out --plan"
         )
     edits = edits_of(layout, plan)
     if options.exact and (edits.exponents or edits.centred_keys):
@@ -304,8 +304,8 @@ class Search:
             return decided
         options = replace(self.options, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
         self.progress.say(
-            f"training gets no extra margin: gains rounded by it would cost a KL of {drift.kl_fp16:.1e}, more than the"
-            f" {drift.kl_bf16:.1e} of the source in bf16"
+            f"the target train gets no extra margin: with this margin, the {drift.title} to the source would be"
+            f" {drift.kl_fp16:.1e}, more than the {drift.kl_bf16:.1e} of the source in bf16"
         )
         return replace(self, options=options).decided(decided.target)
 

@@ -206,7 +206,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
     for key in layout.family.eps_keys[:1]:
         before: Any = config_value(layout.family, config_before(config, report.source), key)
         if plan.eps is not None and not plan.eps_held and plan.eps != before * 4.0**plan.residual_exponent:
-            yield "plan", f"has an eps of {plan.eps}, and {before} with the stream at 2^{plan.residual_exponent}"
+            yield "plan", f"has an eps of {plan.eps}, not the source's {before} times 4^{plan.residual_exponent}"
     if report.outputs and report.finetune is None:
         factors = {name: entry.factor_log2 for name, entry in report.outputs.items()}
         yield from differences(factors, output_factors(layout, plan), "outputs")
@@ -225,7 +225,7 @@ def check_plan(checkpoint: Checkpoint, layout: Layout, report: schema.Report) ->
         for key in DTYPE_KEYS:
             at = f"{name}.{key}" if name else key
             if part.get(key) not in (None, "float16"):
-                yield "config.json", f"{at} is {part[key]}, which stock code loads the weights in"
+                yield "config.json", f"{at} is {part[key]}, which transformers loads the weights in"
 
 
 def check_certificate(certificate: Certificate, report: schema.Report) -> Iterator[tuple[str, str]]:
@@ -320,8 +320,8 @@ def check_exceptions(
         )
         worst = max((each.kl for each in recorded), default=LEAST / 2)
         if again and again[0].kl > 2 * worst:
-            ids, kl = listed(list(map(str, again[0].ids))), again[0].kl
-            yield "exceptions", f"ids {ids} are {kl:.1e} from the source, and none listed is"
+            ids, kl, kind = listed(list(map(str, again[0].ids))), again[0].kl, "id" if single else "set of ids"
+            yield "exceptions", f"ids {ids} diverge by {kl:.1e}, over twice as far as any {kind} in the report"
 
 
 def check_tiers(
@@ -332,10 +332,10 @@ def check_tiers(
         if now is None:
             yield name, "is no tier of this program"
         elif claim.holds != (claim.proof is not None):
-            yield name, f"the report says that it holds: {claim.holds}, and by what: {claim.proof}"
+            yield name, f"the report contradicts itself: holds is {claim.holds}, and proof is {claim.proof}"
         elif claim.proof == "certified" and now.proof != "certified" and (ran or not certified[name]):
             yield name, f"the report says that it is certified, and {now.reason or 'it is only observed'}"
         elif claim.proof == "observed" and ran and not now.holds:
             yield name, f"the report says that it was observed to hold, and {now.reason}"
         elif other := sorted({*claim.runtimes} - {*now.runtimes}):
-            yield name, f"the report says that it stands for {other[0]!r}, which it does not"
+            yield name, f"the report lists {other[0]!r}, which is no runtime of this tier"

@@ -24,7 +24,7 @@ from .types import OLDER_ROTARY, Part
 from .wiring import ImageInput, Projector, StackEnds, StockAttributes
 
 STYLE = Style(offset=1.0)
-WITHOUT_BIASES = {"attention_bias": (False, "biases of its attentions have no place; its own checkpoints have none")}
+WITHOUT_BIASES = {"attention_bias": (False, "attention biases are not supported; Gemma's own checkpoints have none")}
 
 
 def block(config: Mapping[str, object], i: int, *, normed: bool = True, cap: str = "") -> Sequence[Part]:
@@ -58,7 +58,7 @@ GEMMA3 = replace(
     norm_site="to#2",
     norm_rounds_once=True,
     alone=WITHOUT_BIASES
-    | {"attn_logit_softcapping": (None, "stock code reads this cap on scores and does not apply it")},
+    | {"attn_logit_softcapping": (None, "transformers reads this cap on scores and does not apply it")},
     older_rotary={"full_attention": ("rope_theta", "rope_scaling"), "sliding_attention": ("rope_local_base_freq", "")},
     free_keys=(
         "cache_implementation",
@@ -112,9 +112,7 @@ GEMMA3_WITH_IMAGES = replace(
     brings=projector,
 )
 
-WITHOUT_CAP = (
-    "transformers 4.57 leaves out the cap on scores, of the source as well, unless attn_implementation is 'eager'"
-)
+WITHOUT_CAP = "transformers 4.57 needs attn_implementation='eager' for the soft cap on scores, also for the source"
 
 GEMMA2 = replace(
     GEMMA3,

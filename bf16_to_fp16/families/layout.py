@@ -203,7 +203,7 @@ class Layout:
     def noise(self, experts: Experts) -> float:
         """Return ε, where a router's random factors in training lie from 1 − ε to 1 + ε; 0 without such factors."""
         noise = config_value(self.family, self.config, experts.noise) if experts.noise else 0.0
-        return positive(experts.noise, noise, "how far from 1 a factor may be, 0 for none", allow_zero=True)
+        return positive(experts.noise, noise, "0 or a positive number", allow_zero=True)
 
     def embedding_scale(self, ends: StackEnds) -> float:
         """Return the factor by which transformers multiplies the output of a stack's embedding; 1 if it does not."""

@@ -81,7 +81,7 @@ def factor_of(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> float:
             _, factor = ROPE_INIT_FUNCTIONS[kind](shape, "cpu")
         except Exception as error:  # of whatever the numbers lead to
             raise UserError(
-                f"config.json: stock code cannot compute rotary positions of the kind {kind!r} ({first_line(error)});"
+                f"config.json: transformers cannot compute rotary positions of the kind {kind!r} ({first_line(error)});"
                 " take 'rope_parameters' from the original checkpoint"
             ) from error
     if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:

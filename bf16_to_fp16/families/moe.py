@@ -81,6 +81,6 @@ OLMOE = replace(
     keys=("hidden_act", "attention_bias", *CHOICE),
     encoder=llama.layers(olmoe_block),
     free_keys=(*llama.LLAMA.free_keys, *ROUTER),
-    alone={"clip_qkv": (None, "clipped queries, keys and values pass no factor on; its own checkpoints have none")},
+    alone={"clip_qkv": (None, "clipped values cannot be rescaled exactly; OLMoE's official checkpoints do not clip")},
     stored_experts=StoredExperts(),
 )

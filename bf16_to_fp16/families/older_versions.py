@@ -68,8 +68,8 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
     if family.older_scales_tied and layout.stock.is_language_model:
         older = bool(looked_up(config, "tie_word_embeddings", True))
         if older != (layout.head_scale != 1.0):
-            does = "divides its logits by" if older else "does not divide its logits by"
-            lost.append(f"transformers 4.57 {does} the root of the model's width, those of the source as well")
+            does = "divides the logits by" if older else "does not divide the logits by"
+            lost.append(f"transformers 4.57 {does} the square root of the model's width, also for the source")
     return lost
 
 

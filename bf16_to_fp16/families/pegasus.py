@@ -95,7 +95,7 @@ def stack_records(stack: StackEnds, *tensors: Tensor, **own: Any) -> Part:
 
 
 MADE = {
-    "absent": "stock code makes absent positions, unscaled; they are made, scaled and written",
+    "absent": "transformers computes missing positions, but not scaled; convert computes, scales and writes them",
     "generate": positions,
 }
 SHARED = table("shared.weight")
@@ -103,7 +103,7 @@ BODY = "model"  # where the stacks stand in a model with a head
 FINAL_NORM = f"{BODY}.decoder.layer_norm"
 HEAD = head(f"{BODY}.shared.weight")
 LOGITS_BIAS = Tensor(
-    "final_logits_bias", ("one", "vocab"), (None, multiplied_by(LOGITS)), absent="stock code takes zeros"
+    "final_logits_bias", ("one", "vocab"), (None, multiplied_by(LOGITS)), absent="transformers uses zeros instead"
 )
 
 PEGASUS = Family(
@@ -193,7 +193,7 @@ MBART = replace(
 )
 
 BLOCKS = (
-    'attention over blocks has no bound yet; write "original_full" there: the weights are the same, and stock code'
+    'attention over blocks has no bound yet; write "original_full" there: the weights are the same, and transformers'
     " does so by itself for short inputs, while long ones are then attended as a whole"
 )
 

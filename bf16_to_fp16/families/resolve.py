@@ -53,7 +53,7 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     dropped = find_dropped(checkpoint, family, embedding, stock)
     tied = is_tied(checkpoint, family, embedding) if stock.is_language_model else None
     if tied and family.head in names:
-        dropped[family.head] = f"the same values as {family.embedding}, to which stock classes tie it"
+        dropped[family.head] = f"the same values as {family.embedding}, to which transformers classes tie it"
 
     separate = bool(tied and untie and family.untie)
     parts.append(stock.end or (family.tied_head if tied and not separate else family.untied_head))
@@ -84,11 +84,11 @@ def classified(checkpoint: TensorSource, *, untie: bool) -> Layout:
     used = {t.source for t in tensors.values() if t.source is not None}
     for name in sorted(names - used - set(dropped)):
         if computed(name, used) or any(fnmatchcase(name, pattern) for pattern in family.ignorable):
-            dropped[name] = "stock classes ignore it"
+            dropped[name] = "transformers classes ignore it"
             continue
         raise UserError(
             f"{checkpoint.source}: tensor {name} is not part of {family.title} as config.json describes it;"
-            " stock code would drop it, so check the config's layer counts or remove the tensor"
+            " transformers would drop it, so check the config's layer counts or remove the tensor"
         )
     return replace(
         bare,
@@ -142,7 +142,7 @@ def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock
     of_others = {*of_logits, *(n for head in heads for each in head.linears for n in (each.weight, each.bias))} - own
     for name in checkpoint.tensors:
         if name in family.ignorable:
-            dropped[name] = "stock classes ignore it"
+            dropped[name] = "transformers classes ignore it"
         elif name.startswith(unread(family, stock)) or name in of_others:
             dropped[name] = f"{stock.names[0]} ignores it"
         elif name in family.copies and name != embedding:
@@ -151,7 +151,7 @@ def find_dropped(checkpoint: TensorSource, family: Family, embedding: str, stock
                     f"{checkpoint.source}: {name} differs from {embedding}, but they are one tensor in"
                     f" {family.title}; remove {name} if {embedding} is right, or {RESTORE}"
                 )
-            dropped[name] = f"the same values as {family.embedding}, to which stock classes tie it"
+            dropped[name] = f"the same values as {family.embedding}, to which transformers classes tie it"
     return dropped
 
 
@@ -206,7 +206,7 @@ def resolve_tensor(
         if record.absent:
             return None
         raise UserError(
-            f"{checkpoint.source}: tensor {record.name} is missing, and stock code would fill it with random numbers;"
+            f"{checkpoint.source}: tensor {record.name} is missing, and transformers would fill it with random numbers;"
             " take the whole original checkpoint"
         )
     check_floating(checkpoint, source)
@@ -236,7 +236,7 @@ def merge_signals(
         for axis, length in zip(tensor.axes, tensor.shape, strict=True):
             for signal, spread in ((merged[each.signal], each.spread) for each in carried_by(axis)):
                 if not signal.kind.has_one_exponent and signal.size != channels_along(length, spread):
-                    raise AssertionError(f"{tensor.name}: axis of {length} carries {signal.name} of {signal.size}")
+                    raise AssertionError(f"{tensor.name}: axis of {length}, but {signal.name} has size {signal.size}")
     return merged
 
 

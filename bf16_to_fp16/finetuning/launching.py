@@ -164,7 +164,7 @@ def machine_of(processes: int, gib: float | None, *, running: bool, on_cpu: bool
         raise UserError(f"{counted(len(seen), 'card')} here, and --gpus asks for {processes}; give --gpus {len(seen)}")
     if not seen:
         each = given or ASSUMED * 2**30
-        return Machine(processes, each, f"{counted(processes, 'card')} of {_gib(each)} each (--memory says otherwise)")
+        return Machine(processes, each, f"{counted(processes, 'card')} of {_gib(each)} each (--memory changes this)")
     least = min(seen[:processes], key=lambda card: card.memory)
     text = f"{processes} × {least.name}, {_gib(given or least.memory)} each"
     return Machine(processes, given or least.memory, text, bf16=all(card.has_bf16 for card in seen))

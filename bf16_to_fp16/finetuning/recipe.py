@@ -46,21 +46,21 @@ class Data(Section):
     path: NonBlank = Field(description="a .jsonl, .csv, .parquet or .txt (.gz too), or the id of a dataset on the Hub")
     subset: NonBlank | None = _key(None, "name of the Hub dataset's configuration")
     split: NonBlank = _key("train", "split of the Hub dataset")
-    input_column: NonBlank | None = _key(None, "column of the texts; else `input`, `text` or the first text")
-    target_column: NonBlank | None = _key(None, "column of the targets; else `target`, where there is one")
+    input_column: NonBlank | None = _key(None, "column of the texts; default: `input`, `text` or the first text")
+    target_column: NonBlank | None = _key(None, "column of the targets; default: `target`, if the data has it")
     noise_density: float | None = _key(
-        None, "share of the tokens taken out in spans; default 0.15, denoising 0.35", gt=0, lt=1
+        None, "share of the tokens taken out in spans; default 0.15, for denoising 0.35", gt=0, lt=1
     )
-    mean_span_length: float | None = _key(None, "tokens; default 3, denoising 3.5, and 20 where tokens are bytes", ge=1)
+    mean_span_length: float | None = _key(None, "tokens per span; default 3, for denoising 3.5, for bytes 20", ge=1)
     first_sentinel: NonNegative | None = _key(
         None, "id of the first sentinel, from which the others count down; default: the tokenizer's"
     )
-    input_length: int = _key(512, "most tokens of an input", ge=4)
-    target_length: int = _key(128, "most tokens of a target", ge=4)
+    input_length: int = _key(512, "largest number of tokens in an input", ge=4)
+    target_length: int = _key(128, "largest number of tokens in a target", ge=4)
     held_out: float = _key(0.02, "share of the examples kept for evaluation", ge=0, lt=1)
-    held_out_path: NonBlank | None = _key(None, "data for evaluation, instead of a share")
-    batch_size: Positive = _key(8, "examples of one forward pass")
-    gradient_accumulation: Positive = _key(1, "forward passes of one step, divided among the processes")
+    held_out_path: NonBlank | None = _key(None, "other data for evaluation, used instead of the share `held_out`")
+    batch_size: Positive = _key(8, "number of examples in a forward pass")
+    gradient_accumulation: Positive = _key(1, "number of forward passes in a step, divided among the processes")
 
     def share(self, processes: int) -> Data:
         """Return the settings for one process when a step's examples are divided equally among ``processes``. Raises
@@ -100,7 +100,7 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def _agree(self) -> Optimizer:
         if self.name is None and self.arguments:
-            raise ValueError("has arguments of another optimizer; name it")
+            raise ValueError("has arguments for another optimizer; name its class in optimizer.name")
         return self
 
 
@@ -123,13 +123,14 @@ class Penalty(Section):
     """Settings of the penalty on large activations, and the headroom that it enforces, in bits below each limit."""
 
     form: Literal["smooth-max", "none"] = _key(
-        "smooth-max", "excess of a smooth maximum of the tokens' largest values; none: no penalty"
+        "smooth-max", "smooth-max: penalise a site's smooth maximum of |x| where it exceeds a target; none: no penalty"
     )
     headroom_bits: float = _key(1.0, "bits that every site keeps below its limit", ge=0, lt=24)
     certify: bool | None = _key(
         None,
-        "hold the bounds too, so that no input can overflow the model; true: the result is unsafe if a bound stays over"
-        " its limit; null: like true if form is smooth-max and target is half or auto, but without judging the result",
+        "also lower the bounds, so that no input can overflow the model. true: a bound over its limit makes the result"
+        " unsafe. null: lower the bounds if form is smooth-max and target is half or auto, without that verdict."
+        " false: lower no bounds",
     )
 
     @property
@@ -148,9 +149,7 @@ class Distillation(Section):
 
 class Quality(Section):
     max_kl: float | None = _key(
-        0.2,
-        "most KL to the original, nats per token (an encoder: squared error); null: no distance is judged",
-        gt=0,
+        0.2, "largest KL to the original in nats per token (for encoders: squared error); null: no limit", gt=0
     )
 
 

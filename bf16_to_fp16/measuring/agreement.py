@@ -78,11 +78,11 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     check_complete(checkpoint.folder, checkpoint.config, info["missing_keys"])
     mend = "use the config.json that belongs to these weights"
     for name in sorted(set(info["unexpected_keys"]) - set(layout.dropped)):
-        raise UserError(f"{checkpoint.source}: stock code drops tensor {name}; {mend}")
+        raise UserError(f"{checkpoint.source}: transformers drops tensor {name}; {mend}")
     for name, *shapes in sorted(info["mismatched_keys"]):
         stored, wanted = (list(shape) for shape in shapes)
         raise UserError(
-            f"{checkpoint.source}: tensor {name} has shape {stored}, and stock code makes it {wanted}; {mend}"
+            f"{checkpoint.source}: tensor {name} has shape {stored}, and transformers makes it {wanted}; {mend}"
         )
     check_modules(layout, model, where)
     with refusing(checkpoint, refused, asked):
@@ -154,7 +154,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         value = getattr(model.get_submodule(path), attribute, _ABSENT)
         if value != expected and not (optional and value is _ABSENT):
             raise UserError(
-                f"{where}: in stock code {path}.{attribute} is {shown(value)}, but the bounds are for"
+                f"{where}: in transformers {path}.{attribute} is {shown(value)}, but the bounds are for"
                 f" {expected!r}; take the config of the original checkpoint"
             )
 
@@ -178,7 +178,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         activation, expected = model.get_submodule(feed_forward.act), ACT2FN[feed_forward.activation]
         if type(activation) is not type(expected) or own_attributes(activation) != own_attributes(expected):
             raise UserError(
-                f"{where}: in stock code {feed_forward.act} is {type(activation).__name__}, but the bounds are for"
+                f"{where}: in transformers {feed_forward.act} is {type(activation).__name__}, but the bounds are for"
                 f" {feed_forward.activation!r}; take the config of the original checkpoint"
             )
     first = tuple(part.first_norm for part in layout.topology if isinstance(part, StackEnds) and part.first_norm)
@@ -195,8 +195,8 @@ def check_projector(layout: Layout, model: Any, where: str) -> None:
     eps, token = getattr(norm, eps_attribute(norm)), attrgetter(part.image.token)(model.config)
     if not 0 < torch.tensor(eps, dtype=torch.float32) < math.inf:
         raise UserError(
-            f"{where}: in stock code the eps of {part.norm} is {shown(eps)}, not a small positive number such as 1e-06;"
-            " take it from the original checkpoint"
+            f"{where}: in transformers the eps of {part.norm} is {shown(eps)}, not a small positive number such as"
+            " 1e-06; take it from the original checkpoint"
         )
     if isinstance(token, bool) or not isinstance(token, int) or token < 0:
         raise UserError(
@@ -230,13 +230,13 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
                     again(torch.zeros(1), torch.tensor([[position]]), **({"layer_type": kind} if kind else {}))
                 except Exception as error:
                     raise UserError(
-                        f"{where}: stock code cannot compute rotary position {position} ({first_line(error)}); take"
+                        f"{where}: transformers cannot compute rotary position {position} ({first_line(error)}); take"
                         " the keys that begin with 'rope' from the original checkpoint"
                     ) from error
             for name, frequencies in again.named_buffers():
                 if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
                     raise UserError(
-                        f"{where}: in stock code {path}.{name}, which rotary positions need, gives inf or NaN; take"
+                        f"{where}: in transformers {path}.{name}, which rotary positions need, gives inf or NaN; take"
                         " the keys that begin with 'rope' from the original checkpoint"
                     )
 
@@ -327,10 +327,10 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
             names = (*(key for key, own in kind.attribute_map.items() if own == name), name)
             spelt = next((key for key in names if looked_up(layout.config, key) == value), name)
             says, mend = (f"is {shown(value)}", "remove") if value is not _ABSENT else ("is missing", "set")
-            follows = f"to be {wanted!r}" if wanted is not _ABSENT else "not to be there"
+            follows = f"be {wanted!r}" if wanted is not _ABSENT else "not be there"
             refused[name] = (
-                f"{where}: {spelt!r} {says}, which stock code goes by, where the other keys ask for"
-                f" it {follows}; {mend} it, or take the file from the original checkpoint"
+                f"{where}: {spelt!r} {says}, but by the other keys it should {follows}, and transformers"
+                f" reads this key; {mend} it, or take the file from the original checkpoint"
             )
     if written.get(attention) not in (None, "eager", "sdpa"):  # the bounds hold for these two
         refused[attention] = (

@@ -156,7 +156,7 @@ def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: 
             raise
         name = getattr(model.config, "name_or_path", "") or type(model).__name__
         raise UserError(
-            f"{name}: stock code cannot run it ({first_line(error)}); mend its config.json or generation_config.json"
+            f"{name}: transformers cannot run it ({first_line(error)}); mend its config.json or generation_config.json"
         ) from error
 
 

@@ -114,7 +114,7 @@ class Rows:
         return torch.stack([row_of(ids, line, self.generator) for ids, line in zip(inputs, lines, strict=False)])
 
     def batches(self, rows: Tensor) -> list[Batch]:
-        return [whole_rows(self.config, part, "the soft side of edits") for part in rows.split(TOGETHER)]
+        return [whole_rows(self.config, part, "rows of ids that edits may harm") for part in rows.split(TOGETHER)]
 
     def harmed(self, inputs: Sequence[tuple[int, ...]]) -> tuple[list[ExceptionEntry], Tensor, Tensor]:
         """Return the report's entries of the inputs that edits harm, then two tensors: the divergence of each input

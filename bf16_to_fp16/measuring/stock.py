@@ -255,7 +255,8 @@ def check_complete(folder: Path, config: Mapping[str, object], not_found: Iterab
     missing = sorted(set(not_found) - may_be_absent(placed_family(config)))
     if missing:
         raise UserError(
-            f"{folder}: tensor {missing[0]} is missing, and stock code would fill it at random; complete the checkpoint"
+            f"{folder}: tensor {missing[0]} is missing, and transformers would fill it at random; take the whole"
+            " checkpoint"
         )
 
 

@@ -70,7 +70,7 @@ def warned(card: str, report: Report) -> str:
     head, body = (card[: front.end()], card[front.end() :]) if front else ("", card)
     if body.lstrip().startswith(NOTICES[facts.standing(report)]):
         return card
-    return f"{head}\n> {notice(report)} What is said below otherwise was measured before.\n\n{body.lstrip()}"
+    return f"{head}\n> {notice(report)} Statements below that contradict this were measured earlier.\n\n{body.lstrip()}"
 
 
 def front_matter(folder: Path) -> dict[str, Any]:

@@ -64,9 +64,9 @@ def tower_advice(report: schema.Report) -> tuple[str, str]:
         return "", ""
     seen = report.regimes and report.inputs and any(entry.kind == IMAGE for entry in report.inputs.batches)
     ran = "; an image of noise was run through it" if seen else ""
-    most = f"no larger than {MOST_MEAN:,.0f} in the mean" if known.projector.layer_norm_eps is not None else "finite"
+    most = f"of mean |x| up to {MOST_MEAN:,.0f}" if known.projector.layer_norm_eps is not None else "that is finite"
     return (
-        f"what the vision tower brings into the stream, whatever it gives, as long as that is {most}",
+        f"what the vision tower puts into the residual stream, for any tower output {most}",
         f"what happens inside the vision tower, which is carried over as it is{ran}",
     )
 
@@ -77,18 +77,18 @@ def has_blind_padding(family: str | None) -> bool:
 
 
 def padding_advice(report: schema.Report) -> str:
-    title = "the stock class" if (family := named(report.family)) is None else f"stock {family.title}"
+    title = "the transformers class" if (family := named(report.family)) is None else f"{family.title} in transformers"
     if report.padding == 0:
         if not has_blind_padding(report.family):
             return ""
         return (
             "under eager attention in fp16, left padding and padding beyond a sliding window can make their row NaN;"
-            " use SDPA, where the class has it, or batch rows of one length"
+            " use SDPA, where the class has it, or run only rows of one length together"
         )
     why = f"{title} masks with −inf in fp16"
-    filled = "; encoder_attentions are NaN for the places that fill up a short row's last block"
+    filled = "; encoder_attentions are NaN at the padding that transformers adds to fill a row's last block"
     if report.padding is None:
-        return f"every padded row is NaN: {why}; batch rows of one length{filled}"
+        return f"every padded row is NaN: {why}; run only rows of one length together{filled}"
     least = counted(report.padding, "position")
     enough = f"pad the longest row by {least}, on the right"
     return f"a row with less than {least} of padding can be NaN: {why}; {enough}{filled}"

@@ -153,11 +153,11 @@ def claim(report: schema.Report) -> str:
 
 
 def largest_run(report: schema.Report) -> str:
-    tightest = min(report.regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
-    if tightest is None:
+    regime = min(report.regimes.values(), key=lambda each: each.headroom_bits, default=None)
+    if regime is None:
         return "nothing was audited"
-    text = f"the largest {tightest.measured} run, {reached(tightest.amax)}, is {below_limit(tightest.headroom_bits)}"
-    near = tightest.headroom_bits < MARGIN_BITS and not report.proven
+    text = f"the largest observed {regime.measured}, {reached(regime.amax)}, is {below_limit(regime.headroom_bits)}"
+    near = regime.headroom_bits < MARGIN_BITS and not report.proven
     return f"{text}, and other input may come nearer" if near else text
 
 
@@ -185,7 +185,7 @@ def scaled_outputs(report: schema.Report) -> str:
     for name, entry in report.outputs.items():
         if on_request(name, report.outputs) and not entry.fits(drifts=True):
             error, error_bf16 = scientific(entry.error), scientific(entry.error_bf16 or 0.0)
-            others.append(f"{name}: off by {error} in relative squared error, bf16 {error_bf16}; do not read them")
+            others.append(f"do not use {name}: the relative squared error is {error}, and {error_bf16} in bf16")
         elif not isinstance(entry.factor_log2, int | float):
             others.append(f"{name} is scaled per channel: see outputs in {schema.REPORT}")
         elif entry.factor_log2:
@@ -220,13 +220,13 @@ def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
     """Return (title, text) rows on what users must know of a conversion: rescaled outputs, another transformers class,
     centred biases, a stream moved for the proof, and at most ``most`` edits and ``most`` exceptions."""
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
-    centred = f"key or position biases of {counted(keys, 'attention')}, less what a softmax ignores" if keys else ""
+    centred = f"key or position biases of {counted(keys, 'attention')} lose a part that a softmax ignores"
     before, after = report.source.class_in("before"), report.source.class_in("after")
     scaled = LAST in report.outputs and report.outputs[LAST].factor_log2
-    other = f"made for {after} alone: as {before} it gives other values" if before and after and not scaled else ""
-    rows = [("outputs", scaled_outputs(report)), ("class", other), ("centred", centred)]
+    other = f"made for {after} alone: {before} would give other values" if before and after and not scaled else ""
+    rows = [("outputs", scaled_outputs(report)), ("class", other), ("centred", centred if keys else "")]
     for stream, room in report.for_proof.items():
-        rows.append(("for the proof", f"{stream} is moved further; --stream {room} is enough for what was run"))
+        rows.append(("for the proof", f"observed values need only --stream {room}; the proof scales {stream} further"))
     return [(what, words) for what, words in rows if words] + edit_rows(report, most)
 
 
@@ -241,15 +241,14 @@ def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
     rows += [("exception", f"{described(rare)}: {prices(rare)}") for rare in report.exceptions[:most]]
     for what, number in (("edits", len(report.inexact)), ("exceptions", len(report.exceptions))):
         if number > most:
-            rows.append((f"further {what}", f"{number - most}, each milder, in the report"))
+            rows.append((f"further {what}", f"{number - most} more, with smaller divergences, are in the report"))
     if report.searched is not None:
         tokens = f"{counted(report.searched.ids, 'token')} tried, {counted(len(report.exceptions), 'exception')} found"
         share, covered = percent(report.searched.further), report.searched.covered
         rows.append(("rare input", f"{tokens}; on {share} of random pairs the edits are further off than bf16"))
         if covered is not None:
-            rows.append(
-                ("covered", f"each edit is within bf16's rounding on {percent(covered)} of lone tokens or pairs")
-            )
+            inputs = f"at least {percent(covered)} of single tokens or of pairs of tokens"
+            rows.append(("covered", f"each edit is within bf16's rounding error on {inputs}"))
     return rows
 
 
@@ -265,7 +264,7 @@ def passed(report: schema.Report) -> str:
     if over:
         return f"no exponent keeps {counted(over, 'signal')} under the limit with the margin"
     unproven = len(report.uncertified)
-    return f"bounds pass the limit at {counted(unproven, 'site')}" if unproven else "see below what passes its limit"
+    return f"bounds exceed the limit at {counted(unproven, 'site')}" if unproven else "see below what exceeds its limit"
 
 
 def broken_by_search(report: schema.Report) -> str:
@@ -313,5 +312,5 @@ def gradients_in_words(report: schema.Report) -> str:
         return f"backward under AMP: gradients overflow at every loss scale, first at {seen.largest.name}"
     return (
         f"backward under AMP: gradients fit up to a loss scale of {seen.loss_scale:,.6g} (torch begins at 65,536),"
-        f" which {seen.largest.name} sets; at that scale {seen.flushed:.1%} of their elements become 0"
+        f" at which {seen.flushed:.1%} of gradient elements become 0; the largest gradient is at {seen.largest.name}"
     )

@@ -46,7 +46,7 @@ def reasons_unsafe(report: schema.Report, planned: Planned | None = None) -> lis
     most = report.max_kl or 0.0
     worst = next((each for each in report.exceptions if len(each.ids) == 1 and each.kl > most), None)
     if worst is not None:  # a single id with which edits harm every text
-        why = f"the edits are wrong wherever {remedies.described(worst)} stands: {remedies.prices(worst)}"
+        why = f"the edits harm texts that contain {remedies.described(worst)}: {remedies.prices(worst)}"
         over.append(inexact(worst.kl, max(TIMES * worst.kl_bf16, LEAST), why, remedies.ACCEPT))
     return over
 

@@ -23,15 +23,15 @@ MASKED = ":masked"  # ending of sites for the least value that a mask must add
 OUTPUT = "the output, against bf16's error"  # signal of the entry for an fp16 output less accurate than bf16's
 TEXT = "TEXT.txt"  # stands for the user's own text
 FINETUNE = "finetune with the activation-magnitude penalty"
-CONVERT = "bf16-to-fp16 convert rescales what can be"
+CONVERT = "bf16-to-fp16 convert rescales what can be rescaled"
 PENALTY = f"rescaling was not enough; {FINETUNE}"
 EDITED_BY_CONVERT = "bf16-to-fp16 convert lowers it by an edit, if that changes the function less than bf16 does"
-NOT_CONVERTED = f"{CONVERT}; what cannot, a finetune lowers"
+NOT_CONVERTED = f"{CONVERT}; a finetune lowers the rest"
 STAY = "stay with bf16 (fp32 on a card without it)"
 NO_FAMILY = f"{STAY}, or finetune it with ActivationPenalty in a loop of your own"
 OBSERVED = (
-    "its observed range with margin decides; convert --no-audit plans by the bounds alone and proves it where an"
-    " exponent can, convert --plan then runs that plan; or finetune with penalty.certify: true"
+    "the plan keeps only observed values under the limit; convert --no-audit plans by the bounds alone and can give a"
+    " proof, and convert --plan then runs that plan; or finetune with penalty.certify: true"
 )
 TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"
 INEXACT = f"{FINETUNE}, try a smaller --margin, or accept it with --max-kl"
@@ -39,9 +39,9 @@ NOT_FINITE = "the output is inf or NaN, since something inside overflows"
 SOMETHING_INSIDE = f"{FINETUNE}, which brings down what overflows inside"
 PASSED = "no exponent brings it under its limit with the margin"
 OVER = "its bound is over the limit with these weights"
-SQUARES_UNSEEN = "no value overflows; only an audit in half tells whether the squares of a small token vanish"
-UNMOVED = "no exact exponent moves it, and no edit was made that lowers it enough"
-NOTHING_MOVES = "no exact exponent moves it"
+SQUARES_UNSEEN = "no value overflows; only an audit in the regime half shows whether squares in a norm underflow"
+UNMOVED = "rescaling cannot lower it without an edit, and no edit was made that lowers it enough"
+NOTHING_MOVES = "rescaling cannot lower it without an edit"
 TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
 CONVERT_AGAIN = "fetch it again, or convert the source again"
@@ -60,9 +60,9 @@ def swells(most: float) -> str:
     return f"the squares of a token in the stream sum to {most:.2g}, which fp16 cannot hold"
 
 
-ANOTHER_FUNCTION = "every weight was carried over exactly, and the output in fp32 is not the source's"
+ANOTHER_FUNCTION = "every weight was carried over exactly, yet the model's output in fp32 differs from the source's"
 A_BUG = "do not use it: this is a mistake of this program; report it with the config and fp16_report.json"
-OTHER_OUTPUT = "in fp32 it is not the source's times its factor, by more than bf16's rounding"
+OTHER_OUTPUT = "in fp32, divided by its factor, it differs from the source's output by more than bf16's rounding does"
 INEXACT_BY_BOUNDS = "leave out --no-audit: what is observed asks for less shrinking than the bounds do"
 EDITED = "fp16 is further from the fp32 source than bf16: the edits cost too much"
 ACCEPT = f"{FINETUNE}, or accept it with --max-kl"
@@ -119,7 +119,7 @@ def unsafe_sites(
             f"{count:,} {kind}" for count, kind in ((nonfinite, "inf/NaN"), (saturated, "saturated")) if count
         )
         # A mask's site counts the masked positions that keep a weight.
-        reason = f"{saturated:,} masked positions that count" if signal.endswith(MASKED) else counts
+        reason = f"{saturated:,} masked positions keep an attention weight" if signal.endswith(MASKED) else counts
         # What overflowed was at least 65536.
         excess = [
             -math.log2(FP16_MAX / OVERFLOWED) if s.headroom_bits is None or s.amax == OVERFLOWED else -s.headroom_bits

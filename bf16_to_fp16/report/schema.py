@@ -55,7 +55,7 @@ class Source(ReportObject):
     After a finetune, path, revision and hashes are the original checkpoint's."""
 
     path: str | None = None
-    subfolder: str | None = Field(default=None, description="folder below path; a local path ends in it already")
+    subfolder: str | None = Field(default=None, description="folder in a Hub repository; already part of a local path")
     revision: str | None = None
     sha256: dict[str, str] = Field(default={}, description="SHA-256 of each weight file")
     other_sha256: dict[str, str] = Field(default={}, description="SHA-256 of each other file")
@@ -213,7 +213,7 @@ class FinetuneEntry(ReportObject):
     """The record of a finetune."""
 
     start: Plan | None = Field(default=None, description="the plan that rescaled the original before training")
-    start_outputs: dict[str, int | list[int]] = Field(default={}, description="log2 of start's factor on each output")
+    start_outputs: dict[str, int | list[int]] = Field(default={}, description="log2 of the start plan's output factors")
     recipe: dict[str, Any] = Field(default={}, description="the recipe as written, with its defaults")
     settled: dict[str, Any] = Field(default={}, description="values chosen for recipe keys left open")
     data: dict[str, Any] = {}
@@ -289,8 +289,8 @@ class Report(Versioned):
     outputs: dict[str, OutputEntry] = Field(
         default={},
         description=(
-            "each output that the transformers class can return, and the last state of its class without a head;"
-            " hidden_states stands for all states but the last"
+            "each output that the transformers class can return, and last_hidden_state, which its class without a head"
+            " returns; hidden_states stands for all hidden states but the last"
         ),
     )
     inexact: list[InexactEntry] = Field(
@@ -305,7 +305,7 @@ class Report(Versioned):
     weights: WeightsEntry | None = None
     plan: Plan | None = None
     for_proof: dict[str, int] = Field(
-        default={}, description="streams scaled further for a proof; value: the exponent that observed values need"
+        default={}, description="by stream, the exponent that observed values need, if a proof scales it further"
     )
     signals: list[SignalEntry] = Field(default=[], description="the activations that the plan scales")
     unsafe: list[UnsafeEntry] = Field(default=[], description="the reasons why it is unsafe")

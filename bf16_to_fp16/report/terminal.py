@@ -68,7 +68,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
 
 
 def print_advice(screen: Screen, report: schema.Report) -> None:
-    held = f"held at {report.plan.eps:g} for a reader that has its own" if report.plan and report.plan.eps_held else ""
+    held = f"{plan.eps:g}, fixed by the program that runs the output" if (plan := report.plan) and plan.eps_held else ""
     screen.rows(
         ("any input", coverage.headroom_by_proof(report)),
         ("accuracy", facts.accuracy(report)),
@@ -87,7 +87,7 @@ def source_line(report: schema.Report) -> Text:
     signals = list({(signal.module, signal.side): signal for signal in report.signals}.values())
     run, name = report.finetune, "source"
     if run is not None:
-        whose = "untrained weights (step 0 is kept)" if run.kept == 0 < run.steps else "trained weights"
+        whose = "untrained weights (no trained step was kept)" if run.kept == 0 < run.steps else "trained weights"
         name = f"{whose}, from a rescaled start" if run.recipe.get("rescale", True) else whose
     largest = max(signals, key=lambda signal: signal.before)
     over, most = sum(signal.before > FP16_MAX for signal in signals), wording.magnitude(largest.before)
@@ -219,12 +219,12 @@ def print_planned(report: schema.Report, planned: Planned | None) -> None:
         return
     passed = [each for each in planned.violations if each.excess_bits > (planned.plan.margin_bits or 0.0)]
     if passed:
-        screen.print(bad("unsafe", f"{wording.counted(len(passed), 'limit')} would be passed, below"))
+        screen.print(bad("unsafe", f"{wording.counted(len(passed), 'limit')} would be exceeded, as listed below"))
     elif weak := len(planned.violations) + len(planned.fallbacks):
-        sentence = f"{wording.counted(weak, 'signal')} would pass a limit by bound, or keep less than the margin"
+        sentence = f"{wording.counted(weak, 'signal')} would have bounds over a limit, or less headroom than the margin"
         screen.print(good("safe on what was run", sentence))
     else:
-        screen.print(good("safe", "every limit would hold for every input, by bounds of the source"))
+        screen.print(good("safe", "no input would drive a value over its limit, by bounds computed from the source"))
 
 
 def print_plan(plan: Plan, planned: Planned | None) -> None:
@@ -249,7 +249,7 @@ def print_verification(result: other_reports.Verification) -> None:
         tightest = min(result.regimes.values(), key=lambda regime: regime.headroom_bits, default=None)
         sentence = "nothing was run"
         if tightest is not None:
-            sentence = f"the largest {tightest.measured} run is {wording.below_limit(tightest.headroom_bits)}"
+            sentence = f"the largest observed {tightest.measured} is {wording.below_limit(tightest.headroom_bits)}"
         inputs = f"up to {wording.counted(result.certificate.max_length, 'position')}"
         aside = coverage.input_exceptions(result.padding, result.report.family)
         unmet = facts.unmet_target(result)

@@ -80,13 +80,13 @@ ROWS: tuple[tuple[Callable[[Path], object], str, str, str], ...] = (
     (of_weights(lambda t: t[BIAS][0].fill_(1e30)), "--no-audit", BIAS, "repair the tensor"),
     (of_weights(lambda t: t.update(LORA)), "", "lora_A", "remove the tensor"),
     (of_weights(lambda t: t.pop(VALUE)), "", VALUE, "take the whole original checkpoint"),
-    (of_config(auto_map={"AutoConfig": "code.Config"}), "", "auto_map", "give a checkpoint of a stock class"),
+    (of_config(auto_map={"AutoConfig": "code.Config"}), "", "auto_map", "give a checkpoint of a transformers class"),
     (with_code_of_a_tokenizer, "--data text.txt", "no usable tokenizer", "put the original's tokenizer there"),
     (of_config(layer_norm_epsilon=1e-40), "", "norm eps of 1e-40", "write 1e-6 or so"),
     (of_config(num_layers=1), "", "encoder.block.1", "check the config's layer counts"),
     (
         lambda source: (source / "generation_config.json").write_text(IMPOSSIBLE),
-        *("", "source: stock code cannot run it", "generation_config.json"),
+        *("", "source: transformers cannot run it", "generation_config.json"),
     ),
     (
         lambda source: save_file(load_file(source / WEIGHTS), source / WEIGHTS, metadata={"format": "bogus"}),

@@ -176,7 +176,7 @@ REFUSED: tuple[tuple[Callable[[dict[str, Any], dict[str, Any]], object], str], .
     (lambda weights, _: weights.pop(LACKING), r"tensor model\.vision_tower\.post_layernorm\.weight is missing"),
     (
         lambda weights, _: weights.update({"vision_tower.extra.weight": torch.ones(16)}),
-        r"stock code drops tensor model\.vision_tower\.extra\.weight",
+        r"transformers drops tensor model\.vision_tower\.extra\.weight",
     ),
     (
         lambda weights, _: weights.update({"model.language_model.norm.weight": torch.ones(24)}),

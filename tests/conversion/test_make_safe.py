@@ -101,7 +101,7 @@ def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
         layer.self_attn.q_proj.weight.data.mul_(3000)
     safe = make_fp16_safe(model, target="half")
     assert safe.passed == "model.encoder.layers.0.self_attn" and "safe on" not in str(safe)
-    assert "is over 65504, and no exact exponent moves that: convert its checkpoint" in str(safe)
+    assert "exceed 65504, and no exact exponent lowers them: use convert, which" in str(safe)
 
 
 def test_a_model_is_made_safe_once_and_undone_once_and_not_in_fp16() -> None:
@@ -170,7 +170,7 @@ def test_a_model_with_an_adapter_is_refused_with_the_order_to_go_in() -> None:
     for inside in (wrapped, model):
         with pytest.raises(UserError, match="before get_peft_model"):
             make_fp16_safe(inside)
-        with pytest.raises(UserError, match=r"write it with adapter\(model, OUT\), and undo what unload"):
+        with pytest.raises(UserError, match=r"adapter\(model, OUT\) saves a LoRA; call undo on what unload"):
             safe.undo(inside)
     merged = wrapped.merge_and_unload()
     moved = outputs(merged)
@@ -277,7 +277,7 @@ def test_embeddings_that_are_given_need_the_factor_that_it_says(kind: str) -> No
         safe = make_fp16_safe(model)
         factor = safe.inputs["inputs_embeds"]
         assert isinstance(factor, int) and factor and f"by 2^{factor}" in str(safe)
-        with pytest.warns(UserWarning, match=f"inputs_embeds that its own embedding did not make by 2.{factor}"):
+        with pytest.warns(UserWarning, match=f"Multiply inputs_embeds by 2.{factor}, unless"):
             assert torch.equal(model(inputs_embeds=given * 2.0**factor, **more).logits, expected)
         if more:
             with pytest.warns(UserWarning, match="inputs_embeds"):

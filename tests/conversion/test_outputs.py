@@ -133,7 +133,7 @@ def test_inner_states_that_an_edit_changes_are_told(name: str, drifts: bool, uns
     entries = {"logits": right, "hidden_states": right} | {name: off.model_copy(update={"error_bf16": 1e-5})}
     assert [each.signal for each in other_outputs(entries, drifts=drifts, ran=True)] == [name] * unsafe
     said = scaled_outputs(read(Report, fakes.conversion()).model_copy(update={"outputs": entries}))
-    told = f"{name}: off by 0.02 in relative squared error, bf16 1.00×10⁻⁵; do not read them"
+    told = f"do not use {name}: the relative squared error is 0.02, and 1.00×10⁻⁵ in bf16"
     assert (told in said) == (name != "logits")
     # Where a class gives nothing else, these are no inner ones.
     alone = {"last_hidden_state": off.model_copy(update={"error_bf16": 1e-5})}

@@ -290,8 +290,8 @@ def test_the_folder_has_the_permissions_of_any_other(tmp_path: Path) -> None:
         ("../link/out", "link is not a folder"),
         ("../" + "x" * 300, "File name too long"),
         ("../" + "x" * 300 + "/out", "File name too long"),
-        ("../here", "is where this runs"),
-        (".", "is where this runs"),
+        ("../here", "is the current folder"),
+        (".", "is the current folder"),
         ("/dev/shm", "is a mount point"),
     ],
 )

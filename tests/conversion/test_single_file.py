@@ -105,7 +105,7 @@ def test_what_stock_code_does_not_read_is_left_out_and_said(tmp_path: Path) -> N
     file = tools.write(tmp_path / "clip.safetensors", tools.stored(encoder()) | others)
     told, left_out = open_checkpoint(file).notes
     assert told.startswith("clip.safetensors: T5EncoderModel, told from names")
-    assert left_out == "clip.safetensors: leaves out logit_scale, spiece_model, which stock code does not read"
+    assert left_out == "clip.safetensors: leaves out logit_scale, spiece_model, which transformers does not read"
 
 
 PUBLISHED = {

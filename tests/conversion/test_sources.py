@@ -185,7 +185,7 @@ def test_frequencies_that_older_files_hold_are_dropped_as_stock_code_does(tmp_pa
     names = ("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq", "rotary_emb.inv_freq")
     save_file(weights | {name: torch.ones(4) for name in names}, source / "model.safetensors", {"format": "pt"})
     done = convert(source, tmp_path / "out", run_model=False)
-    assert done.safe and done.report["source"]["dropped"] == dict.fromkeys(names, "stock classes ignore it")
+    assert done.safe and done.report["source"]["dropped"] == dict.fromkeys(names, "transformers classes ignore it")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == weights.keys()
     for name in ("model.layers.99.self_attn.rotary_emb.inv_freq", "other.rotary_emb.inv_freq"):
         save_file(weights | {name: torch.ones(4)}, source / "model.safetensors", {"format": "pt"})

@@ -139,7 +139,7 @@ def test_what_transformers_4_does_otherwise_is_told(tmp_path: Path, warm_python:
     unscaled = tiny.save(tiny.small("longt5-tied"), tmp_path / "longt5")
     edit_config(unscaled, scale_decoder_outputs=False)
     capped = tiny.save(tiny.small("gemma2"), tmp_path / "gemma2")
-    for source, sentence in ((unscaled, "divides its logits"), (capped, "cap on scores")):
+    for source, sentence in ((unscaled, "divides the logits"), (capped, "soft cap on scores")):
         out = tmp_path / f"{source.name}-fp16"
         [note] = convert(source, out, target="half", run_model=False).report["older"]
         assert sentence in note

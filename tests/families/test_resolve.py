@@ -120,7 +120,7 @@ def test_what_a_stock_class_ignores_of_a_file_is_left_behind_with_the_reason() -
     source = ModelTensors(tiny.build("t5"))
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     source.tensors[name] = next(iter(source.tensors.values()))
-    assert resolve(source).dropped[name] == "stock classes ignore it"
+    assert resolve(source).dropped[name] == "transformers classes ignore it"
 
 
 def test_a_plan_of_another_checkpoint_is_refused() -> None:

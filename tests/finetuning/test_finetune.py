@@ -288,7 +288,7 @@ def test_what_a_conversion_certifies_is_told(source: Path, tmp_path: Path, capsy
         converted_alone(read_recipe(recipe, ("target=half",)), Progress())
     assert main(["finetune", str(recipe), "--set", "schedule.steps=1", "--force"]) == 0
     printed = capsys.readouterr()
-    assert "untrained weights (step 0 is kept), from a rescaled start: " in printed.out
+    assert "untrained weights (no trained step was kept), from a rescaled start: " in printed.out
     assert "was converted before" not in printed.err
     report = json.loads((tmp_path / "out" / "fp16_report.json").read_text())
     # The start is certified, and nothing is nearer to the original.

@@ -97,7 +97,7 @@ def test_the_last_line_is_the_command_and_all_others_are_comments(
     told, said = launched(capsys, recipe, "--gpus", "4", "--set", "schedule.steps=9", "--force")
     *comments, line = said.splitlines()
     assert all(comment.startswith("# ") for comment in comments) and line == told["command"]
-    assert "4 cards of 16 GiB each (--memory says otherwise)" in comments[0]
+    assert "4 cards of 16 GiB each (--memory changes this)" in comments[0]
     config = recipe.parent / "out.launch.yaml"
     wanted = f"accelerate launch --config_file {config} --main_process_port 0 -m bf16_to_fp16 finetune {recipe}"
     assert shlex.split(line) == [*shlex.split(wanted), "--set", "schedule.steps=9", "--force"]

@@ -85,7 +85,7 @@ def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> N
         ("target=full", "target is 'full': it should be 'auto', 'half', 'norm-safe', 'fp16-accumulate' or 'train'"),
         ("precision=[bf16, fp16]", "precision is ['bf16', 'fp16']: it should be 'fp16' or 'fp32'"),
         ("optimizer.name=torchao.optim.Nothing", "optimizer.name is 'torchao.optim.Nothing': it is no class of an"),
-        ("optimizer.arguments={fused: true}", "it has arguments of another optimizer; name it"),
+        ("optimizer.arguments={fused: true}", "it has arguments for another optimizer; name its class"),
         ("penalty.certify=true; target=train", "has penalty.certify, which is for target half, and target train"),
         ("data={}", "data.path is missing; add it"),
         ("data.path.x=1", "data.path is not a section"),

@@ -75,7 +75,7 @@ def test_the_probe_pads_no_row_by_less(kind: str) -> None:
     assert {1, 2, 7, 20, 48} <= lengths
 
 
-LONGT5 = "stock LongT5 masks with −inf in fp16", "attentions are NaN for the places that fill up a short row"
+LONGT5 = "LongT5 in transformers masks with −inf in fp16", "attentions are NaN at the padding that"
 SAID = {
     "longt5": ("padded on the right by at least 4", *LONGT5),
     "longt5-local": ("without padding", *LONGT5),

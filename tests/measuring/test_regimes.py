@@ -127,7 +127,7 @@ def test_a_masked_position_that_counts_is_unsafe_where_the_mask_is_finite_alone(
     names = {f"{stack}.block.0.layer.0.SelfAttention:masked" for stack in ("encoder", "decoder")}
     rows = unsafe_sites(half)
     assert not amp.broken and {row.signal for row in rows} == (names if wins else set())
-    assert all("masked positions that count in half" in row.reason and row.excess_bits > 0.5 for row in rows)
+    assert all("positions keep an attention weight in half" in row.reason and row.excess_bits > 0.5 for row in rows)
     widest = next(s for s in half["half"].sites if s.name in names)
     assert widest.amax == pytest.approx(2 * 48000 * share, rel=0.02)
     assert half["half"].saturated == sum(row.saturated or 0 for row in rows)

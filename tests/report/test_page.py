@@ -343,7 +343,7 @@ def test_a_conversion_that_ran_nothing_shows_its_bounds() -> None:
     assert "worst found" not in page.text and "Nothing was run" in page.text
     assert "Nothing was run" not in Page(render(certified())).text
     unsafe = certified(found=False, top=1e6) | {"regimes": {}, "verdict": "unsafe"}
-    said = f"Unsafe in fp16: bounds pass the limit at {len(unsafe['uncertified'])} sites."
+    said = f"Unsafe in fp16: bounds exceed the limit at {len(unsafe['uncertified'])} sites."
     assert facts.verdict_sentence(read(Report, unsafe)) == said
 
 

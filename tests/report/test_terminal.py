@@ -216,7 +216,7 @@ def test_a_dry_run_begins_with_what_would_become_of_the_source(capsys: pytest.Ca
     after = max(signal.after for signal in made.signals)
     terminal.print_planned(made, Planned(plan, (), 0.0))
     source, then, verdict = capsys.readouterr().out.splitlines()
-    assert source.startswith("source: overflows fp16 at ") and verdict.startswith("safe: every limit would hold")
+    assert source.startswith("source: overflows fp16 at ") and verdict.startswith("safe: no input would drive")
     assert then.startswith(f"after: the largest of these values would be {magnitude(after)}")
 
 
@@ -288,7 +288,7 @@ def test_an_eps_that_is_held_is_said(capsys: pytest.CaptureFixture[str], tmp_pat
         made["plan"] |= {"eps": 1e-6, "eps_held": True}
         terminal.print_conversion(read(Report, made), tmp_path)
         said = capsys.readouterr().out
-        assert "eps: held at 1e-06 for a reader that has its own\n" in said and ("KL" in said) == (len(stacks) == 2)
+        assert "eps: 1e-06, fixed by the program that runs the" in said and ("KL" in said) == (len(stacks) == 2)
 
 
 @pytest.fixture(scope="module")
