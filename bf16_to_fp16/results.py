@@ -55,9 +55,9 @@ class Fidelity(ReportObject):
     top1_bf16: Real | None = None
     top1_fp16: Real | None = None
     positions: Count | None = None
-    kl_fp32: Infinite | None = Field(default=None, description="KL of the output's weights in fp32")
+    kl_fp32: Infinite | None = Field(default=None, description="KL of output against source, both run in fp32")
     squared_error_fp32: Infinite | None = Field(
-        default=None, description="relative squared error of the output's weights in fp32"
+        default=None, description="relative squared error of the output against the source, both run in fp32"
     )
     reference: str = "fp32 source"
 
@@ -80,7 +80,7 @@ class ExceptionEntry(ReportObject):
 
     ids: list[int] = Field(description="one id, put into rows of other ids; or several ids, which fill rows at random")
     tokens: list[str] = Field(default=[], description="the tokens of these ids, from the tokenizer")
-    kl: Real = Field(description="divergence in fp32 of 8 rows: the first of mean, upper quartile, median to show harm")
+    kl: Real = Field(description="fp32 divergence of 8 rows: mean if it shows harm, else upper quartile, else median")
     kl_bf16: Real = Field(description="divergence with activations rounded stochastically to bf16, mean of 8 draws")
     kl_run: Real = Field(description="divergence of the source run in bf16")
 
@@ -102,7 +102,7 @@ class PlacedEntry(ReportObject):
     stack: str | None = Field(None, description="encoder or decoder, also if the model has only one")
     block: Count | None = Field(None, description="number of the block in the stack, from 0")
     role: str | None = Field(
-        None, description="the module's part in the block, such as cross-attention; of a regime's sites, the operation"
+        None, description="the part of the block, such as cross-attention; in a regime, the operation, such as product"
     )
 
 
@@ -144,7 +144,7 @@ class GradientsEntry(ReportObject):
     loss_scale: Real | None = Field(description="largest loss scale without overflow; null: every scale overflows")
     flushed: Real = Field(description="the fraction of gradient elements that become 0")
     largest: GradientSiteEntry | None = Field(
-        description="the largest gradient; if loss_scale is null, the first overflow, or null if the loss is not finite"
+        description="largest gradient; if loss_scale is null, the first that overflows; null: the loss is not finite"
     )
     sites: list[GradientSiteEntry] = Field(description="the operations with the largest flushed fractions")
 
@@ -226,7 +226,7 @@ class AttackedSite(ReportObject):
     half: NumberOrNaN
     limit: Real
     headroom_bits: Real
-    ids: tuple[list[Count], list[Count]] | None = Field(description="of the worst input, to encoder and decoder")
+    ids: tuple[list[Count], list[Count]] | None = Field(description="ids of the worst input: encoder's, decoder's")
 
     @property
     def fp32(self) -> float:
@@ -250,7 +250,7 @@ class InexactEntry(ReportObject):
     site: str = Field(description="the site whose limit needs the edit")
     exponent: int | float = Field(description="log2 of the edit's factor, the least over its channels")
     columns: Count = Field(default=0, description="number of input channels scaled; 0 if it scales output channels")
-    predicted: Real | None = Field(default=None, description="divergence in fp32 from this edit alone in the source")
+    predicted: Real | None = Field(default=None, description="divergence in fp32 if the source had this edit alone")
     measured: Real | None = Field(default=None, description="the same in the written files")
 
 
@@ -261,11 +261,11 @@ class SearchEntry(ReportObject):
     covered: float | None = Field(
         default=None,
         description=(
-            "fraction that edits change by at most bf16's rounding error: of token ids in a feed-forward, of pairs of"
-            " ids in an attention head; the smallest over all edited places, or null if there is none"
+            "fraction of token ids (in attention, of pairs of ids) whose values an edit changes by at most bf16's"
+            " rounding error; the smallest over edited feed-forwards and attention heads; null if none is edited"
         ),
     )
-    further: float = Field(description="fraction of random pairs of ids whose divergence exceeds bf16's")
+    further: float = Field(description="fraction of rows of two random ids on which edits diverge more than bf16")
 
 
 MAX_ERROR_RATIO = 4.0  # to bf16's relative squared error; an edit may cost 1.75 of it

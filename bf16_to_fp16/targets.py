@@ -27,7 +27,7 @@ TIERS = (  # from the weakest to the strictest
         "torch",
         "half",
         "PyTorch",
-        "norms and softmax in fp32, sums in fp32 or in up to 8 parts",
+        "norms and softmax in fp32, sums in fp32 or in up to 8 parts rounded to fp16",
         ("PyTorch (transformers, diffusers)", "vLLM"),
     ),
     Tier(

@@ -41,7 +41,7 @@ def register() -> None:
         if config.model_type not in refused or not in_fp16 or not (Path(model_id) / REPORT).is_file():
             return decide(model_id, config, dtype, *rest, **options)
         if (reason := objection(Path(model_id))) is not None:
-            LOG.warning("%s: not taken for fp16-safe: %s", model_id, reason)
+            LOG.warning("%s: not treated as safe in fp16: %s", model_id, reason)
             return decide(model_id, config, dtype, *rest, **options)
         LOG.info("%s: safe in fp16 by its report, and its files match the hashes in the report", model_id)
         refusal = refused.pop(config.model_type)

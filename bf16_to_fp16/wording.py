@@ -55,7 +55,7 @@ def below_limit(value: float | None) -> str:
     text = headroom(value)
     if text[0].isdigit():
         return text.replace("×", "× below the limit")
-    return "below the limit by all of fp16's range" if text == "all" else "over the limit"
+    return "more than 2³⁹ × below the limit" if text == "all" else "over the limit"
 
 
 def reached(value: float | None) -> str:

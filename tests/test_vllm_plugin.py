@@ -104,7 +104,7 @@ def test_another_folder_stays_refused_and_the_log_says_why(
     with caplog.at_level(logging.INFO), pytest.raises(ValueError, match="does not support float16"):
         dtype_of(vllm, tmp_path / "out")
     lines = [record.getMessage() for record in caplog.records if record.name == vllm_plugin.LOG.name]
-    assert len(lines) == (said is not None) and all("not taken for fp16-safe" in line for line in lines)
+    assert len(lines) == (said is not None) and all("not treated as safe in fp16" in line for line in lines)
     assert said is None or said in lines[0]
 
 

@@ -142,8 +142,8 @@ def _advice(result: Mapping[str, Any]) -> list[dict[str, Any]]:
             "what": "learning-rate",
             "learning_rate": needed,
             "factor": factor,
-            "why": f"a learning rate of {needed:.3g} ({factor:.3g} times as much) moves half of the weights; scale the"
-            " batch size by the same factor; this learning rate may still be too high to train with",
+            "why": f"at a learning rate of {needed:.3g} ({factor:.3g} times yours) half of the weights move; scale the"
+            " batch size by the same factor; the higher learning rate may still be too high for training",
         },
     ]
 
@@ -155,7 +155,7 @@ def print_updates(result: Mapping[str, Any]) -> None:
         size += " times each tensor's root mean square"
     whose = f"{result['optimizer']} at learning rate {result['learning_rate']:g}, {size}"
     screen.print(f"{result['dtype']} weights rounded to nearest, {whose}", markup=False)
-    rows = Table("layer", "weights", "would not move", "lr that moves half of them")
+    rows = Table("layer", "weights", "would not move", "lr that moves half the weights")
     for column in rows.columns[1:]:
         column.justify = "right"
     for row in (*result["layers"], result["total"]):

@@ -36,7 +36,7 @@ def adapter_config(folder: Path) -> dict[str, Any]:
     if not (folder / TENSORS).is_file():
         words = f"no {TENSORS}; save the adapter with save_pretrained"
         if (folder / PICKLE).is_file():
-            words = f"{PICKLE} is a pickle, which is not read; load it with peft and save_pretrained writes {TENSORS}"
+            words = f"{PICKLE} is a pickle, which is not read; load it with peft and save it as {TENSORS}"
         raise UserError(f"{folder}: {words}")
     return config
 

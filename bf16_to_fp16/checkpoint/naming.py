@@ -43,7 +43,7 @@ class Naming:
     def from_stock(self, name: str) -> str:
         own = translated(name, self.pairs)
         if self.pairs and own == name:
-            raise UserError(f"{self.title} has no tensor for {name}; choose --layout single")
+            raise UserError(f"{self.title} has no place for tensor {name}; choose --layout single")
         return own
 
 
@@ -142,7 +142,7 @@ class FileLayout:
 
 LAYOUTS: Mapping[str, FileLayout] = {
     "wan": FileLayout("wan", "Wan's tools", WAN, "umt5", 1e-6),
-    "single": FileLayout("single", "any tool, stock names"),
+    "single": FileLayout("single", "any tool"),
 }
 
 LAYOUT_NAMES = (FOLDER_LAYOUT, *LAYOUTS)  # values of ``--layout``

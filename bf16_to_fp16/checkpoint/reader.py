@@ -62,7 +62,7 @@ class Checkpoint:
     def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         info = self.tensors[name]
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
-            raise IndexError(f"{name} has shape {info.shape}, not rows {start} to {stop}")
+            raise IndexError(f"{name} has shape {info.shape}, which does not hold the rows {start} to {stop}")
         row = info.nbytes // info.shape[0] if info.shape[0] else 0
         return formats.read_range(info, (stop - start, *info.shape[1:]), start * row)
 

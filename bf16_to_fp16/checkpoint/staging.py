@@ -74,7 +74,7 @@ def overlap(one: Path, other: Path) -> bool:
 def check_ours(out: Path) -> None:
     listed = listed_files(out)
     if (strange := next((name for name in files_of(out) if name not in listed), None)) is not None:
-        where = "the output comes last; " if (out / "config.json").is_file() and not listed else ""
+        where = "give the output path last, or " if (out / "config.json").is_file() and not listed else ""
         raise UserError(f"{out} exists and holds {strange}, which this program did not write; {where}{ELSEWHERE}")
 
 
@@ -83,7 +83,7 @@ def check_file(path: Path, mend: str) -> None:
     if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
         raise UserError(f"{path} cannot be written; {mend}")
     if path.is_file() and not is_report(path):
-        raise UserError(f"{path} exists, and only a report of this program outside a checkpoint is replaced; {mend}")
+        raise UserError(f"{path} exists; only a report that is not part of a checkpoint is replaced: {mend}")
 
 
 @contextmanager

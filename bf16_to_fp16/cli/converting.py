@@ -77,7 +77,7 @@ def convert_command(
     if recipe is not None:
         for flag, given in (("--layout", not folder), ("--dry-run", dry_run), ("--no-audit", not options.run_model)):
             if given:
-                raise UserError(f"--finetune writes a folder and needs its audit; leave out --finetune or {flag}")
+                raise UserError(f"--finetune cannot be combined with {flag}; leave out --finetune or {flag}")
     place = Destination(out, force=force, dry_run=dry_run)
     if folder:
         place.check(source)
@@ -165,7 +165,7 @@ def show_conversion(result: Conversion) -> None:
     "--adapter",
     type=FOLDER,
     metavar="ADAPTER",
-    help="Rescale only this LoRA adapter, which fits DIR, to fit the checkpoint that DIR was converted from.",
+    help="Rescale only this LoRA adapter, made for DIR, to fit the original of DIR.",
 )
 @click.option(
     "--plan",

@@ -69,7 +69,7 @@ def publish_command(
 def print_upload(upload: Upload, repo: str, *, public: bool, to_stderr: bool) -> None:
     screen = console(stderr=to_stderr)
     screen.say(
-        "public: everyone can read it, unless it exists and is private"
+        "public: everyone can read the repository; an existing private repository stays private"
         if public
         else "private: an existing public repository is refused"
     )

@@ -56,7 +56,7 @@ def recipe_command(name: str | None, json_file: str | None) -> int:
 
 @click.command("launch")
 @click.argument("recipe", type=FOLDER, metavar="RECIPE")
-@click.option("--gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Cards of this machine.")
+@click.option("--gpus", type=click.IntRange(min=1), required=True, metavar="N", help="Number of cards to train on.")
 @click.option("--run", "run", is_flag=True, help="Run the command too. Without a card, N CPU processes run it.")
 @click.option(
     "--memory",

@@ -206,7 +206,7 @@ def next_of(options: Options, report: Report, source: str, out: str) -> str:
         target, stream = options.target, options.stream is not None
         holding = {"--exact": options.exact, "--no-audit": not options.run_model, "--stream": stream}
         if flags := [flag for flag, given in (holding | {"--eps fixed": options.eps == FIXED}).items() if given]:
-            steps.append(f"leave out {listed(flags)}, without which more can be tried")
+            steps.append(f"leave out {listed(flags)}, so that convert can try more plans")
     if options.plan is not None or not options.exact:
         steps.append(remedies.finetuning_of(source, f"{out}-finetuned", report.regimes, target, options.subfolder))
     return "; ".join(steps)

@@ -264,7 +264,7 @@ def with_logits(trial: Trial, needed: Mapping[str, NeededExponents]) -> tuple[Ma
     may_differ = not layout.tied or bool(layout.family.untie and scales_logits(layout))
     if one != each and may_differ:  # one for all keeps the order of logits, and a tied head tied
         together, apart = trial.costs(
-            [{LOGITS: one.proven}, {LOGITS: each.proven}], "one exponent for all logits, and one for each,"
+            [{LOGITS: one.proven}, {LOGITS: each.proven}], "one exponent for all logits and one for each logit"
         )
         if not together.share <= max(PRICE_OF_A_PROOF if layout.tied else 0.0, apart.share):
             return needed, bool(layout.tied)

@@ -53,7 +53,7 @@ def check_foreign(checkpoint: Checkpoint, layout: Layout, report: Report) -> Ite
     for name in sorted(entry.name for entry in report.output.files):
         first, _, below = name.partition("/")
         if is_code(name):
-            yield name, "is code, which convert writes none of"
+            yield name, "is code, and convert writes no code"
         elif below and first not in folders:
             yield name, "lies in a folder that convert does not write"
     if layout.dropped:

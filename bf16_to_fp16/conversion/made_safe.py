@@ -82,8 +82,8 @@ class MadeSafe:
             observed = "safe on what was observed only"
             if self.passed:
                 observed = (
-                    f"the values observed at {self.passed} exceed 65504, and no exact exponent lowers them: use"
-                    " convert, which can also edit weights, or train the model in bf16"
+                    f"the values observed at {self.passed} exceed 65504, and rescaling alone cannot lower them:"
+                    " use convert, which can also edit weights, or train the model in bf16"
                 )
             proof = f"Not certified {WHERE[self.target]} ({at}); {observed}."
         scale = " adapter(model, OUT) writes a LoRA of it for the original." if self.plan.moves else ""
@@ -114,7 +114,7 @@ class MadeSafe:
             source = ModelTensors(model)
             if "F16" in {t.dtype for t in source.tensors.values()}:
                 raise UserError(
-                    f"{source.source} is in fp16, which may be too small for the source's weights; call undo before"
+                    f"{source.source} is in fp16, which may not hold the source's larger weights; call undo before"
                     " half(), or load the model in another dtype"
                 )
             layout = resolve(source)
@@ -150,7 +150,8 @@ class MadeSafe:
             )
         if not hasattr(model, "get_base_model") or len(model.peft_config) != 1:
             raise UserError(
-                f"{type(model).__name__} is no PEFT model with one adapter; remove others with delete_adapter"
+                f"{type(model).__name__} is not a PEFT model with a single adapter; load one, or remove others"
+                " with delete_adapter"
             )
         mark = model.get_base_model().__dict__.get(MARK)
         if mark is None or mark.plan != self.plan:

@@ -112,7 +112,7 @@ class Options:
     layout: str = option(
         FOLDER_LAYOUT,
         "--layout",
-        "hf: a folder. Else OUT is one file: wan for Wan's tools, single with stock names.",
+        "hf: OUT is a folder. wan: one file for Wan's tools. single: one file with the tensor names of transformers.",
         type=click.Choice(LAYOUT_NAMES),
         show_default=True,
     )
@@ -154,8 +154,8 @@ class Options:
     max_kl: float | None = option(
         None,
         "--max-kl",
-        "Accept an output up to X nats from the source, even if the source in bf16 is nearer. For states, X is a"
-        " relative squared error.",
+        "Accept a KL to the source of up to X nats, even if the KL of bf16 is smaller. If the model gives no"
+        " probabilities, X is a relative squared error.",
         type=float,
         metavar="X",
     )

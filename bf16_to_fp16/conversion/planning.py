@@ -304,8 +304,8 @@ class Search:
             return decided
         options = replace(self.options, margin_bits=self.options.margin_bits - TRAIN_MARGIN_BITS)
         self.progress.say(
-            f"the target train gets no extra margin: with this margin, the {drift.title} to the source would be"
-            f" {drift.kl_fp16:.1e}, more than the {drift.kl_bf16:.1e} of the source in bf16"
+            f"the extra margin of target train is left out: with this margin, the {drift.title} to the source would be"
+            f" {drift.kl_fp16:.1e}, but the source in bf16 has only {drift.kl_bf16:.1e}"
         )
         return replace(self, options=options).decided(decided.target)
 

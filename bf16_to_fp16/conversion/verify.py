@@ -183,11 +183,11 @@ def check_contents(verified: Verified) -> None:
 
 def check_verdict(report: schema.Report) -> Iterator[tuple[str, ...]]:
     if report.short:
-        yield schema.REPORT, f"says itself that it is safe, but short of what was asked: {missed(report)}", SHORT
+        yield schema.REPORT, f"states that the checkpoint is safe, but short of what was asked: {missed(report)}", SHORT
         return
     if not report.safe:
         remedy = tower_alone(report.family, report.regimes) or UNSAFE_BY_REPORT
-        yield schema.REPORT, "says itself that the checkpoint is unsafe in fp16", remedy
+        yield schema.REPORT, "states that the checkpoint is unsafe in fp16", remedy
         return
     unsafe = [*report.unsafe, *unsafe_sites(report.regimes, report.family, converted=True), *reasons_unsafe(report)]
     yield from ((entry.signal, f"the report says safe, and also {entry.reason}") for entry in unsafe)
@@ -334,8 +334,8 @@ def check_tiers(
         elif claim.holds != (claim.proof is not None):
             yield name, f"the report contradicts itself: holds is {claim.holds}, and proof is {claim.proof}"
         elif claim.proof == "certified" and now.proof != "certified" and (ran or not certified[name]):
-            yield name, f"the report says that it is certified, and {now.reason or 'it is only observed'}"
+            yield name, f"the report says that this tier is certified, but {now.reason or 'it is only observed'}"
         elif claim.proof == "observed" and ran and not now.holds:
-            yield name, f"the report says that it was observed to hold, and {now.reason}"
+            yield name, f"the report says that this tier was observed to hold, but {now.reason}"
         elif other := sorted({*claim.runtimes} - {*now.runtimes}):
             yield name, f"the report lists {other[0]!r}, which is no runtime of this tier"

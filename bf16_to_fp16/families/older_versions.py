@@ -62,14 +62,14 @@ def differences(layout: Layout, config: Mapping[str, object]) -> list[str]:
             written = looked_up(config, f"{place}.{base}" if place else base)
             apart = isinstance(own, Mapping) and own.get("rope_theta") not in (None, written)
             if apart or layers not in family.older_rotary or (kind != "default" and not (scaling and kind in SCALED)):
-                lost.append(f"transformers 4.57 makes other rotary positions for {layers or 'all layers'}")
+                lost.append(f"transformers 4.57 and 5 differ in rotary positions of {layers or 'all layers'}")
     notes = [n for key, n in family.older_notes.items() if config_value(family, config, key) is not None]
     lost += dict.fromkeys(notes)
     if family.older_scales_tied and layout.stock.is_language_model:
         older = bool(looked_up(config, "tie_word_embeddings", True))
         if older != (layout.head_scale != 1.0):
-            does = "divides the logits by" if older else "does not divide the logits by"
-            lost.append(f"transformers 4.57 {does} the square root of the model's width, also for the source")
+            does = "divides the logits" if older else "does not divide the logits"
+            lost.append(f"transformers 4.57 {does} of source and output by the square root of the model's width")
     return lost
 
 

@@ -95,7 +95,7 @@ def stack_records(stack: StackEnds, *tensors: Tensor, **own: Any) -> Part:
 
 
 MADE = {
-    "absent": "transformers computes missing positions, but not scaled; convert computes, scales and writes them",
+    "absent": "transformers computes missing position embeddings unscaled; convert computes, scales and writes them",
     "generate": positions,
 }
 SHARED = table("shared.weight")
@@ -193,8 +193,8 @@ MBART = replace(
 )
 
 BLOCKS = (
-    'attention over blocks has no bound yet; write "original_full" there: the weights are the same, and transformers'
-    " does so by itself for short inputs, while long ones are then attended as a whole"
+    'attention over blocks has no bound yet; write "original_full" there: the weights stay the same, and long'
+    " inputs then get full attention, as short inputs already do in transformers"
 )
 
 

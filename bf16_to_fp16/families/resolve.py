@@ -113,8 +113,8 @@ def under_other_names(checkpoint: TensorSource, stock: StockClass) -> str:
         return "; take the whole original checkpoint"
     own, name = stock.names[0], other.names[0]
     return (
-        f" and its names are those of {name}; load it with {own}.from_pretrained of transformers 5 and save it with"
-        f' save_pretrained or, where there is no head, write "architectures": ["{name}"] into config.json'
+        f" and the tensors have the names of {name}; load and save the checkpoint with {own} of transformers 5, or, if"
+        f' the checkpoint has no head, write "architectures": ["{name}"] into config.json'
     )
 
 

@@ -23,7 +23,7 @@ def channels_along(length: int, spread: Spread) -> int:
         return length
     before, factors, after = split_ends(spread)
     if before + math.prod(factors) + after != length:
-        raise AssertionError(f"an axis of {length} elements cannot be spread as {spread}")
+        raise AssertionError(f"the spread {spread} does not make up an axis of {length} elements")
     return math.prod(factors[::2])
 
 

@@ -197,7 +197,7 @@ def make_accelerator(recipe: Recipe) -> Any:
     passes = recipe.data.share(wanted).gradient_accumulation
     os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = str(passes)
     if engine and find_spec("deepspeed") is None:
-        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or run the launch command again")
+        raise UserError(f"deepspeed is not installed; {HOW_TO_TRAIN}, or run launch again for a plan without it")
     if engine and on_cpu:
         import deepspeed.ops
 
@@ -244,7 +244,7 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     in_16_bits = any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
     if in_16_bits or dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            f"DeepSpeed's JSON does not train in {wanted}, as the recipe asks; remove its sections fp16 and bf16, and"
+            f"the recipe asks for {wanted}, but DeepSpeed's JSON does not; remove fp16 and bf16 from the JSON, and"
             f" {'enable torch_autocast with dtype float16' if wanted == 'fp16' else 'remove torch_autocast'}"
         )
     return wanted, wanted

@@ -128,9 +128,9 @@ class Penalty(Section):
     headroom_bits: float = _key(1.0, "bits that every site keeps below its limit", ge=0, lt=24)
     certify: bool | None = _key(
         None,
-        "also lower the bounds, so that no input can overflow the model. true: a bound over its limit makes the result"
-        " unsafe. null: lower the bounds if form is smooth-max and target is half or auto, without that verdict."
-        " false: lower no bounds",
+        "true: also lower the bounds, so that no input can overflow the model; a bound over its limit makes the result"
+        " unsafe. null: lower the bounds if form is smooth-max and target is half or auto, but a bound over its limit"
+        " does not make the result unsafe. false: lower no bounds",
     )
 
     @property
@@ -156,13 +156,13 @@ class Quality(Section):
 class Evaluation(Section):
     every: Positive = _key(100, "steps between evaluations")
     attack_steps: NonNegative = _key(
-        64, "gradient steps of the last search for inputs that break what is not proven; 0: none"
+        64, "gradient steps of the search after training for inputs that overflow sites without a proof; 0: no search"
     )
 
 
 class Checkpointing(Section):
     every: Positive = _key(100, "steps between checkpoints")
-    folder: NonBlank | None = _key(None, "where they go; default: beside the output")
+    folder: NonBlank | None = _key(None, "folder of the checkpoints; default: beside the output")
 
 
 class Recipe(Section):
@@ -173,7 +173,7 @@ class Recipe(Section):
         "half", "what rescaling aims at, as in convert: half, auto, norm-safe, fp16-accumulate or train"
     )
     rescale: bool = _key(True, "rescale exactly before the first step")
-    precision: Literal["fp16", "fp32"] = _key("fp16", "fp16 (bf16 until fp16 holds it) or fp32")
+    precision: Literal["fp16", "fp32"] = _key("fp16", "fp16 or fp32; fp16 trains in bf16 until all values fit fp16")
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass")
     device: str = _key("auto", "auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
     seed: Seed = _key(0, "seed of dropout, stochastic rounding, and the data's order and noise")
@@ -190,7 +190,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _agree(self) -> Recipe:
         if self.penalty.certify and self.target not in CERTIFIABLE:
-            raise ValueError(f"has penalty.certify, which is for target half, and target {self.target}; leave out one")
+            raise ValueError(f"sets penalty.certify, but target {self.target} is not half or auto; leave out one key")
         return self
 
     def is_met_by(self, headroom_bits: float) -> bool:

@@ -355,7 +355,7 @@ def lineage_of(checkpoint: Checkpoint, recipe: Recipe, taken: Recipe, run: Run) 
     }
     data = {key: Path(str(value)).name if key == "path" else value for key, value in run.entry.data.items()}
     file = run.folder / START_RECORD
-    record = read_json(file, "plan of the start") if file.is_file() else {}
+    record = read_json(file, "plan of the starting weights") if file.is_file() else {}
     mark = checkpoint.config.get(CONVERTED_KEY)
     before = {} if mark is None else {"config_changes": {CONVERTED_KEY: {"before": mark}}}
     return Lineage(

@@ -114,7 +114,7 @@ def overflowing(
     keyword arguments of each forward pass. Raises RuntimeError if no linear layer computes in this precision."""
     mixed_precision = MixedPrecision(precision, device)
     with (
-        progress.step(f"Checking that the start is finite in {precision}") as advance,
+        progress.step(f"Checking that all values are finite in {precision} before the first step") as advance,
         torch.no_grad(),
         mixed_precision.whole_step(),
     ):

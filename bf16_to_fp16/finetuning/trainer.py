@@ -369,7 +369,7 @@ def check_same_recipe(state: Mapping[str, Any], recipe: Recipe, folder: Path) ->
     changed = [key for key in now if key not in CHANGEABLE and before.get(key) != now[key]]
     if changed:
         raise UserError(
-            f"{folder.parent}: holds a run with another {changed[0]}; restore the recipe, give another"
+            f"{folder.parent}: holds a run with another {changed[0]}; set it back, give another"
             " checkpointing.folder, or delete this one to start anew"
         )
 

@@ -152,7 +152,7 @@ def fidelity(reference: Outputs, bf16: Outputs | None, fp16: Outputs, *, probabi
             from_bf16.add(expected, bf16[i], probabilities=probabilities)
     count = from_fp16.positions
     if not count:
-        raise ValueError("no batch to compare: every batch generates text, has no head or has blind padding")
+        raise ValueError("no batch to compare: each generates text, lacks logits or has padding that attends nowhere")
     return Fidelity(
         measure="kl" if probabilities else "relative squared error",
         kl_bf16=None if bf16 is None else from_bf16.mean,

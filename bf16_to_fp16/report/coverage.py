@@ -31,7 +31,7 @@ def input_exceptions(padding: int | None, family: str | None, model_class: str |
     aside = tower_aside(family)
     aside += f", run as {model_class} alone" if model_class else ""
     if padding == 0:
-        return (" but for padding that sees no token" if has_blind_padding(family) else "") + aside
+        return (" but for padding that attends to no token" if has_blind_padding(family) else "") + aside
     if padding is None:
         return f" without padding{aside}"
     return f" (padded on the right by at least {counted(padding, 'position')}, or not at all){aside}"
@@ -64,9 +64,9 @@ def tower_advice(report: schema.Report) -> tuple[str, str]:
         return "", ""
     seen = report.regimes and report.inputs and any(entry.kind == IMAGE for entry in report.inputs.batches)
     ran = "; an image of noise was run through it" if seen else ""
-    most = f"of mean |x| up to {MOST_MEAN:,.0f}" if known.projector.layer_norm_eps is not None else "that is finite"
+    most = f"has a mean |x| of at most {MOST_MEAN:,.0f}" if known.projector.layer_norm_eps is not None else "is finite"
     return (
-        f"what the vision tower puts into the residual stream, for any tower output {most}",
+        f"what the vision tower puts into the residual stream, if the tower's output {most}",
         f"what happens inside the vision tower, which is carried over as it is{ran}",
     )
 
@@ -91,4 +91,4 @@ def padding_advice(report: schema.Report) -> str:
         return f"every padded row is NaN: {why}; run only rows of one length together{filled}"
     least = counted(report.padding, "position")
     enough = f"pad the longest row by {least}, on the right"
-    return f"a row with less than {least} of padding can be NaN: {why}; {enough}{filled}"
+    return f"a padded row with fewer than {least} of padding can be NaN: {why}; {enough}{filled}"

@@ -220,13 +220,13 @@ def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
     """Return (title, text) rows on what users must know of a conversion: rescaled outputs, another transformers class,
     centred biases, a stream moved for the proof, and at most ``most`` edits and ``most`` exceptions."""
     keys = 0 if report.plan is None else len(report.plan.centred_keys)
-    centred = f"key or position biases of {counted(keys, 'attention')} lose a part that a softmax ignores"
+    centred = f"key or position biases of {counted(keys, 'attention')} lose a shift of all scores; softmax ignores it"
     before, after = report.source.class_in("before"), report.source.class_in("after")
     scaled = LAST in report.outputs and report.outputs[LAST].factor_log2
     other = f"made for {after} alone: {before} would give other values" if before and after and not scaled else ""
     rows = [("outputs", scaled_outputs(report)), ("class", other), ("centred", centred if keys else "")]
     for stream, room in report.for_proof.items():
-        rows.append(("for the proof", f"observed values need only --stream {room}; the proof scales {stream} further"))
+        rows.append(("for the proof", f"observed values need only --stream {room}; the proof shrinks {stream} more"))
     return [(what, words) for what, words in rows if words] + edit_rows(report, most)
 
 
@@ -247,7 +247,7 @@ def edit_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
         share, covered = percent(report.searched.further), report.searched.covered
         rows.append(("rare input", f"{tokens}; on {share} of random pairs the edits are further off than bf16"))
         if covered is not None:
-            inputs = f"at least {percent(covered)} of single tokens or of pairs of tokens"
+            inputs = f"at least {percent(covered)} of single tokens (in attention: of pairs of tokens)"
             rows.append(("covered", f"each edit is within bf16's rounding error on {inputs}"))
     return rows
 

@@ -25,13 +25,13 @@ TEXT = "TEXT.txt"  # stands for the user's own text
 FINETUNE = "finetune with the activation-magnitude penalty"
 CONVERT = "bf16-to-fp16 convert rescales what can be rescaled"
 PENALTY = f"rescaling was not enough; {FINETUNE}"
-EDITED_BY_CONVERT = "bf16-to-fp16 convert lowers it by an edit, if that changes the function less than bf16 does"
+EDITED_BY_CONVERT = "bf16-to-fp16 convert lowers the bound by an edit, if the edit changes outputs less than bf16 does"
 NOT_CONVERTED = f"{CONVERT}; a finetune lowers the rest"
 STAY = "stay with bf16 (fp32 on a card without it)"
 NO_FAMILY = f"{STAY}, or finetune it with ActivationPenalty in a loop of your own"
 OBSERVED = (
-    "the plan keeps only observed values under the limit; convert --no-audit plans by the bounds alone and can give a"
-    " proof, and convert --plan then runs that plan; or finetune with penalty.certify: true"
+    "the plan keeps only observed values under the limit; to try for a proof, plan by bounds alone (convert --no-audit)"
+    " and convert again by the new plan (convert --plan), or finetune with penalty.certify: true"
 )
 TOO_FEW_BITS = "fp16 is further from the fp32 source than bf16: the limits leave too few bits"
 INEXACT = f"{FINETUNE}, try a smaller --margin, or accept it with --max-kl"
@@ -42,13 +42,13 @@ OVER = "its bound is over the limit with these weights"
 SQUARES_UNSEEN = "no value overflows; only an audit in the regime half shows whether squares in a norm underflow"
 UNMOVED = "rescaling cannot lower it without an edit, and no edit was made that lowers it enough"
 NOTHING_MOVES = "rescaling cannot lower it without an edit"
-TOO_COSTLY = "holding it for every input would push weights or signals under fp16's smallest numbers"
+TOO_COSTLY = "keeping it under the limit for every input would push weights or signals under fp16's smallest numbers"
 OVER_AT_EVERY_EXPONENT = "its bound is over the limit at every exponent"
 CONVERT_AGAIN = "fetch it again, or convert the source again"
 REMOVE = "remove it, or keep it elsewhere"
 RIGHT_REVISION = "give --original the source that the report names, at its revision"
 UNSAFE_BY_REPORT = f"finetune it, or {STAY}"
-SHORT = "take it as it is, or ask for less"
+SHORT = "use the checkpoint as it is, or make it again with a lower goal"
 TOWER_ALONE = "only the vision tower overflows"
 
 
@@ -97,7 +97,7 @@ def tower_in_fp32(family: str | None, regimes: Mapping[str, RegimeEntry]) -> lis
 
 def tower_alone(family: str | None, regimes: Mapping[str, RegimeEntry]) -> str:
     lines = "; ".join(tower_in_fp32(family, regimes))
-    return f"{TOWER_ALONE}, and no rescaling moves that; load the model in fp16, then: {lines}" if lines else ""
+    return f"{TOWER_ALONE}, which rescaling cannot mend; load the model in fp16, then: {lines}" if lines else ""
 
 
 def unsafe_sites(

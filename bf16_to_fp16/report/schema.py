@@ -55,12 +55,12 @@ class Source(ReportObject):
     After a finetune, path, revision and hashes are the original checkpoint's."""
 
     path: str | None = None
-    subfolder: str | None = Field(default=None, description="folder in a Hub repository; already part of a local path")
+    subfolder: str | None = Field(default=None, description="model's folder in the source; a local path ends with it")
     revision: str | None = None
     sha256: dict[str, str] = Field(default={}, description="SHA-256 of each weight file")
-    other_sha256: dict[str, str] = Field(default={}, description="SHA-256 of each other file")
+    other_sha256: dict[str, str] = Field(default={}, description="SHA-256 of files without weights")
     dtype: str | None = Field(default=None, description="dtype of most tensors, in safetensors' spelling")
-    dtypes: dict[str, str] = Field(default={}, description="dtype of each other tensor")
+    dtypes: dict[str, str] = Field(default={}, description="dtype of each tensor with another dtype")
     made: list[str] = Field(default=[], description="tensors that the conversion added")
     dropped: dict[str, str] = Field(default={}, description="tensors left out, with the reason")
     config_changes: dict[str, dict[str, Any]] = Field(
@@ -127,7 +127,7 @@ class Inputs(ReportObject):
     seed: Count | None = None
     data: Text | None = None
     batches: list[InputKind] = []
-    chosen: dict[str, list[Count]] = Field(default={}, description="ids chosen for the probe, by reason; empty: all")
+    chosen: dict[str, list[Count]] = Field(default={}, description="token ids run, by reason of choice; empty: all")
     sha256: str | None = Field(default=None, description="SHA-256 of all ids and masks")
 
 
@@ -213,7 +213,7 @@ class FinetuneEntry(ReportObject):
     """The record of a finetune."""
 
     start: Plan | None = Field(default=None, description="the plan that rescaled the original before training")
-    start_outputs: dict[str, int | list[int]] = Field(default={}, description="log2 of the start plan's output factors")
+    start_outputs: dict[str, int | list[int]] = Field(default={}, description="log2 of start's factor on each output")
     recipe: dict[str, Any] = Field(default={}, description="the recipe as written, with its defaults")
     settled: dict[str, Any] = Field(default={}, description="values chosen for recipe keys left open")
     data: dict[str, Any] = {}
@@ -270,11 +270,11 @@ class Report(Versioned):
     train_mode: Flag = Field(default=False, description="whether it was run with dropout")
     model_class: str | None = Field(
         default=None,
-        description="the only class that the report is about, if the files hold tensors that this class does not read",
+        description="the only class that the report covers; null: the report covers every class that the files fit",
     )
     padding: Count | None = Field(
         default=0,
-        description="least padding, in positions, that a padded encoder row needs in fp16; null: no row may be padded",
+        description="smallest number of padding positions that a padded encoder row needs in fp16; null: pad no row",
     )
     older: list[str] = Field(
         default=[], description="sentences on how results from these files differ between transformers 4.57 and 5"
@@ -305,7 +305,7 @@ class Report(Versioned):
     weights: WeightsEntry | None = None
     plan: Plan | None = None
     for_proof: dict[str, int] = Field(
-        default={}, description="by stream, the exponent that observed values need, if a proof scales it further"
+        default={}, description="the exponent that observed values need, for each stream that a proof scales further"
     )
     signals: list[SignalEntry] = Field(default=[], description="the activations that the plan scales")
     unsafe: list[UnsafeEntry] = Field(default=[], description="the reasons why it is unsafe")

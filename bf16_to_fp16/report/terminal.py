@@ -53,7 +53,7 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     linked, copied, size = report["linked"], report["copied"], decimal(report["nbytes"])
     screen.say(f"other files: {size}, unchanged ({linked:,} linked, {copied:,} copied)")
     if linked:
-        screen.say("a linked file is the source's own: copy the folder before you write to one")
+        screen.say("a linked file is shared with the source: copy the folder before you change such a file")
     screen.rows(("left out", ", ".join(report["left_out"])))
     if report["verdict"] != "safe":
         unsafe = [entry["subfolder"] for entry in report["encoders"] if entry["verdict"] != "safe"]
@@ -180,7 +180,7 @@ def print_certificate(report: schema.Report) -> None:
         numbers("headroom", "headroom_bits", wording.headroom_by_bound),
         Column("why", lambda site: why.get(site.name, "")),
     )
-    screen.table(Table(columns, shown, f"tightest by bound {coverage.where(report.target)}"))
+    screen.table(Table(columns, shown, f"sites with the least headroom, by bounds {coverage.where(report.target)}"))
     if report.tiers:
         screen.say(runtimes_line(report))
     print_more(screen, len(over) - len(shown), "over their limit")

@@ -17,7 +17,7 @@ def whole_plan(plan: Plan, run: schema.FinetuneEntry | None) -> Plan:
 
 def training(plan: Plan) -> str:
     if not plan.moves:
-        return "`dtype=torch.float32` and `fp16=True`; no weight was moved, so your learning rate holds"
+        return "`dtype=torch.float32` and `fp16=True`; no weight was rescaled, so keep your learning rate"
     return (
         "load with `dtype=torch.float32`, train with `fp16=True, max_grad_norm=0`, and `from bf16_to_fp16 import"
         " make_fp16_safe`: `safe = make_fp16_safe(model)`, `optimizer = safe.follow(optimizer, model)`. Your"

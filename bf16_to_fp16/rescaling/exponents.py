@@ -109,8 +109,7 @@ def check_centred(layout: Layout, plan: Plan) -> None:
     free = {attention.at for attention in centrable(layout)}
     if unknown := [path for path in plan.centred_keys if path not in free]:
         raise UserError(
-            f"the plan centres key or position biases of {unknown[0]!r}, which has none to centre; use the"
-            " plan of this checkpoint"
+            f"the plan centres biases of {unknown[0]!r}, and none there can be centred; use the plan of this checkpoint"
         )
 
 

@@ -92,5 +92,6 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 def check_whole(model: torch.nn.Module) -> None:
     if STEPPING in model.__dict__:
         raise UserError(
-            "a step of the optimizer failed half-way, and left the weights between two scales; load the last state"
+            "a step of the optimizer failed half-way, and left the weights between two scales; load the last"
+            " saved checkpoint"
         )

@@ -57,14 +57,14 @@ class Plan(BaseModel):
         default_factory=dict, description="exponents by signal: one number for all channels, or one for each"
     )
     untied_head: bool = False
-    eps: float | None = Field(default=None, description="eps of the output's norms; null if no config key holds it")
+    eps: float | None = Field(default=None, description="eps of the converted norms; null if no config key holds it")
     eps_held: bool = Field(
         default=False,
         description="whether eps is a constant of the program that runs the output, not read from a config",
     )
     gain_correction: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
-        description="factors on norms' weights, not powers of two, that remove the mean of the eps drift",
+        description="factors on norms' weights: any positive numbers that lower the mean drift of a fixed eps",
     )
     drift: Drift | None = None
     margin_bits: float | None = None

@@ -228,7 +228,7 @@ def advise(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def test_every_mode_prints_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = advise(capsys, "updates", T5, "--lr", "5e-7")
     assert "encoder.block.3" in out and "1,616,512" in out
-    assert re.search(r"1\. bf16_to_fp16\.AdamW.*2\. an fp32 copy.*3\. a learning rate of 0\.000245", out, re.S)
+    assert re.search(r"1\. bf16_to_fp16\.AdamW.*2\. an fp32 copy.*3\. at a learning rate of 0\.000245", out, re.S)
     assert "nothing to do" in advise(capsys, "updates", T5, "--lr", "0.01")
     out = advise(capsys, "init", T5)
     assert "0.0559" in out and re.search(r"DenseReluDense\.wo\.weight\W+23\.4\W+418 !", out)

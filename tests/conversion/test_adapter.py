@@ -224,7 +224,7 @@ def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(wid
     safe.adapter(wrapped, tmp_path / "by-memory")
     assert torch.allclose(load_file(tmp_path / "by-memory" / TENSORS)[names[1]], b, rtol=1e-6)
     wrapped.add_adapter("other", peft.LoraConfig(target_modules=["q"]))
-    with pytest.raises(UserError, match="no PEFT model with one adapter"):
+    with pytest.raises(UserError, match="is not a PEFT model with a single adapter"):
         safe.adapter(wrapped, tmp_path / "none")
     safe.undo(loaded := wrapped.unload())
     with pytest.raises(UserError, match="not scaled by this plan"):

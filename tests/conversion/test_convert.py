@@ -300,7 +300,7 @@ def test_what_is_unproven_decides_only_without_an_audit(tmp_path: Path, capsys: 
     assert cli.main(["convert", str(source), str(tmp_path / "blind"), "--no-audit"]) == 1
     assert (tmp_path / "blind" / "model.safetensors").exists()
     # A run is what was not tried: it comes before a finetune, and is not offered where it was made or a plan given.
-    assert "next: leave out --no-audit, without which more can be tried; stay with bf16" in capsys.readouterr().out
+    assert "next: leave out --no-audit, so that convert can try more plans; stay with bf16" in capsys.readouterr().out
     blind = read(Report, json.loads((tmp_path / "blind" / "fp16_report.json").read_text()))
     unseen = {"run_model": False}
     given: list[dict[str, Any]] = [{"exact": True}, {"exact": True} | unseen, {}, {"plan": "p"} | unseen]

@@ -101,7 +101,7 @@ def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
         layer.self_attn.q_proj.weight.data.mul_(3000)
     safe = make_fp16_safe(model, target="half")
     assert safe.passed == "model.encoder.layers.0.self_attn" and "safe on" not in str(safe)
-    assert "exceed 65504, and no exact exponent lowers them: use convert, which" in str(safe)
+    assert "exceed 65504, and rescaling alone cannot lower them: use convert, which" in str(safe)
 
 
 def test_a_model_is_made_safe_once_and_undone_once_and_not_in_fp16() -> None:

@@ -77,7 +77,7 @@ def test_swapped_arguments_cost_nothing_without_force(here: Path, capsys: pytest
     before = contents(here)
     for options in ((), ("--force",)):
         said = refused(capsys, "convert", here / "converted", here / "source", "--no-audit", *options)
-        assert "the output comes last" in said and "--force" not in said
+        assert "give the output path last" in said and "--force" not in said
     assert contents(here) == before
 
 
@@ -326,7 +326,7 @@ def test_a_report_may_replace_another_and_go_to_a_device(tmp_path: Path) -> None
         with pytest.raises(UserError, match="choose another"):
             check_file(path, "choose another")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match="only a report of this program"):
+    with pytest.raises(UserError, match="only a report that is not part of a checkpoint"):
         check_file(tmp_path / "file", "choose another")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

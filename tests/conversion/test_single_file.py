@@ -96,7 +96,7 @@ def test_the_names_of_wan_and_of_stock_code_are_each_others_inverse() -> None:
     stock = {n for n in encoder("umt5-encoder").state_dict() if not n.endswith("embed_tokens.weight")}
     wan = set(tools.as_wan(encoder("umt5-encoder")).state_dict())
     assert {WAN.to_stock(name) for name in wan} == stock and {WAN.from_stock(name) for name in stock} == wan
-    with pytest.raises(UserError, match=r"no tensor for lm_head\.weight"):
+    with pytest.raises(UserError, match=r"no place for tensor lm_head\.weight"):
         WAN.from_stock("lm_head.weight")
 
 

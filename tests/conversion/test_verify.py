@@ -181,18 +181,18 @@ HIDDEN: dict[str, tuple[Callable[[Path], object], dict[str, Any], str, str, str]
     ),
     "a stricter tier": (
         of_report("tiers.fp16-accumulate", {"holds": True, "proof": "certified", "runtimes": []}),
-        *(BOUNDS, "tiers", "fp16-accumulate", "that it is certified, and its bound is over"),
+        *(BOUNDS, "tiers", "fp16-accumulate", "that this tier is certified, but its bound is over"),
     ),
     "an observed tier": (
         of_report("tiers.fp16-accumulate", {"holds": True, "proof": "observed", "runtimes": []}),
-        *(RUN, "tiers", "fp16-accumulate", "that it was observed to hold"),
+        *(RUN, "tiers", "fp16-accumulate", "that this tier was observed to hold"),
     ),
     "a runtime": (of_report("tiers.norm-fp16.runtimes", ["an abacus"]), BOUNDS, "tiers", "norm-fp16", "'an abacus'"),
     "no such tier": (
         of_report("tiers.fp8", {"holds": False, "proof": None, "runtimes": [], "reason": OVER}),
         *(BOUNDS, "tiers", "fp8", "is no tier of this program"),
     ),
-    "the verdict": (of_report("verdict", "unsafe"), BOUNDS, "report", REPORT, "says itself"),
+    "the verdict": (of_report("verdict", "unsafe"), BOUNDS, "report", REPORT, "states that"),
     "a safe verdict beside what is unsafe": (of_report("unsafe", [OVER_A_LIMIT]), BOUNDS, "report", "a", "also over"),
     "a safe verdict beside a divergence": (
         of_report("fidelity", {"kl_bf16": 1e-9, "kl_fp16": 1.0}),

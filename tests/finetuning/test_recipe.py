@@ -86,7 +86,7 @@ def test_overrides_are_yaml_and_make_the_sections_that_lack(tmp_path: Path) -> N
         ("precision=[bf16, fp16]", "precision is ['bf16', 'fp16']: it should be 'fp16' or 'fp32'"),
         ("optimizer.name=torchao.optim.Nothing", "optimizer.name is 'torchao.optim.Nothing': it is no class of an"),
         ("optimizer.arguments={fused: true}", "it has arguments for another optimizer; name its class"),
-        ("penalty.certify=true; target=train", "has penalty.certify, which is for target half, and target train"),
+        ("penalty.certify=true; target=train", "sets penalty.certify, but target train is not half or auto"),
         ("data={}", "data.path is missing; add it"),
         ("data.path.x=1", "data.path is not a section"),
         # An unknown key rather than one that is needed and missing.

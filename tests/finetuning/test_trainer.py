@@ -261,7 +261,7 @@ def test_another_recipe_or_other_parts_are_not_continued_but_more_steps_are(make
 
     assert run(schedule={"steps": 2}) == 2
     for other in ({"steps": 2, "learning_rate": 0.1}, {"steps": 3, "learning_rate": 0.1}, {"steps": 1}):
-        with pytest.raises(UserError, match="holds a run with another schedule; restore the recipe"):
+        with pytest.raises(UserError, match="holds a run with another schedule; set it back"):
             run(schedule=other)
     sharded = make(schedule={"steps": 2})
     sharded.processes.sharded = True

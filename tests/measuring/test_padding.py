@@ -80,7 +80,7 @@ SAID = {
     "longt5": ("padded on the right by at least 4", *LONGT5),
     "longt5-local": ("without padding", *LONGT5),
     "embeddinggemma": (
-        "proven for every input of up to 32,768 positions but for padding that sees no token",
+        "proven for every input of up to 32,768 positions but for padding that attends to no token",
         "left padding and padding beyond a sliding window can make their row NaN",
     ),
 }

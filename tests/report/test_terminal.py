@@ -189,7 +189,7 @@ def test_bounds_are_told_with_arithmetic_and_headroom(capsys: pytest.CaptureFixt
     assert f"any input: {proven} (proven; a proof needs no margin)" in said
     terminal.print_certificate(read(Report, made))
     said = capsys.readouterr().out
-    assert "by bounds at 2 sites\n" in said and "tightest by bound with norms in fp16" in said
+    assert "by bounds at 2 sites\n" in said and "by bounds with norms in fp16" in said
     assert said.count(proven) == 1
     over = pages.bound("a (sum of squares)", "squares", 131_008.0)
     terminal.print_certificate(read(Report, made | {"certificate": proof | {"holds": False, "sites": [over]}}))
@@ -366,7 +366,7 @@ def test_a_site_of_a_stream_is_told_what_became_of_that_stream() -> None:
     given_up = Planned(Plan(family="mbart"), (), 1.0, (Fallback(decoder, False, -3),))
     reasons = {row.name: row.reason for row in uncertified_sites(layout, certificate, given_up)}
     unproven = {site.name for site in certificate.sites if site.kind == "residual"} & reasons.keys()
-    told = {name for name in unproven if "holding it for every input" in reasons[name]}
+    told = {name for name in unproven if "keeping it under the limit for every input" in reasons[name]}
     assert told == {name for name in unproven if ".decoder." in name} and told and unproven - told
 
 
