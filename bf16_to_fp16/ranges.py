@@ -23,7 +23,7 @@ class NormRange:
     """The range of a norm's input. A variance is a token's mean square (in ``nn.LayerNorm``, about the mean)."""
 
     norm_max: float  # the largest ‖x‖₂ of a token
-    variances: Tensor  # fp64 [k, 2], a histogram: variances (rounded to 2^(n/8), n whole), fractions of tokens
+    variances: Tensor  # fp64 [k, 2], a histogram: variances (observed: rounded to 2^(n/8)), fractions of tokens
 
     def kept(self, eps: float, exponent: int, fixed: float | None = None) -> tuple[Tensor, Tensor]:
         """Return the factors [k] by which a norm's output changes if its input is scaled by 2^exponent, and the
@@ -45,7 +45,7 @@ class ScoreRange:
     """The largest |score| of an attention, over all heads."""
 
     product: float  # of QKᵀ alone
-    biased: float  # of the scores after every later step, such as a bias, before the mask
+    biased: float  # of the scores after any later step, such as a bias, before the mask
     excess_bits: Tensor | None = None  # fp64 [heads]: bits by which queries must shrink to fit; None if observed
 
     @property

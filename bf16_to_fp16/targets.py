@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AskedTarget = Literal["auto", "half", "norm-safe", "fp16-accumulate", "train"]  # by name
-AUTO = "auto"  # the target of the strictest tier that costs next to nothing
+AUTO = "auto"  # half, but a plan that is replayed keeps its own target
 MARGIN_BITS = 1.25  # headroom that an observed value keeps: unseen data may go 2.4 times higher
 
 

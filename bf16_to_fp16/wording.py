@@ -51,7 +51,7 @@ def bits(value: float) -> str:
 
 
 def below_limit(value: float | None) -> str:
-    """Return headroom bits as text: "3.2 × below the limit (1.7 bits)", or "over the limit" if negative or None."""
+    """Return headroom bits as text like "3.2 × below the limit (1.7 bits)", or "over the limit" if negative or None."""
     text = headroom(value)
     if text[0].isdigit():
         return text.replace("×", "× below the limit")

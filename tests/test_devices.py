@@ -258,8 +258,8 @@ RECIPE: dict[str, Any] = {"source": "s", "out": "o", "data": {"path": "t.txt"}}
     ("config", "wanted"),
     [
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, None),
-        ({"bf16": {"enabled": True}}, "the recipe asks for fp16, but"),
-        ({"torch_autocast": {"enabled": False}}, "the recipe asks for fp16, but"),
+        ({"bf16": {"enabled": True}}, "JSON is not for precision fp16"),
+        ({"torch_autocast": {"enabled": False}}, "JSON is not for precision fp16"),
     ],
 )
 def test_deepspeed_computes_in_the_recipes_precision(config: dict[str, Any], wanted: str | None) -> None:

@@ -62,7 +62,7 @@ def stock_deviations(checkpoint: Checkpoint) -> dict[str, float]:
         except Exception as error:  # each class raises its own
             raise UserError(
                 f"{checkpoint.source}/config.json: transformers cannot make the model ({first_line(error)}); take"
-                " it from the original checkpoint"
+                " config.json from the original checkpoint"
             ) from error
         with Recording():
             model.initialize_weights()

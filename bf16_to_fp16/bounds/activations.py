@@ -25,5 +25,5 @@ def check_bounded(layout: Layout, folder: str = "") -> None:
         if sublayer.activation not in LOWEST:
             raise UserError(
                 f"{where}: the bounds do not know activation {sublayer.activation!r}, only {', '.join(LOWEST)}; take"
-                " the file from the original checkpoint, or use audit, which needs no bounds"
+                " the file from the original checkpoint, or use audit without --attack"
             )

@@ -74,7 +74,7 @@ def growth(terms: int) -> float:
 
 
 def rounded(roundings: float) -> float:
-    """Return the largest factor by which this many roundings to fp16 can multiply a value; inf past fp64's range."""
+    """Return the largest factor that so many roundings to normal fp16 numbers can have; inf past fp64's range."""
     try:
         return (1 + UNIT) ** roundings
     except OverflowError:
@@ -95,7 +95,7 @@ class Arithmetic:
     train: bool = False  # dropout multiplies by 1/(1−p); neither the loss nor the backward pass is covered
     planned: Mapping[str, int] | None = None
     """By stream, the exponent that a later rescaling is assumed to give the stream; streams without an entry have 0. If
-    this mapping is given, even as {}, bounds also ignore the errors of subnormal numbers."""
+    this mapping is given, even as {}, ``tiny`` is 0, so bounds leave out most errors of subnormal numbers."""
     exact: bool = False  # real arithmetic without any rounding
     norms16: bool = False  # norms square, sum and divide in fp16; streams' mean squares are over ``NORM_FLOOR``
     sums16: bool = False  # every sum is made in fp16, term by term in any order, or in blocks

@@ -172,8 +172,8 @@ def norm_scores(query: RotatedNorm, key: RotatedNorm, heads: int, arithmetic: Ar
 class RotatedLinear:
     """Bounds of queries or keys after their rotary positions, if no norm lies between linear and rotation.
 
-    Before rotation the channels of a head are A·n + c. Here A and c are constant, and n is any vector with ‖n‖₂ ≤ 1.
-    Rotary positions turn channels in pairs and keep each pair's length. The rows of A and c are in ``pair_order``."""
+    A head's channels are A·n + c, then rotated, for constant A and c and any n with ‖n‖₂ ≤ 1. The rotation keeps the
+    length of each pair; A and c contain all factors on it. The rows of A and c are in ``pair_order``."""
 
     grams: tuple[Tensor, ...]  # A·Aᵀ for each head, fp64 [channels, channels]
     shifts: Tensor  # c for each head, fp64 [heads, channels]

@@ -69,8 +69,8 @@ class AttentionSites:
         return either(source, normed), torch.maximum(square, normed_square)
 
     def scores(self, query: tuple[LinearBound, Tensor], key: tuple[LinearBound, Tensor]) -> None:
-        """Record the queries, keys, scores and attention weights. query, key: bounds and mean squares of both
-        linears."""
+        """Record any norms and rotation of queries and keys, then the scores and attention weights. query, key: bounds
+        and mean squares of the outputs of both linears."""
         sublayer, rotary = self.sublayer, self.sublayer.rotary
         if rotary is None:
             self.scored(attention.score_bounds(query[0], key[0], self.heads, self.a, self.scale))

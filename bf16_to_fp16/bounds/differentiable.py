@@ -288,8 +288,8 @@ class _Walk(LiveWeights):
 
     def head_rows(self, linear: HeadLinear, site: str, final: NormOutput, error: float, added: Tensor | None) -> None:
         """Record the bounds of a head's linear. site: the name under which they are recorded. final: the linear's
-        input. error: a factor on the bounds, which allows for rounding. added: magnitudes of a bias that stock code
-        adds to the linear's output, None for no bias."""
+        input. error: a factor on the bounds, which allows for rounding. added: magnitudes of a separate bias, which
+        stock code adds to the linear's output; None if there is none."""
         if not self.wants(site):
             return
         weight, bias = self.read(linear.weight), self.weight(linear.bias)

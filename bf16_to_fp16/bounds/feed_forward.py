@@ -5,8 +5,7 @@ Scale the value of each neuron to at most 1, and the neuron's column of the outp
 
 Gated: the neurons' values sum to at most M = ½·λmax(Σ ûûᵀ + ŵŵᵀ). So an output of the projection is at most the sum of
 the ⌈M⌉ largest magnitudes in its row of the projection's weight. Plain: the neurons' values form a vector v with
-‖v‖₂² ≤ λmax(Σ ŵŵᵀ). So an output is at most the largest product of its row
-with any such v."""
+‖v‖₂² ≤ λmax(Σ ŵŵᵀ). So an output is at most the largest product of its row with any such v."""
 
 from __future__ import annotations
 
@@ -60,7 +59,8 @@ class GatedNeurons:
     """Bounds of gated neurons Φ(x)·x·y on a norm's output n, where x = u·n is the gate and y = w·n the linear. Biases
     are included. Every activation is Φ(x)·x with 0 ≤ Φ ≤ 1. The methods bound out·neurons, where ``out`` is one or all
     rows of the output projection's weight. The attribute ``scale`` grows with the length of n. ``unit_rows`` and
-    ``unit_row`` return bounds divided by ``scale``, so these results can be reused for every length of n."""
+    ``unit_row`` return bounds divided by ``scale``, so these results can be reused for every length of n. keep: the
+    number by which dropout divides the neurons' outputs, 1 without dropout."""
 
     def __init__(
         self, gate: LinearBound, other: LinearBound, arithmetic: Arithmetic, keep: float, spectra: Spectra
@@ -98,7 +98,7 @@ class GatedNeurons:
         self.budget = spectra.largest(both) / 2 * COMPUTED
 
     def rows(self, out: Tensor, label: str) -> tuple[Tensor, Tensor]:
-        """Return upper bounds, fp64 [d], of r·y and −r·y for each row r of ``out`` and the neurons' exact outputs y."""
+        """Return upper bounds, fp64 [d], of r·z and −r·z for each row r of ``out`` and the neurons' exact outputs z."""
         # ``label`` names ``out`` in the results that ``spectra`` keeps.
         both = self.spectra.once((label, self.given), lambda: self.unit_rows(out)) * self.scale
         return both, both
@@ -128,7 +128,7 @@ class GatedNeurons:
         return torch.cat(best) * COMPUTED
 
     def row(self, out: Tensor, number: int) -> float:
-        """Return a bound of |out·y| for the neurons' exact outputs y and for ``out``, the row of index ``number``."""
+        """Return a bound of |out·z| for the neurons' exact outputs z and for ``out``, the row of index ``number``."""
         return self.spectra.once((number, self.given), lambda: self.unit_row(out, number)) * self.scale
 
     def unit_row(self, out: Tensor, number: int) -> float:
@@ -149,7 +149,7 @@ class GatedNeurons:
         return (math.sqrt(best) + off) ** 2 * COMPUTED
 
     def least(self, out: Tensor) -> float:
-        """Return a lower limit of ``row``'s results: the largest bound of |out_i·y_i| over the neurons' outputs y_i."""
+        """Return a lower limit of ``row``'s results: the largest bound of |out_i·z_i| over the neurons' outputs z_i."""
         return float((out.double().abs() * self.size * self.caps).max())
 
     def row_errors(self, out: Tensor, exact: Tensor) -> Tensor:
@@ -203,9 +203,9 @@ class PlainNeurons:
         return up, down
 
     def unit_rows(self, out: Tensor) -> Tensor:
-        """Return a and b such that ``scale``·a + b is an upper bound of r·y, for each row r of ``out``. Here y are the
-        neurons' exact outputs act(w·n + c) on a norm's output n. At n = 0, b alone is such a bound. The result is fp64
-        [2, 2, d], with a at [0] and b at [1]. In each of the two, [0] is for bounds of r·y and [1] for −r·y."""
+        """Return a and b such that ``scale``·a + b is an upper bound of r·z, for each row r of ``out``. Here z are the
+        neurons' exact outputs act(w·n + c)/keep on a norm's output n. At n = 0, b alone is such a bound. The result is
+        fp64 [2, 2, d], with a at [0] and b at [1]. In each of the two, [0] is for bounds of r·z and [1] for −r·z."""
         dtype = working_dtype(out)
         size, ones = (self.size / self.scale).to(dtype), torch.ones_like(self.caps).to(dtype)
         matrix = self.linear.matrix.columns_first(dtype)
@@ -226,9 +226,9 @@ class PlainNeurons:
         return torch.cat(pairs, 1).view(2, 2, -1)
 
     def capped_moving(self, out: Tensor, direction: int) -> Tensor:
-        """Return x, fp64 [d], such that x + b is an upper bound of ``direction``·(r·y) for each row r of ``out``. Here
-        b is the b of ``unit_rows``, and y are the neurons' exact outputs act(w·n + c) on a norm's output n. If any c
-        are negative, x can be less than the ``scale``·a of ``unit_rows``. direction: 1 or −1."""
+        """Return x, fp64 [d], such that x + b is an upper bound of ``direction``·(r·z) for each row r of ``out``. Here
+        b and z are as in ``unit_rows``. If any c are negative, x can be less than the ``scale``·a of ``unit_rows``.
+        direction: 1 or −1."""
         dtype = working_dtype(out)
         caps, size = self.caps.to(dtype), self.size.to(dtype) * direction
         return torch.cat([in_ball((x.to(dtype) * size).clamp_(min=0), caps, self.budget) for x in chunks(out)])
@@ -240,9 +240,9 @@ class PlainNeurons:
         return max(0.0, *(moving * self.scale + still for moving, still in sides)) * COMPUTED
 
     def unit_row(self, out: Tensor, number: int, direction: int) -> tuple[float, float]:
-        """Return a and b such that ``scale``·a + b is an upper bound of ``direction``·(out·y) for one row ``out``. Here
-        y are the neurons' exact outputs act(w·n + c) on a norm's output n. At n = 0, b alone is such a bound. number:
-        the row's index. direction: 1 or −1."""
+        """Return a and b such that ``scale``·a + b is an upper bound of ``direction``·(out·z) for one row ``out``. Here
+        z are the neurons' exact outputs act(w·n + c)/keep on a norm's output n. At n = 0, b alone is such a bound.
+        number: the row's index. direction: 1 or −1."""
         name, dtype = self.linear.matrix.name, working_dtype(self.linear.matrix)
         positive = (out * direction).clamp(min=0).double()
         values = positive * self.size / self.scale

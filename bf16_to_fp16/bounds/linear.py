@@ -293,7 +293,7 @@ def squared_matrix_vector(matrix: Tensor, vector: Tensor) -> Tensor:
 
 def knapsack(values: Tensor, caps: Tensor, budget: float | Tensor) -> Tensor:
     """Return the maximum of Σ v_i·s_i over 0 ≤ s_i ≤ cap_i and Σ s_i ≤ ``budget`` for each row v of ``values``, as [m].
-    values: [m, n]. caps: [n], positive."""
+    values: [m, n], without negative entries. caps: [n], positive."""
     count = min(values.shape[1], math.ceil(number(budget) / number(caps.min())) + 1)
     top = values.topk(count, dim=1)
     taken = caps[top.indices]

@@ -206,8 +206,8 @@ class ModuleFindings:
         self, fused: Sequence[int], *reads: tuple[str, SiteKind, Normed]
     ) -> Iterator[tuple[LinearBound, Tensor]]:
         """Record linears and yield the result of ``linear`` for each. reads: the arguments of ``linear`` for each.
-        fused: if linears share one matrix, the number of rows of each, else (). Then only the first of ``reads`` is
-        used."""
+        fused: if linears share one matrix, the number of rows of each, else (). For a shared matrix, all linears in it
+        are recorded as one, and only the first of ``reads`` is used."""
         if not fused:
             yield from (self.linear(*read) for read in reads)
             return

@@ -105,9 +105,7 @@ def listed_modules(source: Path) -> list[Mapping[str, Any]]:
                 f"{listing}: module path {name!r} is not the name of a folder; restore it from the original checkpoint"
             )
         if not (source / name).is_dir() and kind != "Normalize":  # which has no files
-            raise UserError(
-                f"{listing}: module {name!r} is not in {source}; fetch the whole checkpoint, its output depends on it"
-            )
+            raise UserError(f"{listing}: the folder of module {name!r} is not in {source}; fetch the whole checkpoint")
     return listed
 
 
@@ -131,6 +129,6 @@ def check_sentence_encoder(folder: Path) -> None:
         if not known or not kind.startswith(NAMESPACE):
             wanted = f"{', '.join(KNOWN_MODULES)} in its own folder" if i else f"{ENCODER} in the folder itself"
             raise UserError(
-                f"{folder / MODULES}: module {i} is {kind or 'no class'!r} in {path or '.'!r}, but this program"
-                f" converts only {wanted}, of sentence-transformers; remove {MODULES} to convert the encoder alone"
+                f"{folder / MODULES}: module {i} is {kind or 'no class'!r} in {path or '.'!r}, but only"
+                f" sentence-transformers' {wanted} can be converted; remove {MODULES} to convert the encoder alone"
             )

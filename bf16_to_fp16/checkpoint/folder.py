@@ -122,6 +122,6 @@ def check_tokenizer(*folders: Path | None) -> None:
 
 def converted_already(source: Path, says: str = "fp16_report.json") -> UserError:
     return UserError(
-        f"{source} is converted already, as {says} shows; convert its source, which bf16-to-fp16 undo restores"
-        " (bf16-to-fp16 verify and finetune take a converted checkpoint)"
+        f"{source} is converted already, as {says} shows; get its source with bf16-to-fp16 undo, check it"
+        " with verify, or train it with finetune"
     )

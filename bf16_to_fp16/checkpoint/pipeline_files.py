@@ -64,8 +64,8 @@ def open_pipeline(source: str | Path, wanted: Callable[[Mapping[str, Any]], bool
     parts = components(folder, index)
     encoders = [name for name in parts if (config := config_of(folder, name)) is not None and wanted(config)]
     if not encoders:
-        problem = f"{source} is a pipeline without a text encoder of a known family"
-        raise UserError(f"{problem} ({', '.join(parts) or 'no components'}); there is nothing to convert in it")
+        known = f"this pipeline has none of a known family (components: {', '.join(parts) or 'none'})"
+        raise UserError(f"{source}: convert changes text encoders only, and {known}; use the pipeline as it is")
     named = index.get("_class_name")
     kind = str((named[-1] if isinstance(named, list) and named else named) or "a pipeline without a class")
     there, left_out = files_below(folder) if names is None else (names, [])

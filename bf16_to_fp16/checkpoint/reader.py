@@ -127,7 +127,7 @@ def collect(files: tuple[Path, ...], index: Mapping[str, Any] | None, folder: Pa
         for name, shard in placed.items():
             if name not in tensors or tensors[name].file != folder / shard:
                 raise UserError(
-                    f"{folder / shard}: tensor {shown(name)} is not in it, but the index says so; {RESTORE}"
+                    f"{folder / shard}: tensor {shown(name)} is missing, though the index lists it there; {RESTORE}"
                 )
         for name, info in tensors.items():
             if name not in placed:

@@ -83,7 +83,7 @@ SUMMARY = "bf16_to_fp16"  # metadata key of one file: its conversion as JSON, wi
 def summary_of(file: Path) -> dict[str, Any] | None:
     """Return the summary that ``convert --layout`` put into a file's metadata; None if it did not write the file."""
     if not file.is_file():
-        raise UserError(f"{file}: No such file; give a file that convert --layout wrote")
+        raise UserError(f"{file}: no such file; give a converted folder, or a file that convert wrote with --layout")
     metadata = headers.read_whole_header(file)[1] if file.suffix == ".safetensors" else {}
     if (text := metadata.get(SUMMARY)) is None:
         return None

@@ -44,7 +44,7 @@ def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, header
     tensors = {name: replace(info, name=name) for name, info in sorted(own.items())}
     aside = sorted(name for name in every if name.endswith(ASIDE))
     if len(tensors) + len(aside) < len(every):
-        raise UserError(f"{file}: two of its tensors are the same tensor of the model; {RESTORE}")
+        raise UserError(f"{file}: two names in it stand for one tensor of the model; {RESTORE}")
     notes = []
     if inside is not None:
         settled = recorded_config(inside["config"], tensors)

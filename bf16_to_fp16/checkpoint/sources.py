@@ -88,7 +88,9 @@ def contained(folder: Path, name: str) -> Path:
         inside = folder.resolve()
         real = (folder / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, or a name too long or not Unicode
-        raise UserError(f"{folder}: file name {shown(name)} cannot be resolved; {RESTORE}") from error
+        raise UserError(
+            f"{folder}: file name {shown(name)} is too long, or a link that leads nowhere; {RESTORE}"
+        ) from error
     if real.is_relative_to(inside):
         return folder / path
     for snapshot in (inside, *inside.parents):

@@ -83,7 +83,7 @@ def check_file(path: Path, mend: str) -> None:
     if path.is_dir() or not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
         raise UserError(f"{path} cannot be written; {mend}")
     if path.is_file() and not is_report(path):
-        raise UserError(f"{path} exists; only a report that is not part of a checkpoint is replaced: {mend}")
+        raise UserError(f"{path} exists, and only a report that stands alone would be replaced; {mend}")
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def checked_target(target: Any, option: str) -> Any:
     if target is None or (str(target) == "-" and option == "--json"):
         return target
     if str(target) == "-":
-        raise UserError(f"{option} writes a file, and - is not one; give a file name")
+        raise UserError(f"{option} cannot write to standard output (-); give a file name")
     check_file(Path(target), f"choose another file for {option}")
     return target
 

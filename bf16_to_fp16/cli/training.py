@@ -62,7 +62,7 @@ def recipe_command(name: str | None, json_file: str | None) -> int:
     "--memory",
     type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="Memory of each card. Default: the memory found in this machine, else 16 GiB.",
+    help="Memory of each card. Default: the memory of this machine's cards, else 16 GiB.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Such as schedule.steps=200; repeatable.")
 @force

@@ -90,13 +90,13 @@ def different_config(wanted: Mapping[str, Any], config: Mapping[str, Any]) -> It
 
 
 def different_files(original: Checkpoint, folder: Path, subfolder: str | None) -> Iterator[tuple[str, str]]:
-    """Compare the files in ``folder`` with fresh copies of the original's files, and yield (name, reason) for each file
-    that differs. Weights, the config and the model card are not compared."""
+    """Yield (name, reason) for each file in ``folder`` that is not the original's. A file that only one side has counts
+    if transformers reads the file. Weights, the config and the model card are not compared."""
     with tempfile.TemporaryDirectory(prefix="bf16-to-fp16-carried-") as scratch:
         carry_over(original.home, Path(scratch), tokenizer=tokenizer_beside(original.home, subfolder))
         for name in sorted({*present_files(Path(scratch)), *OBEYED} - {"SOURCE_README.md"}):
             ours, theirs = (f.read_bytes() if f.is_file() else None for f in (Path(scratch, name), folder / name))
-            alone = ours is None or theirs is None  # matters only for a file that transformers reads
+            alone = ours is None or theirs is None  # counts only for files that transformers reads
             if ours != theirs and (not alone or name in OBEYED or "/" in name):
                 yield name, "is not what the conversion carries over from the original"
 

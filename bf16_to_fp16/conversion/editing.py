@@ -220,9 +220,9 @@ def least_edits(trial: Trial, needed: Mapping[str, NeededExponents], max_kl: flo
 def rows_or_columns(
     trial: Trial, rows: Mapping[str, OfChannels], allowed: float
 ) -> tuple[Mapping[str, OfChannels], dict[str, Cost] | None]:
-    """Return the edits of weights and the cost of each edit, both by signal. An edit scales columns of a weight instead
-    of rows if that costs less. allowed: a limit on the sum of ``Cost.share`` over the edits that can only scale rows.
-    If the sum is over the limit, None is returned instead of the costs."""
+    """Return the edits of weights and the cost of each edit, both by signal. If an edit of rows costs over ``DEAR``,
+    edits scale columns instead where that costs less. allowed: a limit on the sum of ``Cost.share`` over the edits that
+    can only scale rows. If the sum is over the limit, None is returned instead of the costs."""
     costs = trial.alone(rows, allowed)
     if costs is not None and all(cost.share <= DEAR for cost in costs.values()):
         return rows, costs

@@ -31,7 +31,7 @@ from .adapter import rescale_adapter
 EMBEDDINGS = "inputs_embeds"
 MARK = "_made_fp16_safe"  # attribute of a rescaled model: its ``MadeSafe``
 SAVES = "save_pretrained"  # method of a rescaled model that warns
-OTHER_SCALE = "it was undone already, or another call of make_fp16_safe rescaled it"
+OTHER_SCALE = "use the result of the last make_fp16_safe call, or call make_fp16_safe again after undo"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MadeSafe:
             observed = "safe on what was observed only"
             if self.passed:
                 observed = (
-                    f"the values observed at {self.passed} exceed 65504, and rescaling alone cannot lower them:"
+                    f"the values observed at {self.passed} exceed 65504, and rescaling alone cannot prevent that:"
                     " use convert, which can also edit weights, or train the model in bf16"
                 )
             proof = f"Not certified {WHERE[self.target]} ({at}); {observed}."
@@ -114,8 +114,8 @@ class MadeSafe:
             source = ModelTensors(model)
             if "F16" in {t.dtype for t in source.tensors.values()}:
                 raise UserError(
-                    f"{source.source} is in fp16, which may not hold the source's larger weights; call undo before"
-                    " half(), or load the model in another dtype"
+                    f"{source.source} is in fp16, where undo could make weights overflow; call undo before half(), or"
+                    " load the model in another dtype"
                 )
             layout = resolve(source)
             with on_the_cpu(model):
@@ -155,7 +155,7 @@ class MadeSafe:
             )
         mark = model.get_base_model().__dict__.get(MARK)
         if mark is None or mark.plan != self.plan:
-            raise UserError(f"the adapter's model is not scaled by this plan; {OTHER_SCALE}")
+            raise UserError(f"the adapter's model was not rescaled by this result's plan; {OTHER_SCALE}")
         out, adapters = Path(out), list(model.peft_config)
         check_out(out, force=force)
         with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +174,7 @@ class MadeSafe:
         told_by_eps = layout.family.eps_key is not None and self.plan.residual_exponent != 0
         if mark is None and told_by_eps and layout.eps == self.plan.eps:
             return
-        raise UserError(f"{type(model).__name__} is not scaled by this plan; {OTHER_SCALE}")
+        raise UserError(f"{type(model).__name__} was not rescaled by this result's plan; {OTHER_SCALE}")
 
     def follow(
         self, optimizer: torch.optim.Optimizer, model: Any, *, max_grad_norm: float | None = None

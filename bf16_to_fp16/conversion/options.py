@@ -77,7 +77,7 @@ class Options:
     target: str = option(
         AUTO,
         "--target",
-        "Where it must be safe. auto and half: in PyTorch, where auto changes the weights' scale as little as possible."
+        "Where it must be safe. half: in PyTorch. auto: in PyTorch too, but --plan brings its own target."
         " norm-safe: also where norms compute in fp16 (ONNX, TensorRT). fp16-accumulate: also where every sum is made"
         " in fp16. train: in training, with room for weights that move.",
         type=click.Choice((AUTO, *TARGETS)),

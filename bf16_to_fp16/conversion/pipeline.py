@@ -171,9 +171,8 @@ def encoder_options(options: Options, pipeline: Pipeline, name: str) -> Options:
     kind = next((each for each in (loaded, f"M{loaded}", loaded.removeprefix("M")) if each in known), None)
     if library != "transformers" or kind is None:
         raise UserError(
-            f"{pipeline.folder / MODEL_INDEX} loads {name} as {library}.{loaded}, which is no supported class for its"
-            f" config ({config['model_type']}: {', '.join(known)}); name the right one there, or"
-            f" {alone(pipeline, name)}"
+            f"{pipeline.folder / MODEL_INDEX} loads {name} as {library}.{loaded}, but its config is for"
+            f" {', '.join(known)}; write the right class there, or {alone(pipeline, name)}"
         )
     stock = class_named(kind)
     two_stacks = family_of(config).decoder is not None
@@ -185,7 +184,7 @@ def encoder_options(options: Options, pipeline: Pipeline, name: str) -> Options:
     held = pipeline.kind in READ_INSIDE if two_stacks else pipeline.kind not in READ_AT_THE_END
     if held and options.stream not in (None, 0):
         raise UserError(
-            f"{pipeline.kind} may read inner states of {name}, so --stream would change its results; leave out"
+            f"{pipeline.kind} may read inner states of {name}, so --stream could change its results; leave out"
             f" --stream, or {alone(pipeline, name)}"
         )
     own = architectures(config)[:1] == [kind]

@@ -121,12 +121,10 @@ def replayed(opened: Opened, plan: Plan, target: str, options: Options) -> Decid
     check_plan_fits(layout, plan)
     if eps is not None and eps != plan.eps:
         own = "the source's eps" if plan.eps is None else f"an eps of {plan.eps}"
-        raise UserError(
-            f"the plan is for {own}, and the program that will read the output computes with {eps}; leave out --plan"
-        )
+        raise UserError(f"the plan is for norms with {own}, but --layout or --eps sets eps to {eps}; leave out --plan")
     edits = edits_of(layout, plan)
     if options.exact and (edits.exponents or edits.centred_keys):
-        raise UserError("the plan has edits, which change the function; leave out --exact or --plan")
+        raise UserError("the plan has edits, which --exact does not allow; leave out --exact or --plan")
     if not options.run_model and edits.exponents:
         raise UserError(
             "the plan has edits, and only running the model shows their cost; leave out --no-audit or --plan"
@@ -210,8 +208,8 @@ class Search:
         return SourceBounds(certificate.ranges, exponents, frozenset(immovable))
 
     def best_plan(self) -> tuple[Layout, Planned, SourceBounds]:
-        """Return the best plan, with the layout and the bounds that it was made from. If a value stays over its limit
-        or lacks a proof, and the head is tied to the embedding, try an untied head too. Return the better plan."""
+        """Return the best plan, with the layout and the bounds that it was made from. If values stay over limits or
+        lack a proof that ``Options.prove`` asks for, try to untie a tied head too. Return the better plan."""
 
         def missing(planned: Planned) -> tuple[float, int]:  # bits over the limits, and proofs that were asked for
             fallbacks = len(planned.fallbacks) if self.options.prove else 0

@@ -257,8 +257,8 @@ def run_again(checkpoint: Checkpoint, verified: Verified, before: Layout | None)
 
 
 def check_audit(again: Rerun, verified: Verified) -> Iterator[tuple[str, ...]]:
-    """Yield each site that the repeated audit finds unsafe. If there is none, and both audits ran on the same inputs,
-    yield each difference of the repeated audit from the report."""
+    """Yield each site that the repeated audit finds unsafe. If there is none, yield each difference of the audit from
+    the report if both ran on the same inputs, and one problem if they should have but did not."""
     report, entries = verified.report, again.ran.regimes
     broken = unsafe_sites(entries, report.family, converted=True)
     yield from ((site.signal, site.reason, site.remedy) for site in broken)

@@ -44,8 +44,8 @@ def family_of(config: Mapping[str, object]) -> Family:
     if family is None:
         known = ", ".join(each.model_type for each in FAMILIES)
         raise UserError(
-            f"config.json: model_type {model_type!r} is not supported; the known ones are {known}; a text model of"
-            " another type can be run and measured: bf16-to-fp16 audit"
+            f"config.json: model_type {model_type!r} is not supported; the known ones are {known}; to measure a"
+            " text model of another type, use audit"
         )
     for name in architectures(config):
         if name not in names_of(family):

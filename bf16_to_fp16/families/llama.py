@@ -86,8 +86,8 @@ def factor_of(config: Mapping[str, Any], rotation: Mapping[str, Any]) -> float:
             ) from error
     if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
         raise UserError(
-            f"config.json: 'rope_parameters' is of the kind {kind!r} with an attention_factor of {factor!r}; give a"
-            f" positive number, or another kind: default, mrope, {', '.join(ROPE_INIT_FUNCTIONS)}"
+            f"config.json: attention_factor in 'rope_parameters' is {factor!r} for rope_type {kind!r}; give a positive"
+            f" number, or another rope_type: default, mrope, {', '.join(ROPE_INIT_FUNCTIONS)}"
         )
     return float(factor)
 

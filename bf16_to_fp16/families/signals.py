@@ -77,7 +77,7 @@ class Axis:
     others: tuple[Axis, ...] = ()  # an ``Axis`` for each further signal that rescales this axis of the tensor
 
     def with_others(self, *others: Axis) -> Axis:
-        """Return a copy with these ``others``: one ``Axis`` for each further signal that rescales the tensor's axis."""
+        """Return a copy with these ``others`` in place of its own: one for each further signal on the tensor's axis."""
         return replace(self, others=others)
 
 

@@ -24,8 +24,8 @@ class Rotary:
 
     at: str  # the module that makes cosines and sines, "" if no channel is rotated
     factor: float = 1.0  # the largest factor by which cosines and sines are multiplied, at least 1
-    interleaved: bool = False  # whether channels 2i and 2i + 1 form a pair; else channels i and i + ``turned``/2
-    turned: int = 0  # the number of rotated channels in a head; 0 for all
+    interleaved: bool = False  # whether channels 2i and 2i + 1 form a pair; else i and i + r/2 of r rotated channels
+    turned: int = 0  # r, the number of rotated channels in a head; 0 for all
     growth: tuple[float, float] | None = None  # (g, n) multiplies queries at position p by 1 + g·ln(1 + ⌊p/n⌋)
 
 

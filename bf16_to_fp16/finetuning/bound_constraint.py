@@ -165,8 +165,8 @@ class BoundConstraint:
 
 
 def groups_of(layout: Layout) -> dict[str, str]:
-    """Return the name of each site's group. One group has the score sites of an attention, one has the sites on a
-    stack's residual stream, and one has the sites of a linear in the head."""
+    """Return each site's group, named by a module path. Groups are an attention's score sites, the sites on a stack's
+    residual stream, and each linear of the head alone; ``model:add`` is with the head. Other sites have no entry."""
     head = layout.head
     groups = {} if head is None else {"model:add": head.at} | {linear.at: linear.at for linear in head.linears}
     for stack in layout.stacks():

@@ -94,8 +94,8 @@ class Fp16Callback(TrainerCallback):
             self.penalty.load_state_dict(stored)
         elif state.global_step and self.safe is not None and self.safe.changed:
             raise UserError(
-                f"the checkpoint of step {state.global_step} was saved without this callback, so its weights may be at"
-                " the original's scale; load the model from that checkpoint and begin a new run"
+                f"the checkpoint of step {state.global_step} was saved without this callback, so it cannot be resumed;"
+                " begin a new run with the weights of that checkpoint"
             )
         self.penalty.attach()
 

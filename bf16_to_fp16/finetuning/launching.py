@@ -273,7 +273,7 @@ def write_launch(recipe: Recipe, choice: Choice, arguments: Sequence[str]) -> tu
         contents[deepspeed] = json.dumps(settings, indent=2) + "\n"
     try:
         if config.exists() and not config.read_text(encoding="utf-8").startswith(WRITTEN):
-            raise UserError(f"{config} was not written by launch; rename it, or set another `out`")
+            raise UserError(f"{config} exists, and the command launch did not write it; rename it, or set another out")
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         for path, text in contents.items():
             with replacing(path) as new:
@@ -324,7 +324,9 @@ def run_launch(command: Sequence[str], begun: Sequence[str], *, on_gpu: bool) ->
 def status_of(rank: int, status: int) -> int:
     if status < 0:
         name = signal.Signals(-status).name
-        raise UserError(f"process {rank} was ended by {name}; the same command goes on from the last state") from None
+        raise UserError(
+            f"process {rank} was ended by {name}; run the same command again to go on from the last state"
+        ) from None
     return status
 
 

@@ -153,8 +153,8 @@ class Processes:
             self._skipped = int(self._engine.skipped_steps)
 
     def whole_weights(self, model: Any, stock: Any) -> dict[str, Tensor]:
-        """Return the full parameters of ``model`` on the CPU in the first process, {} in others. All processes must
-        call it. stock: the unwrapped model."""
+        """Return the full parameters of ``model`` on the CPU in the first process; others can get {}. All processes
+        must call it. stock: the unwrapped model."""
         # Under ZeRO-3 and FSDP the others get nothing.
         gathered = self.accelerator.get_state_dict(model) or {}
         whole = {name: t.detach().cpu() for name, t in gathered.items()}
@@ -244,7 +244,7 @@ def precisions_of(recipe: Recipe, accelerator: Any) -> tuple[str, str]:
     in_16_bits = any(config.get(name, {}).get("enabled") is True for name in ("fp16", "bf16"))
     if in_16_bits or dtype != {"fp16": "float16"}.get(wanted, "float32"):
         raise UserError(
-            f"the recipe asks for {wanted}, but DeepSpeed's JSON does not; remove fp16 and bf16 from the JSON, and"
+            f"DeepSpeed's JSON is not for precision {wanted}; remove fp16 and bf16, which keep weights in 16 bits, and"
             f" {'enable torch_autocast with dtype float16' if wanted == 'fp16' else 'remove torch_autocast'}"
         )
     return wanted, wanted

@@ -72,7 +72,7 @@ class Data(Section):
         if whole != nearest:
             raise UserError(
                 f"a step of {whole} examples (data.batch_size × data.gradient_accumulation) does not divide among"
-                f" {processes} processes; the nearest that does has {nearest}:"
+                f" {processes} processes; for {nearest} examples in a step use"
                 f" --set data.batch_size={size} --set data.gradient_accumulation={nearest // size}"
             )
         return self.model_copy(update={"batch_size": size, "gradient_accumulation": each // size})
@@ -173,7 +173,7 @@ class Recipe(Section):
         "half", "what rescaling aims at, as in convert: half, auto, norm-safe, fp16-accumulate or train"
     )
     rescale: bool = _key(True, "rescale exactly before the first step")
-    precision: Literal["fp16", "fp32"] = _key("fp16", "fp16 or fp32; fp16 trains in bf16 until all values fit fp16")
+    precision: Literal["fp16", "fp32"] = _key("fp16", "fp16 (until all values fit, bf16 or else fp32) or fp32")
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass")
     device: str = _key("auto", "auto (CUDA where there is one), cpu, cuda, cuda:N or mps")
     seed: Seed = _key(0, "seed of dropout, stochastic rounding, and the data's order and noise")
@@ -223,7 +223,7 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     Raises UserError for an invalid recipe."""
     path = Path(path)
     if path.name in shipped_names() and not path.exists():
-        raise UserError(f"{path} is no file here; write it first: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")
+        raise UserError(f"{path} is not a file; write it to one: bf16-to-fp16 recipe {path.name} > {path.name}.yaml")
     tree = read_yaml(path)
     if tree is None:
         raise UserError(f"{path}: the recipe is empty; it needs at least source, out and data")

@@ -208,8 +208,8 @@ def corpus_of(recipe: Recipe, checkpoint: Checkpoint) -> Corpus:
     layout, tokenizer = agreed_layout(checkpoint), tokenizer_beside(checkpoint.folder, recipe.subfolder)
     if recipe.precision == "fp16" and spare_padding(layout.config) == math.inf:
         raise UserError(
-            f"{checkpoint.name}: in fp16 the block-sparse attention of {layout.family.title} in transformers gives NaN"
-            " for padding; set precision: fp32"
+            f"{checkpoint.name}: in fp16 the local attention of {layout.family.title} in transformers gives NaN for"
+            " padding, and NaN gradients for rows that do not fill its blocks; set precision: fp32"
         )
     folder = tokenizer if tokenizer is not None and tokenizer.is_dir() else checkpoint.folder
     return Corpus(recipe.data, folder, load_config(checkpoint.folder), seed=recipe.seed)
@@ -254,7 +254,7 @@ def convert_or_finetune(
     recipe: the recipe's file; the other arguments replace its source, out, subfolder and target."""
     progress = progress_of(progress)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("convert runs in one process only; start convert without the launcher")
+        raise UserError("convert runs in one process only; start it without the launcher, or launch finetune instead")
     read_as, overrides = read_recipe_for(recipe, source, place.out, options.target, options.subfolder)
     check_recipe(read_as)
     check_out(place.out, source, force=place.force)

@@ -84,8 +84,8 @@ def write_start(checkpoint: Checkpoint, recipe: Recipe, start: Path, progress: P
 
 def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, progress: Progress) -> bool:
     """Return whether all values fit the recipe's precision in a few training batches and, with a penalty, in the probe.
-    If they do not fit, training begins in a wider precision, in which the penalty lowers them. Raises UserError if
-    there is no penalty, or if values overflow in the wider precision too. student: the model to train."""
+    If not, training begins in a wider precision, in which the penalty lowers the values. If there is no penalty or no
+    wider precision, or if values overflow there too, UserError is raised instead. student: the model to train."""
     (before, wanted), device = precisions_of(recipe, accelerator), accelerator.device
     given = [arguments(student, batch, device) for batch in islice(corpus.training_batches(), START_BATCHES)]
     penalised = recipe.penalty.form != "none"
@@ -99,10 +99,11 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     if penalised and before != wanted:
         broken = overflowing(student, given, before, device, progress)
     if broken is not None:
-        keys = ["rescale: true"] * (not recipe.rescale) + ["penalty.form: smooth-max"] * (not penalised)
+        keys = {"rescale: true": not recipe.rescale, "penalty.form: smooth-max": not penalised and before != wanted}
+        keys["precision: fp32"] = wanted != "fp32"
+        how = listed([key for key, helps in keys.items() if helps], "or") or "another source"
         raise UserError(
-            f"{broken} is inf or NaN before the first step, and training cannot mend that; in the recipe, set"
-            f" {listed([*keys, 'precision: fp32'], 'or')}"
+            f"{broken} is inf or NaN before the first step, and training cannot mend that; in the recipe, set {how}"
         )
     return False
 

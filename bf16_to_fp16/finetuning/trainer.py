@@ -1,8 +1,8 @@
 """The training loop, for one process or many. A run that is killed and continued ends with the same bits as one that
 never stopped.
 
-A run on two processes takes the same steps as a run on one process: each loss is summed over the step's positions in
-all processes, and divided by the number of these positions."""
+A run on two processes takes almost the same steps as a run on one: task loss and divergence are summed over the step's
+positions in all processes, and divided by the number of these positions."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ class Trainer:
             check_same_recipe(state, self.recipe, last)
             if state["parts"] != self.processes.parts:
                 raise UserError(
-                    f"{last}: saved by another number of processes, or in another way to shard weights; launch as"
+                    f"{last}: saved with another number of processes, or with weights sharded otherwise; launch as"
                     " before, or give another checkpointing.folder"
                 )
             self._load(steps[-1])
@@ -352,7 +352,7 @@ class Trainer:
         return self.position.step if step is None else step
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights of the step ``kept``, by tensor name. Only the first process gets them; others get {}."""
+        """Return the weights of the step ``kept`` by tensor name in the first process; others can get {}."""
         if self.kept == self.position.step:
             return self.processes.whole_weights(self.model, self.stock)
         # {} also stands for a return to step 0, whose weights are those of the start.

@@ -1,7 +1,7 @@
 """Check that stock code (transformers) builds the model that the layout describes, for which bounds are computed.
 
 The layout is made from some keys of the config. Any other config attribute that stock code reads is accepted only if no
-bound depends on it, or if the layout's keys determine its value."""
+bound depends on it, or if its value is the one that stock code makes from the layout's keys alone."""
 
 from __future__ import annotations
 
@@ -89,9 +89,8 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
         scales = run_short(model, layout)
     if scales != (layout.head_scale != 1.0):
         raise UserError(
-            f"{where}: transformers {'multiplies' if scales else 'does not multiply'} the decoder's output by d^-1/2"
-            f" before the head, but the bounds assume that it {'does not' if scales else 'does'}; take the file from"
-            " the original checkpoint"
+            f"{where}: the bounds assume that the decoder's output is {'not ' if scales else ''}multiplied by d^-1/2"
+            f" before the head, but transformers {'does it' if scales else 'does not'}; take the original config.json"
         )
 
 
@@ -154,7 +153,7 @@ def check_modules(layout: Layout, model: nn.Module, where: str) -> None:
         value = getattr(model.get_submodule(path), attribute, _ABSENT)
         if value != expected and not (optional and value is _ABSENT):
             raise UserError(
-                f"{where}: in transformers {path}.{attribute} is {shown(value)}, but the bounds are for"
+                f"{where}: transformers sets {path}.{attribute} to {shown(value)}, but the bounds are for"
                 f" {expected!r}; take the config of the original checkpoint"
             )
 
@@ -236,8 +235,8 @@ def check_rotary(layout: Layout, model: Any, where: str) -> None:
             for name, frequencies in again.named_buffers():
                 if not bool((frequencies.float() * MOST_POSITIONS).isfinite().all()):
                     raise UserError(
-                        f"{where}: in transformers {path}.{name}, which rotary positions need, gives inf or NaN; take"
-                        " the keys that begin with 'rope' from the original checkpoint"
+                        f"{where}: rotary positions become inf or NaN in transformers ({path}.{name}); take the keys"
+                        " that begin with 'rope' from the original config.json"
                     )
 
 
@@ -253,8 +252,8 @@ def check_dynamic(parameters: Any, where: str) -> None:
         factor = each.get("factor")
         if each.get("rope_type") == "dynamic" and not (isinstance(factor, (int, float)) and 1 <= factor < math.inf):
             raise UserError(
-                f"{where}: the factor of 'dynamic' rotary positions is {factor!r}, and must be 1 or more; take it"
-                " from the original checkpoint"
+                f"{where}: the factor of 'dynamic' rotary positions is {factor!r}, and must be a finite number of at"
+                " least 1; take it from the original checkpoint"
             )
 
 
@@ -314,8 +313,8 @@ def refusals(layout: Layout, kind: Any, written: Mapping[str, Any], where: str) 
         expected = attributes(kind(**deepcopy(nested)))
     except Exception as error:  # which each class raises of its own kind
         raise UserError(
-            f"{where}: transformers cannot make a config from it ({first_line(error)}); take the file from the original"
-            " checkpoint"
+            f"{where}: transformers cannot make a config from the keys that the bounds use ({first_line(error)}); take"
+            " the file from the original checkpoint"
         ) from error
     attention = "_attn_implementation_internal"
     refused: dict[str, str] = {}

@@ -79,7 +79,7 @@ class AnyModel:
         if missing:
             raise UserError(
                 f"{self.folder}: tensor {missing[0]} is missing, and {self.name} would fill it at random; complete the"
-                " checkpoint, or name the class that it was saved from in config.json"
+                " checkpoint, or write the class of its weights in config.json"
             )
         return (all_half(model) if regime == "half" else model).eval().to(device)
 

@@ -143,9 +143,9 @@ def describe_batches(inputs: Sequence[Batch], *, seed: int, data: str | None = N
 
 
 def run_batch(model: nn.Module, batch: Batch, *, labels: bool = False, **shown: bool) -> Any:
-    """Run a stock model on a batch and return its output. For a batch with ``generate`` the output is None. For a batch
-    without ``head`` the output is None if the model predicts tokens. labels: compute a loss too. shown: arguments of
-    stock code that ask for more outputs, such as ``output_attentions``. Raises UserError if stock code fails."""
+    """Run a stock model on a batch and return its output. It is None for a batch with ``generate``, or without ``head``
+    if the model predicts tokens or takes decoder ids. labels: compute a loss too. shown: arguments of stock code that
+    ask for more outputs, such as ``output_attentions``. Raises UserError if stock code fails."""
     try:
         return _run(model, batch, labels, shown)
     except (MemoryError, torch.OutOfMemoryError):

@@ -156,11 +156,11 @@ def sees_nothing(scores: Tensor) -> bool:
 
 
 def masked_span(scores: Tensor, masked: Tensor) -> Tensor:
-    """Return fp32 [..., queries]: by how much a mask must lower the scores of masked keys to hide them from each query.
-    scores: [..., queries, keys], before the mask. masked: the keys that the mask hides from each query, bool."""
+    """Return fp32 [..., queries]: by how much a mask must lower each query's masked scores to hide them. It is 0 if no
+    or all keys are masked, or for NaN. scores: [..., queries, keys], before the mask. masked: hidden keys, bool."""
     cap = ceiling(masked, -math.inf, scores.dtype)
     hidden, seen = (torch.minimum(scores, most).amax(-1).float() for most in (-cap, cap))
-    return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)  # NaN gives 0
+    return (hidden - seen + MASKED_REACH).where(seen > -math.inf, 0.0).clamp(min=0)
 
 
 def ceiling(masked: Tensor, most: float, dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ _kept: Widened | None = None
 
 @contextmanager
 def weights_widened_once() -> Iterator[Widened]:
-    """Yield a dictionary in which ``FastProducts`` keeps fp32 copies of 16-bit weights. Clear it to free the copies."""
+    """Yield a dictionary in which ``product_in_fp32`` keeps fp32 copies of 16-bit weights. Clear it to free them."""
     global _kept
     before, _kept = _kept, {}
     try:

@@ -58,10 +58,10 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Audit the checkpoint in ``folder`` in each regime, and return the results by regime.
 
-    The regime ``half``, if asked for, runs all inputs under the first attention implementation. The other runs then
-    get only some of the inputs, and more of them if ``half`` overflows. train_mode: load the whole model at
-    once, run a backward too, and give every run all inputs. attention: the implementations to run; those that the
-    model's class lacks are skipped. Raises UserError for an unusable folder."""
+    Under the first attention implementation ``half`` runs all inputs; if ``half`` is not asked for, every regime does.
+    The other runs get only some inputs, and more if ``half`` overflows. train_mode: load the whole model at once, run a
+    backward too, and give every run all inputs. attention: the implementations to run; those that the model's class
+    lacks are skipped. Raises UserError for an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:
@@ -189,7 +189,7 @@ def _inputs_of(inputs: Sequence[Batch], thorough: bool, first: bool) -> Sequence
     """Return the batches that a regime runs under one attention implementation. thorough: whether the regime needs many
     batches, as ``half`` does. first: whether this is the first implementation, which runs more batches."""
 
-    def is_special(batch: Batch) -> bool:  # a generation, or long rows with padding
+    def is_special(batch: Batch) -> bool:  # a generation, or padded rows of kinds other than ``SHORT``
         return batch.generate or (batch.kind != SHORT and not bool(batch.attention_mask.all()))
 
     if first:

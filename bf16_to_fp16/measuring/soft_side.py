@@ -172,9 +172,9 @@ def row_of(ids: Sequence[int], line: Tensor, generator: torch.Generator) -> Tens
 def suspected(
     source: Checkpoint, layout: Layout, edits: Plan, ids: Tensor
 ) -> tuple[list[tuple[int, ...]], float | None]:
-    """Return the inputs on which edits may do most harm, and the least fraction of inputs on which an edit changes the
-    edited values no more than rounding to bf16 does; None without edits. An input is a tuple of token ids. edits: a
-    plan of edits alone."""
+    """Return the inputs (tuples of ids) on which edits may do most harm, and a fraction: of ids, or in attention of
+    pairs of ids, whose values an edit changes by at most bf16's rounding error. It is the smallest over edited
+    feed-forwards and attention heads; None if none is edited. edits: a plan of edits alone."""
     centred = Plan(family=edits.family, centred_keys=edits.centred_keys)
     plain, edited = (Weights(source, layout, edited_weights(source, layout, each)) for each in (centred, edits))
     priced = edits.model_copy(update={"centred_keys": []})
@@ -242,8 +242,8 @@ def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
 ) -> Iterator[tuple[list[tuple[int, ...]], float]]:
     """Yield (inputs, fraction) for every edited attention head. inputs: tuples of token ids, on which edits may do
-    harm. fraction: the fraction of all pairs of token ids whose attention weight the edits change by at most bf16's
-    rounding error. step: the values without edits."""
+    harm. fraction: of the pairs of up to ``IN_PAIRS`` ids, the fraction whose attention weight the edits change by at
+    most bf16's rounding error. step: the values without edits."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])

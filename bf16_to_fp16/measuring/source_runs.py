@@ -83,7 +83,7 @@ def check_finite(checkpoint: Checkpoint, ranges: Mapping[str, ModuleRange]) -> N
 
 
 def change_by(source: TensorSource, layout: Layout, edits: Plan, read: TensorReader | None = None) -> Change:
-    """Return a function that takes a weight's name and values, and returns the values with a plan's edits. read: the
+    """Return a function that takes a weight's name and stored values, and returns these with a plan's edits. read: the
     result of ``centred`` for this plan, if several calls share it. By default it is made again."""
     biases = centred_tensors(layout, edits.centred_keys)
     read = read or centred(source_weights(source, layout), layout, edits.centred_keys)

@@ -33,12 +33,12 @@ def choose_columns(
     target_column: str | None = None,
 ) -> tuple[str, str | None]:
     """Return the names of the text column and the target column. strings: the columns that hold text. If no target
-    column is given, its name is assumed to be ``target``, and the caller must check that it exists. Raises UserError if
-    a given column is missing, or if no column holds text."""
+    column is given, the name is ``target``, or None if this is the text column; the caller must check that the column
+    exists. Raises UserError if a given column is missing, or if no column holds text."""
     listed = ", ".join(map(str, names)) or "none"
     for wanted in (target_column, input_column):
         if wanted is not None and wanted not in names:
-            raise UserError(f"{data}: no column {wanted!r} among {listed}; mend the recipe's data")
+            raise UserError(f"{data}: no column {wanted!r} among {listed}; mend the column's name in the recipe")
     target = target_column or (TARGET_COLUMN if input_column != TARGET_COLUMN else None)
     others = [name for name in strings if name != target]
     column = input_column or next((name for name in ("input", "text", *others) if name in others), None)
@@ -79,7 +79,7 @@ def file_rows(path: Path) -> Iterator[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; convert it to UTF-8") from error
     except (OSError, EOFError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give a whole file") from error
+        raise UserError(f"{path}: cannot be read ({error}); give an undamaged file") from error
 
 
 def text_rows(path: Path, lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -127,7 +127,7 @@ class Inputs(ReportObject):
     seed: Count | None = None
     data: Text | None = None
     batches: list[InputKind] = []
-    chosen: dict[str, list[Count]] = Field(default={}, description="token ids run, by reason of choice; empty: all")
+    chosen: dict[str, list[Count]] = Field(default={}, description="ids that the probe ran, by reason; empty: all ids")
     sha256: str | None = Field(default=None, description="SHA-256 of all ids and masks")
 
 
@@ -198,7 +198,7 @@ class UnsafeEntry(ReportObject):
         default=None,
         description=(
             "broke: it broke in a run; found: an attack drove it over its limit; limit: no exponent keeps the margin;"
-            " inexact: fp16 is further from the source than bf16 is; goal: it misses a goal of the recipe or target"
+            " inexact: an output is too far from the source's; goal: it misses a goal of the recipe or target"
         ),
     )
     regimes: list[str] | None = None
@@ -298,7 +298,7 @@ class Report(Versioned):
     )
     exceptions: list[ExceptionEntry] = Field(
         default=[],
-        description="inputs that edits harm, worst first; a single token id with kl > max_kl makes the verdict unsafe",
+        description="inputs that edits harm, worst first; a single token id with kl > max_kl (null: 0) is unsafe",
     )
     searched: SearchEntry | None = None
     max_kl: Real | None = Field(default=None, description="the divergence from the source that the user accepts")

@@ -73,9 +73,8 @@ def scaled_adapter(
     """Return an adapter's tensors, scaled for the checkpoint that ``plan`` makes. A tensor whose dtype would lose bits
     becomes fp32.
 
-    layout: the layout of the converted checkpoint, for a plan and for its inverse.
-    head_gain: the factor on a head that the conversion separated from the embedding. Raises UserError for a tensor that
-    cannot be rescaled."""
+    layout: the layout of the converted checkpoint, for a plan and for its inverse. head_gain: the factor on a head that
+    the conversion separated from the embedding. Raises UserError for a tensor that cannot be rescaled."""
     check_plan_fits(layout, plan)
     embedding = layout.tensors[layout.family.embedding]
     shared = (*layout.family.copies, *([layout.family.head] if layout.tied else []))

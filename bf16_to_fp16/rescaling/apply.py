@@ -90,7 +90,7 @@ def scale(tensor: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, ga
 
 def through_fp16(weight: torch.Tensor, exponents: torch.Tensor, offset: float = 0.0, gain: float = 1.0) -> torch.Tensor:
     """Return a weight in fp32 with the rounding that it gets in fp16 after rescaling. It is scaled as by ``scale``,
-    rounded, and multiplied by 2^-exponents, but not divided by ``gain``. exponents, offset, gain: as in ``scale``."""
+    rounded, and scaled back with −``exponents`` and ``offset``; ``gain`` stays in it. Arguments: as in ``scale``."""
     result = torch.empty(weight.shape)
     matrices = (x.reshape(len(weight), -1) for x in (weight, exponents.expand(weight.shape), result))
     for part, here, place in zip(*map(chunks, matrices), strict=True):

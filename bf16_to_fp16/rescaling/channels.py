@@ -50,8 +50,8 @@ def whole_log2(x: float) -> int:
 
 
 def largest_sums(signal: ResolvedSignal, limits: Iterable[tuple[Mapping[str, ModuleRange], float]]) -> Iterator[int]:
-    """Yield the largest possible sum of two exponents, for each activation that is rescaled by both. One exponent is
-    of ``signal``, the other of a second signal. limits: pairs (ranges by module, limit of |x| in these ranges)."""
+    """Yield, for each activation that two exponents rescale, the largest sum of both that keeps it within a limit. One
+    exponent is of ``signal``, the other of a second signal. limits: pairs (ranges by module, limit of |x| in them)."""
     for ranges, limit in limits:
         for _, reached in known_points(ranges, replace(signal, seen=signal.added_at)):
             if (largest := float(reached.amax.amax())) > 0:

@@ -42,8 +42,9 @@ def column_exponents(layout: Layout, weights: TensorReader, needed: Mapping[str,
 
 
 def in_step(layout: Layout, cuts: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """Return a copy of ``cuts`` in which later layers are cut further. This is needed because cuts in earlier layers
-    shrink the residual stream. cuts: exponents of columns (input channels), by signal."""
+    """Return a copy of ``cuts`` with each stack's deepest cut of a channel in all its gates, and further cuts in later
+    layers. At some tokens the first cut gate shrinks the residual stream, so norms enlarge the channel. cuts: exponents
+    of columns (input channels), by signal."""
     # Some tokens have large values in a cut channel. At such a token, the first feed-forward with a cut gate writes
     # nearly all of the stream. A cut of its gate by 2^-k makes the stream 2^k times smaller, but not the value that the
     # embedding has in the channel. So after later norms, the channel is 2^k times as large. To make up for this, later

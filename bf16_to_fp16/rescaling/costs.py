@@ -60,7 +60,7 @@ class Solution:
     free: float  # the least cost if no proof is needed
     unmoved: float  # the cost if all exponents are 0
     index: torch.Tensor  # each channel's exponent plus 24
-    fallback: Fallback | None = None  # set if the exponents give no proof, because a proof costs more
+    fallback: Fallback | None = None  # set if the exponents give no proof: it costs too much or is impossible
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Costs(WeightLosses):
         return sum(c.sign * self.scalar(c.signal, r) for c in others)
 
     def scalar(self, signal: str, r: int) -> int:
-        """Return a signal's exponent at stream exponent ``r`` if all its channels share one exponent; otherwise 0."""
+        """Return ``r`` for a stream, ``before_norm`` for a signal that only a norm reads, and 0 for all others."""
         kind = self.layout.signals[signal].kind
         if kind is Kind.BEFORE_NORM:
             return self.before_norm(signal, r)

@@ -125,7 +125,7 @@ class WeightLosses:
 
     def drift(self, r: int, corrected: bool = True) -> float:
         """Return the mean squared relative change of a norm's output at the stream exponent ``r``, summed over norms
-        whose eps is not scaled.
+        whose input and eps are not scaled alike.
 
         A norm whose eps is not scaled computes with ``fixed_eps``, and the source's norm with eps. The output for a
         token of variance v then changes by √((v + eps) / (v + fixed_eps·4^-r)) − 1. corrected: whether the norms' gains

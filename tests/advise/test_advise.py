@@ -278,7 +278,7 @@ def test_reports_are_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         (["updates", "{tmp}/none"], "none does not exist"),
         (["updates", "{tmp}/empty.csv"], "is not a checkpoint; give its folder, a .safetensors file or a Hub id"),
         (["init", "0"], "the hidden size is 0; give a positive number"),
-        (["init", "{tmp}/other"], "other/config.json: transformers cannot make the model ('zzz'); take it from"),
+        (["init", "{tmp}/other"], "other/config.json: transformers cannot make the model ('zzz'); take config"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -290,8 +290,8 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
 
 BAD_INDEXES: dict[str, tuple[Callable[[Path], object], str]] = {
     "shard missing": (lambda f: (f / TWO).unlink(), "No such file"),
-    "tensor not in its shard": (lambda f: write_index(f, {"a": ONE, "b": TWO, "c": TWO}), "not in it"),
-    "tensor in the other shard": (lambda f: write_index(f, {"a": TWO, "b": ONE}), "not in it"),
+    "tensor not in its shard": (lambda f: write_index(f, {"a": ONE, "b": TWO, "c": TWO}), "though the index lists it"),
+    "tensor in the other shard": (lambda f: write_index(f, {"a": TWO, "b": ONE}), "though the index lists it"),
     "tensor without a place": (lambda f: save_file({n: torch.ones(1) for n in "bc"}, f / TWO), "not in the index"),
     "tensor in two shards": (lambda f: save_file({"a": torch.ones(1), "b": torch.ones(1)}, f / TWO), "too"),
     "no weight map": (lambda f: (f / "model.safetensors.index.json").write_text("{}"), "no weight_map"),

@@ -227,7 +227,7 @@ def test_an_adapter_on_a_head_that_the_conversion_separated_takes_its_factor(wid
     with pytest.raises(UserError, match="is not a PEFT model with a single adapter"):
         safe.adapter(wrapped, tmp_path / "none")
     safe.undo(loaded := wrapped.unload())
-    with pytest.raises(UserError, match="not scaled by this plan"):
+    with pytest.raises(UserError, match="was not rescaled by this result's plan"):
         safe.adapter(peft.get_peft_model(loaded, peft.LoraConfig(target_modules=["q"])), tmp_path / "none")
 
 

@@ -101,7 +101,7 @@ def test_where_what_was_observed_overflows_all_the_same_it_says_so() -> None:
         layer.self_attn.q_proj.weight.data.mul_(3000)
     safe = make_fp16_safe(model, target="half")
     assert safe.passed == "model.encoder.layers.0.self_attn" and "safe on" not in str(safe)
-    assert "exceed 65504, and rescaling alone cannot lower them: use convert, which" in str(safe)
+    assert "exceed 65504, and rescaling alone cannot prevent that: use convert, which" in str(safe)
 
 
 def test_a_model_is_made_safe_once_and_undone_once_and_not_in_fp16() -> None:
@@ -109,7 +109,7 @@ def test_a_model_is_made_safe_once_and_undone_once_and_not_in_fp16() -> None:
     first, now = make_fp16_safe(model), weights(model)
     assert make_fp16_safe(model) is first and same(now, weights(model))
     first.undo(model)
-    with pytest.raises(UserError, match="undone already"):
+    with pytest.raises(UserError, match="was not rescaled"):
         first.undo(model)
     cast = make_fp16_safe(model)
     with pytest.raises(UserError, match="undo before half"):
@@ -241,7 +241,7 @@ def test_a_pegasus_saved_before_it_is_undone_drifts_and_after_it_does_not(tmp_pa
     assert torch.equal(outputs(loaded["undone"])[0], reference)
     drift = float((outputs(loaded["safe"])[0] - reference).abs().max() / reference.abs().max())
     assert 0 < drift < 0.1
-    with pytest.raises(UserError, match="not scaled by this plan"):  # nothing in its config tells
+    with pytest.raises(UserError, match="was not rescaled by this result's plan"):  # nothing in its config tells
         safe.undo(loaded["safe"])
 
 

@@ -222,7 +222,7 @@ def test_a_run_is_not_kept_over_other_files(folder: str, here: Path, capsys: pyt
         ("convert someone/model file --force", "choose another output path"),
         ("undo source file --force", "choose another output path"),
         ("audit source --json one --html one", "--json"),
-        ("audit source --html -", "--html writes a file"),
+        ("audit source --html -", "--html cannot write to standard output"),
     ],
 )
 def test_an_output_that_would_not_last_is_refused_by_its_name(
@@ -326,7 +326,7 @@ def test_a_report_may_replace_another_and_go_to_a_device(tmp_path: Path) -> None
         with pytest.raises(UserError, match="choose another"):
             check_file(path, "choose another")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(UserError, match="only a report that is not part of a checkpoint"):
+    with pytest.raises(UserError, match="only a report that stands alone"):
         check_file(tmp_path / "file", "choose another")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

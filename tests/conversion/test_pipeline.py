@@ -200,7 +200,7 @@ REFUSED: tuple[tuple[Callable[[Path], object], str], ...] = (
     ),
     (lambda folder: (folder / "vae" / "notes.txt").symlink_to(__file__), "outside the folder"),
     (lambda folder: (folder / "vae" / "loop").symlink_to(folder), "is a link to a folder; put"),
-    (lambda folder: shutil.rmtree(folder / "text_encoder_2"), "without a text encoder of a known family"),
+    (lambda folder: shutil.rmtree(folder / "text_encoder_2"), "this pipeline has none of a known family"),
     (
         lambda folder: (folder / "model_index.json").write_text('{"../vae": ["diffusers", "AModel"]}'),
         "'../vae' is not the name of a folder",
@@ -339,7 +339,7 @@ def test_a_class_that_does_not_fit_the_config_is_refused(
     with rewritten(small / "model_index.json") as index:
         index["text_encoder_2"] = loaded
     said = refused(capsys, "convert", small, tmp_path / "out")
-    assert f"loads text_encoder_2 as {'.'.join(loaded)}, which is no supported class for its config (t5: " in said
+    assert f"loads text_encoder_2 as {'.'.join(loaded)}, but its config is for T5" in said
     assert "--subfolder text_encoder_2" in said
 
 

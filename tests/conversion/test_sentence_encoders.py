@@ -154,12 +154,12 @@ def test_without_sentence_transformers_the_encoder_alone_is_run_and_that_is_said
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda modules: modules[2].update(type="mine.Dense"), "'mine.Dense' in '2_Dense', but this program"),
+        (lambda modules: modules[2].update(type="mine.Dense"), "'mine.Dense' in '2_Dense', but only"),
         (lambda modules: modules[0].update(type="sentence_transformers.models.Router"), "Router' in '.', but"),
         (lambda modules: modules[2].update(path="5_Dense"), "module '5_Dense' is not in "),
-        (lambda modules: modules.pop(0), "Pooling' in '1_Pooling', but this program"),
-        (lambda modules: modules[0].update(path="1_Pooling"), "Transformer' in '1_Pooling', but this program"),
-        (lambda modules: modules[1].update(path=""), "Pooling' in '.', but this program"),
+        (lambda modules: modules.pop(0), "Pooling' in '1_Pooling', but only"),
+        (lambda modules: modules[0].update(path="1_Pooling"), "Transformer' in '1_Pooling', but only"),
+        (lambda modules: modules[1].update(path=""), "Pooling' in '.', but only"),
     ],
 )
 def test_what_may_read_other_states_is_refused_before_anything_runs(tmp_path: Path, change: Any, said: str) -> None:

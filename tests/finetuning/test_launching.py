@@ -148,7 +148,7 @@ def test_the_drivers_cards_are_counted_with_and_say_what_the_teacher_is(
         (("--gpus", "0"), "0 is not in the range x>=1"),
         (
             ("--gpus", "3"),
-            "does not divide among 3 processes; the nearest that does has 3: --set data.batch_size=1"
+            "does not divide among 3 processes; for 3 examples in a step use --set data.batch_size=1"
             " --set data.gradient_accumulation=3",
         ),
     ],
@@ -165,7 +165,7 @@ def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFi
     theirs = recipe.parent / "out.launch.yaml"
     theirs.write_text("a: b\n")
     ask = ("launch", recipe, "--gpus", 4)
-    assert f"{theirs} was not written by launch; rename it" in refused(capsys, *ask)
+    assert f"{theirs} exists, and the command launch did not write it; rename it" in refused(capsys, *ask)
     said = refused(capsys, *ask, "--set", f"out={theirs}/out")
     assert f"{theirs}: File exists; set another `out`" in said
     assert theirs.read_text() == "a: b\n"
@@ -180,7 +180,11 @@ def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFi
         (failed(70), 70, ""),
         (failed(1), 1, ""),
         (subprocess.CalledProcessError(1, "finetune"), 1, ""),  # as accelerate ends one process
-        (failed(-9), 2, "error: process 1 was ended by SIGKILL; the same command goes on from the last state\n"),
+        (
+            failed(-9),
+            2,
+            "error: process 1 was ended by SIGKILL; run the same command again to go on from the last state\n",
+        ),
     ],
 )
 def test_a_launch_ends_as_what_it_runs_does(

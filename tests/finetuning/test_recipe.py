@@ -133,7 +133,7 @@ def test_a_file_that_is_no_recipe_is_one_line(tmp_path: Path, text: str | bytes,
 def test_a_missing_file_and_a_folder_are_one_line(tmp_path: Path) -> None:
     assert "No such file" in refusal(tmp_path / "none.yaml")
     assert "Is a directory; give the recipe's YAML file" in refusal(tmp_path)
-    assert "write it first: bf16-to-fp16 recipe demo > demo.yaml" in refusal(tmp_path / "demo")
+    assert "write it to one: bf16-to-fp16 recipe demo > demo.yaml" in refusal(tmp_path / "demo")
 
 
 def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> None:
@@ -158,7 +158,7 @@ def test_a_certificate_that_nothing_is_said_of_is_trained_where_it_can_be() -> N
         (2, 8, 4, (2, 2)),
         (8, 1, 4, (2, 1)),
         (8, 3, 2, (6, 2)),
-        (8, 1, 3, "has 9: --set data.batch_size=3 --set data.gradient_accumulation=3"),
+        (8, 1, 3, "for 9 examples in a step use --set data.batch_size=3 --set data.gradient_accumulation=3"),
     ],
 )
 def test_the_batch_is_divided(size: int, passes: int, processes: int, share: tuple[int, int] | str) -> None:

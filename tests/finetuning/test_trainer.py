@@ -265,7 +265,7 @@ def test_another_recipe_or_other_parts_are_not_continued_but_more_steps_are(make
             run(schedule=other)
     sharded = make(schedule={"steps": 2})
     sharded.processes.sharded = True
-    with pytest.raises(UserError, match="another way to shard weights; launch as before, or give another"):
+    with pytest.raises(UserError, match="weights sharded otherwise; launch as before, or give another"):
         sharded.train()
     assert run(schedule={"steps": 2}, wandb="off", checkpointing={"every": 7}) == 2
     assert run(schedule={"steps": 3}, checkpointing={"every": 1}) == 3

@@ -64,10 +64,10 @@ def test_a_rotary_factor_larger_than_the_bounds_have_it_is_named(
     folder = edited(folders("llama"), tmp_path / "edited", rope_parameters=yarn)
     assert cli.main(["certify", str(folder)]) == 0
     monkeypatch.setattr("bf16_to_fp16.families.llama.rotary_factor", lambda config: 2.9)
-    assert "rotary_emb.attention_scaling is 3.0" in refused(capsys, "certify", folder)
+    assert "rotary_emb.attention_scaling to 3.0" in refused(capsys, "certify", folder)
 
 
-UNRUN, NO_ANGLES = "cannot be loaded or run", "inv_freq, which rotary positions need"
+UNRUN, NO_ANGLES = "cannot be loaded or run", "rotary positions become inf or NaN"
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 SHRINKING = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": -1.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -129,7 +129,7 @@ EDITS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("llama", {"rope_parameters": HALF}, UNRUN),
     ("t5", {"model_type": ["t5"]}, "'model_type' is ['t5'], which is not a name"),
     *(("bigbird_pegasus", {"attention_type": written}, BLOCKS) for written in ("block_sparse", ...)),
-    ("smollm3", {"no_rope_layer_interval": 0}, "cannot make a config from it"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "cannot make a config from the keys that the bounds use"),
 )
 """A kind, what its config says besides, and what the message must name."""
 
@@ -269,7 +269,7 @@ def test_a_layout_whose_modules_do_otherwise_is_refused(kind: str, folders: Fold
     others: list[tuple[dict[str, Any], str]] = [
         (topology(feed_forward, activation="silu"), "'silu'"),
         (topology(attention, scaled=not attention.scaled), "scaling"),
-        ({"family": replace(layout.family, eps=3e-4, eps_key=None)}, r"eps\w* is"),
+        ({"family": replace(layout.family, eps=3e-4, eps_key=None)}, r"eps\w* to"),
         ({"head_scale": 1.0 if layout.head_scale != 1.0 else 0.25}, "before the head"),
     ]
     for changes, named in others:
