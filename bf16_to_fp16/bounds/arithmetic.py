@@ -112,7 +112,7 @@ class Arithmetic:
 
     @property
     def tiny(self) -> float:
-        """The largest absolute error of one rounding to a subnormal fp16 number; 0 if such errors are not counted."""
+        """The largest absolute error of one rounding to a subnormal fp16 number; 0 if not counted."""
         return 0.0 if self.exact or self.planned is not None else TINY
 
     @property

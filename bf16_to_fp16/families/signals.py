@@ -87,8 +87,7 @@ def carried_by(axis: Axis | None) -> tuple[Axis, ...]:
 
 
 def multiplied_by(signal: str, spread: Spread = ()) -> Axis:
-    """Return an axis along which a weight is multiplied by a signal's power of two, as where the weight computes the
-    signal."""
+    """Return an axis along which a weight is multiplied by a signal's power of two."""
     return Axis(1, signal, spread)
 
 

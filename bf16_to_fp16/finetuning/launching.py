@@ -325,7 +325,7 @@ def status_of(rank: int, status: int) -> int:
     if status < 0:
         name = signal.Signals(-status).name
         raise UserError(
-            f"process {rank} was ended by {name}; run the same command again to go on from the last state"
+            f"process {rank} was ended by {name}; run the same command to go on from the last state"
         ) from None
     return status
 

@@ -305,7 +305,7 @@ def test_a_run_that_loses_a_process_goes_on(recipe: Path, in_two: Path, warm_pyt
     said, error = end_of(process, tmp_path / "out.run", "step-0000000[1-3]", kill_one)
     assert process.returncode == 2 and not (tmp_path / "out").exists() and "Traceback" not in error
     assert error.splitlines()[-1] == (
-        "error: process 1 was ended by SIGKILL; run the same command again to go on from the last state"
+        "error: process 1 was ended by SIGKILL; run the same command to go on from the last state"
     )
     first, *_, last = said.splitlines()
     assert first.startswith("# CPU processes over gloo: 2, ")

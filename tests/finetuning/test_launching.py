@@ -180,11 +180,7 @@ def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFi
         (failed(70), 70, ""),
         (failed(1), 1, ""),
         (subprocess.CalledProcessError(1, "finetune"), 1, ""),  # as accelerate ends one process
-        (
-            failed(-9),
-            2,
-            "error: process 1 was ended by SIGKILL; run the same command again to go on from the last state\n",
-        ),
+        (failed(-9), 2, "error: process 1 was ended by SIGKILL; run the same command to go on from the last state\n"),
     ],
 )
 def test_a_launch_ends_as_what_it_runs_does(
