@@ -1,9 +1,11 @@
 """Entry point of ``python -m bf16_to_fp16`` and of the command ``bf16-to-fp16``. An uncaught exception is a bug: its
 traceback is written to a file, and the exit status is 70."""
 
+import atexit
 import gc
 import io
 import os
+import signal
 import sys
 from contextlib import suppress
 
@@ -38,6 +40,8 @@ def main() -> int:
             print(f"bug: {summary}; please report it with the traceback in {path}", file=sys.stderr)
         return 70
     finally:
+        # SIGTERM would interrupt the finalizers, which remove temporary files.
+        atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()

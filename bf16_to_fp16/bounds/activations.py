@@ -24,6 +24,6 @@ def check_bounded(layout: Layout, folder: str = "") -> None:
     for sublayer in layout.feed_forwards:
         if sublayer.activation not in LOWEST:
             raise UserError(
-                f"{where}: the bounds do not know activation {sublayer.activation!r}, only {', '.join(LOWEST)}; take"
-                " the file from the original checkpoint, or use audit without --attack"
+                f"{where}: the bounds do not know activation {sublayer.activation!r}, only {', '.join(LOWEST)}; use"
+                " audit without --attack, which needs no bounds"
             )

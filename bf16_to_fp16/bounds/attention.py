@@ -184,8 +184,8 @@ class RotatedLinear:
 
 
 def pair_order(size: int, rotary: Rotary) -> Tensor:
-    """Return the indices of a head's channels, [size], sorted by the pairs that rotary positions turn: the first
-    channel of each pair, then the second of each. Channels that are not rotated form pairs too."""
+    """Return the indices of a head's channels, [size], with the first channels of all rotary pairs first, and then
+    the second channels in the same order. Channels that are not rotated form pairs too."""
     channels = torch.arange(size)
     if rotary.interleaved:
         return channels.view(-1, 2).t().flatten()

@@ -91,8 +91,8 @@ def names_in_files(names: Iterable[str], source: str, classes: Iterable[object])
 
 
 def name_in_modules(name: str, known: Collection[str]) -> str:
-    """Return the name in transformers' modules of a tensor that files call ``name``; without one, return ``name``.
-    known: all names in modules."""
+    """Return the name that the tensor ``name`` of a file has in the loaded module, or ``name`` if no other is known.
+    known: all names in the module."""
     if name in known:
         return name
     others = (

@@ -60,7 +60,7 @@ def saved_again(folder: Path) -> bool:
 
 def check_below(source: str | Path, reports: Iterable[str]) -> None:
     if names := " or ".join(sorted(name.removesuffix(f"/{REPORT}") for name in reports)):
-        raise UserError(f"{source} has no {REPORT}, but folders in it have; give {names}")
+        raise UserError(f"{source} has no {REPORT}, but folders inside it do; give {names}")
 
 
 def recorded_plan(path: Path, target: str | None) -> tuple[Path, dict[str, Any]]:

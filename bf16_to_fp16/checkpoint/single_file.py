@@ -52,7 +52,7 @@ def open_single_file(file: Path) -> tuple[Path, dict[str, Any], dict[str, header
     else:
         settled = inferred_config(tensors, str(file))
         (name,) = settled["architectures"]
-        notes.append(f"{file.name}: {name}, told from names and shapes")
+        notes.append(f"{file.name}: class {name}, as names and shapes of its tensors show")
     SCRATCH.append(tempfile.TemporaryDirectory(prefix="bf16-to-fp16-"))
     folder = Path(SCRATCH[-1].name).resolve()
     for name, info in tensors.items():

@@ -28,7 +28,8 @@ from .training import finetune_command, launch_command, recipe_command
 
 
 class _Commands(Ordered):
-    """The group of all commands. On a closed pipe it exits with ``UNREAD``, because click's 1 means "unsafe" here."""
+    """The group of all commands. On a closed pipe it exits with ``UNREAD``; click would exit with 1, the status of
+    "unsafe"."""
 
     def invoke(self, context: click.Context) -> Any:
         try:

@@ -85,7 +85,7 @@ def rescale_adapter(
     try:
         tensors = load_file(adapter / TENSORS)
         if not tensors:
-            raise UserError("no tensors in this file; save the adapter again")
+            raise UserError("holds no tensors; save the adapter again")
         rescaled = scaled_adapter(tensors, layout, plan, head_gain)
     except UserError as error:
         raise UserError(f"{adapter / TENSORS}: {error}") from None

@@ -143,7 +143,8 @@ class Corpus:
             return "next-token"
         if self.conventions.objective is None:
             raise UserError(
-                f"{self.folder}: the tokenizer has no sentinels and no mask; give data.first_sentinel, or target texts"
+                f"{self.folder}: the tokenizer has neither sentinel tokens nor a mask token; give the first sentinel's"
+                " id as data.first_sentinel, or give target texts"
             )
         return self.conventions.objective
 

@@ -273,7 +273,7 @@ def write_launch(recipe: Recipe, choice: Choice, arguments: Sequence[str]) -> tu
         contents[deepspeed] = json.dumps(settings, indent=2) + "\n"
     try:
         if config.exists() and not config.read_text(encoding="utf-8").startswith(WRITTEN):
-            raise UserError(f"{config} exists, and the command launch did not write it; rename it, or set another out")
+            raise UserError(f"{config} exists and is not from bf16-to-fp16 launch; rename it, or set another `out`")
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         for path, text in contents.items():
             with replacing(path) as new:

@@ -58,10 +58,11 @@ def audit_folder(
 ) -> dict[str, RegimeResult]:
     """Audit the checkpoint in ``folder`` in each regime, and return the results by regime.
 
-    Under the first attention implementation ``half`` runs all inputs; if ``half`` is not asked for, every regime does.
-    The other runs get only some inputs, and more if ``half`` overflows. train_mode: load the whole model at once, run a
-    backward too, and give every run all inputs. attention: the implementations to run; those that the model's class
-    lacks are skipped. Raises UserError for an unusable folder."""
+    The regime ``half`` runs all inputs with the first attention implementation. Other regimes and implementations run
+    only some inputs, and more if ``half`` overflows. If ``half`` is not asked for, every regime runs all inputs with
+    the first implementation. train_mode: load the whole model at once, run a backward too, and give every run all
+    inputs. attention: the implementations to run; those that the model's class lacks are skipped. Raises UserError for
+    an unusable folder."""
     place, checkpoint = device or torch.device("cpu"), open_checkpoint(folder)
     chosen = [regime for regime in REGIMES if regime in regimes]
     if not train_mode:

@@ -242,8 +242,8 @@ def pairs_at(
     plain: Weights, edited: Weights, attention: Attention, step: Step, ids: Tensor
 ) -> Iterator[tuple[list[tuple[int, ...]], float]]:
     """Yield (inputs, fraction) for every edited attention head. inputs: tuples of token ids, on which edits may do
-    harm. fraction: of the pairs of up to ``IN_PAIRS`` ids, the fraction whose attention weight the edits change by at
-    most bf16's rounding error. step: the values without edits."""
+    harm. fraction: edits change the attention weight of this fraction of id pairs by at most bf16's rounding error. At
+    most ``IN_PAIRS`` ids are paired. step: the values without edits."""
     layout = plain.layout
     some = torch.linspace(0, len(ids) - 1, min(len(ids), IN_PAIRS)).long()
     normed, query, key = (x[some] for x in step.outputs[:3])

@@ -75,7 +75,7 @@ def by_design(site: SiteEntry) -> str:
 
 class Distance(NamedTuple):
     """The distance of a finetuned checkpoint from the original, on the inputs in ``where``. ``value``: the distance;
-    inf, NaN or None after inf or NaN. ``bf16``: the distance of the original in bf16; 0 if not measured."""
+    not a finite number if outputs had inf or NaN. ``bf16``: the distance of the original in bf16; 0 if not measured."""
 
     value: float | None
     where: str

@@ -76,8 +76,8 @@ def signals_of(
     layout: Layout, plan: Plan, ranges: Mapping[str, ModuleRange], edited: Mapping[str, ModuleRange] | None = None
 ) -> list[schema.SignalEntry]:
     """Return the largest |x| of each observed signal and of each attention's scores, in the source and after the plan.
-    edited: the ranges of the source with edits. For keys and scores of attentions that the plan centres, the values
-    after the plan are computed from these."""
+    edited: the ranges of the source with edits. The keys and scores of centred attentions are taken from ``edited`` for
+    the values after the plan."""
     replaced, exact = centred_tensors(layout, plan.centred_keys), without_edits(layout, plan)
     attentions = [sublayer for sublayer in layout.topology if isinstance(sublayer, Attention)]
     centred = {

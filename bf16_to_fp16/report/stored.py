@@ -52,8 +52,8 @@ def originals(layout: Layout, plan: Plan, source: Source) -> dict[str, torch.Ten
         entry, dtype = source.replaced.get(name), SAFETENSORS_DTYPES.get(source.dtypes.get(name, str(source.dtype)))
         if entry is None or dtype is None or name not in names:
             raise UserError(
-                f"the report's plan and its copy of the source's {name} do not fit together; take the"
-                " report that convert wrote"
+                f"the report's copy of the source's tensor {name} is missing or not of its plan; take"
+                " the report that convert wrote"
             )
         shape = layout.tensors[name].shape
         try:

@@ -45,8 +45,8 @@ PARTS = (
 
 
 def part_of(name: str) -> tuple[str, AdapterTensor | None]:
-    """Return the name of the checkpoint's tensor that the adapter's tensor ``name`` changes. The second result is the
-    tensor's entry of ``PARTS``; None for a tensor that the adapter stores whole."""
+    """Return which tensor of the checkpoint is changed by the adapter's tensor ``name``, and the adapter tensor's entry
+    of ``PARTS``. The entry is None if the adapter stores a whole tensor."""
     plain = name.removeprefix(PREFIX)
     for part in PARTS:
         if plain.endswith(part.suffix):
@@ -111,5 +111,5 @@ def on_tensor(
     if not torch.equal(stored.double(), wanted):
         stored = wanted.float()
     if not bool(torch.isfinite(stored).all()):
-        raise UserError(f"{name} holds inf or NaN, or would after scaling; give the adapter that training saved")
+        raise UserError(f"{name} is inf or NaN after scaling; give an adapter whose values are finite and smaller")
     return stored

@@ -98,9 +98,9 @@ def gates(v: Tensor, bits: Tensor) -> Reach:
 
 
 def scores(q: Tensor, k: Tensor, bits: Tensor) -> Reach:
-    """Return the ``Reach`` function of an attention. The size of a head is the spectral norm of qᵀk, and the function
-    returns by how many bits each size is still too large. q, k: query and key weights, [heads, channels of a head,
-    columns]. bits: by how many bits each size is to become smaller, [heads]."""
+    """Return the ``Reach`` function of an attention: for factors on columns, it returns by how many bits each head is
+    still too large. The size of a head is the spectral norm of qᵀk. q, k: query and key weights, [heads, channels of a
+    head, columns]. bits: by how many bits each size is to become smaller, [heads]."""
     of_keys = k @ k.transpose(1, 2)
     regular = of_keys + torch.eye(k.shape[1]) * of_keys.diagonal(dim1=1, dim2=2).amax() * 1e-12
     root = torch.linalg.cholesky_ex(regular).L

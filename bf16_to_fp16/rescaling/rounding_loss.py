@@ -292,6 +292,7 @@ def columns(values: torch.Tensor, start: int, count: int) -> torch.Tensor:
 
 
 def signal_noise(mean_square: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Return the relative squared error of rounding to fp16's smallest step, 2⁻⁴⁸/12 over the scaled mean square."""
+    """Return the relative squared error of rounding to multiples of 2⁻²⁴: 2⁻⁴⁸/12, divided by the scaled mean
+    square."""
     scaled = mean_square.double()[:, None] * 4.0 ** exponents.double()
     return torch.where(scaled > 0, STEP_NOISE / scaled.clamp(min=1e-300), torch.zeros_like(scaled))

@@ -309,7 +309,7 @@ def test_a_plan_is_replayed_with_its_own_eps_and_refused_for_another_reader(held
         convert(source, tmp_path / "x", plan=result.out, eps="fixed", run_model=False)
     encoder = tiny.save(tiny.build("umt5-encoder", num_layers=1), tmp_path / "encoder")
     rescaled = convert(encoder, tmp_path / "rescaled", run_model=False)
-    with pytest.raises(UserError, match=r"the plan needs norms with .*; leave out --plan"):
+    with pytest.raises(UserError, match=r"the plan is for norms with .*; leave out --plan"):
         convert(encoder, tmp_path / "x.safetensors", plan=rescaled.out, layout="wan", run_model=False)
     assert not (tmp_path / "x").exists() and not (tmp_path / "x.safetensors").exists()
 

@@ -97,7 +97,7 @@ def test_report_page_card_and_path_name_the_subfolder(out: Path) -> None:
 def test_every_part_is_verified_by_its_name(out: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "verify", out)
     assert said.endswith(
-        f"has no fp16_report.json, but folders in it have; give {out / 'text_encoder'} or {out / 'text_encoder_3'}"
+        f"has no fp16_report.json, but folders inside it do; give {out / 'text_encoder'} or {out / 'text_encoder_3'}"
     )
     original = ("--original", str(source / "text_encoder_3"))
     assert main(["verify", str(out), "--subfolder", "text_encoder_3", "--no-audit", *original]) == 0

@@ -104,7 +104,7 @@ def test_what_stock_code_does_not_read_is_left_out_and_said(tmp_path: Path) -> N
     others = {"logit_scale": torch.ones(()), "spiece_model": torch.ones(3)}
     file = tools.write(tmp_path / "clip.safetensors", tools.stored(encoder()) | others)
     told, left_out = open_checkpoint(file).notes
-    assert told.startswith("clip.safetensors: T5EncoderModel, told from names")
+    assert told.startswith("clip.safetensors: class T5EncoderModel, as names")
     assert left_out == "clip.safetensors: leaves out logit_scale, spiece_model, which transformers does not read"
 
 

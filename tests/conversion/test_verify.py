@@ -334,7 +334,7 @@ def test_usage_and_exit_status(folder: Path, tmp_path: Path, capsys: pytest.Capt
     flip(below / ONE)
     assert verify(below.parent, subfolder="text_encoder_2", run_model=False)["verified"]
     assert refused(capsys, "verify", below.parent).endswith(
-        f"has no fp16_report.json, but folders in it have; give {below}"
+        f"has no fp16_report.json, but folders inside it do; give {below}"
     )
     forge(below, {"finetune": {}})
     with pytest.raises(UserError, match="was finetuned"):

@@ -165,7 +165,7 @@ def test_a_file_of_others_is_not_replaced(recipe: Path, capsys: pytest.CaptureFi
     theirs = recipe.parent / "out.launch.yaml"
     theirs.write_text("a: b\n")
     ask = ("launch", recipe, "--gpus", 4)
-    assert f"{theirs} exists, and the command launch did not write it; rename it" in refused(capsys, *ask)
+    assert f"{theirs} exists and is not from bf16-to-fp16 launch; rename it" in refused(capsys, *ask)
     said = refused(capsys, *ask, "--set", f"out={theirs}/out")
     assert f"{theirs}: File exists; set another `out`" in said
     assert theirs.read_text() == "a: b\n"
