@@ -64,8 +64,10 @@ def open_pipeline(source: str | Path, wanted: Callable[[Mapping[str, Any]], bool
     parts = components(folder, index)
     encoders = [name for name in parts if (config := config_of(folder, name)) is not None and wanted(config)]
     if not encoders:
-        known = f"this pipeline has none of a known family (components: {', '.join(parts) or 'none'})"
-        raise UserError(f"{source}: convert changes text encoders only, and {known}; use the pipeline as it is")
+        names = ", ".join(parts) or "none"
+        raise UserError(
+            f"{source}: this pipeline has no text encoder that convert knows (components: {names}); use it as it is"
+        )
     named = index.get("_class_name")
     kind = str((named[-1] if isinstance(named, list) and named else named) or "a pipeline without a class")
     there, left_out = files_below(folder) if names is None else (names, [])

@@ -45,7 +45,7 @@ def recorded(folder: Path) -> dict[str, Any]:
         check_below(folder, map(str, folder.glob(f"*/{REPORT}")))
         if saved_again(folder):
             raise UserError(
-                f"{folder}: has no {REPORT}: it was converted, then saved again without it; restore the original's"
+                f"{folder} is a converted checkpoint that was saved again, without {REPORT}; restore the original's"
                 f" scale with bf16-to-fp16 undo {shlex.quote(str(folder))} OUT --plan CONVERTED, where CONVERTED is"
                 " the folder that convert wrote"
             )

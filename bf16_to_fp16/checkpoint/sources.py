@@ -83,7 +83,9 @@ def contained(folder: Path, name: str) -> Path:
     Hub's cache, the folder ``blobs`` of the same repository counts as inside."""
     path = Path(name)
     if leaves(name) or not path.parts or "\0" in name:
-        raise UserError(f"{folder}: file name {shown(name)} is not inside the folder; {RESTORE}")
+        raise UserError(
+            f"{folder}: a file there names {shown(name)}, which is not inside the folder; fetch all files again"
+        )
     try:
         inside = folder.resolve()
         real = (folder / path).resolve()

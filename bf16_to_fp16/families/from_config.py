@@ -79,8 +79,8 @@ def check_flags(family: Family, config: Mapping[str, object]) -> None:
             raise UserError(f"config.json: {key!r} is {rate}, not a dropout rate; give a number from 0 to under 1")
     if config.get(key := "tie_encoder_decoder"):
         raise UserError(
-            f"config.json: {key!r} is {shown(config[key])}: transformers 4 then ties the two stacks' weights, and"
-            " transformers 5 does not; remove it"
+            f"config.json: {key!r} is {shown(config[key])}, by which transformers 4 ties encoder and decoder, and"
+            " transformers 5 does not; remove the key"
         )
 
 

@@ -107,7 +107,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def damaged(file: Path) -> UserError:
-    return UserError(f"{file}: cannot be read; remove {file.parent} to go on from the state before it")
+    return UserError(f"{file}: cannot be read; remove {file.parent} to resume from an earlier step")
 
 
 def read_state(folder: Path) -> dict[str, Any]:

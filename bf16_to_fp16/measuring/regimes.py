@@ -149,8 +149,8 @@ def run_regimes(
     encoder = checkpoint.folder if runs_behind(checkpoint.folder) else None
     first = ("half", attention[0])
     seen = {
-        which: _Runs(*which, meters=which == first, keeps=which == first, encoder=encoder)
-        for which in product(regimes, attention)
+        pair: _Runs(*pair, meters=pair == first, keeps=pair == first, encoder=encoder)
+        for pair in product(regimes, attention)
     }
     given = {name: without_blind_padding(inputs, name) for name in attention}
     for (regime, name), shown in seen.items():

@@ -200,7 +200,7 @@ REFUSED: tuple[tuple[Callable[[Path], object], str], ...] = (
     ),
     (lambda folder: (folder / "vae" / "notes.txt").symlink_to(__file__), "outside the folder"),
     (lambda folder: (folder / "vae" / "loop").symlink_to(folder), "is a link to a folder; put"),
-    (lambda folder: shutil.rmtree(folder / "text_encoder_2"), "this pipeline has none of a known family"),
+    (lambda folder: shutil.rmtree(folder / "text_encoder_2"), "this pipeline has no text encoder that convert knows"),
     (
         lambda folder: (folder / "model_index.json").write_text('{"../vae": ["diffusers", "AModel"]}'),
         "'../vae' is not the name of a folder",

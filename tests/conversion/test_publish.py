@@ -247,7 +247,7 @@ def test_a_card_that_was_edited_goes_up_with_its_own_hash(run: Run, hub: HubServ
 def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: HubServer, folder: Path) -> None:
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     hub.add("me/pipeline", {f"text_encoder_2/{name}": content for name, content in files.items()} | {"x": b""})
-    with pytest.raises(UserError, match="folders in it have; give --subfolder text_encoder_2"):
+    with pytest.raises(UserError, match="folders inside it do; give --subfolder text_encoder_2"):
         verify("me/pipeline", endpoint=hub.endpoint)
     below = verify("me/pipeline", subfolder="text_encoder_2", endpoint=hub.endpoint, run_model=False)
     assert below["verified"] and below["source"]["revision"]
@@ -260,7 +260,7 @@ def test_a_checkpoint_below_a_repository_is_verified_by_its_folders_name(hub: Hu
         (lambda f: (f / TOKENIZER).unlink(), f"{TOKENIZER}: is missing"),
         (lambda f: (f / "notes.txt").write_text("x"), "notes.txt: is not in the report"),
         (lambda f: (f / TOKENIZER).unlink() or (f / TOKENIZER).symlink_to(__file__), "outside the folder"),
-        (lambda f: (f / "fp16_report.json").unlink(), "has no fp16_report.json"),
+        (lambda f: (f / "fp16_report.json").unlink(), "saved again, without fp16_report.json"),
         (lambda f: (f / "fp16_report.json").write_text("{}"), "schema None is not 1"),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_full_disk_keeps_the_last_whole_state_and_a_damaged_one_is_named(make:
         assert trainer.states.steps() == [0] and not list((tmp_path / "run").glob(".step*"))
     weights = trainer.states.of(0) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"model.safetensors: cannot be read; remove .*step-00000000 to go on"):
+    with pytest.raises(UserError, match=r"model.safetensors: cannot be read; remove .*step-00000000 to resume"):
         make().train()
 
 

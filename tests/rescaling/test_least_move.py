@@ -204,7 +204,7 @@ def test_a_folder_saved_again_is_known(converted: Path, tmp_path: Path, capsys: 
     for command in (["undo", str(again), str(tmp_path / "no")], ["verify", str(again)]):
         assert main(command) == 2
         said = capsys.readouterr().err
-        assert "it was converted, then saved again" in said and f"undo {again} OUT --plan CONVERTED" in said
+        assert "that was saved again, without" in said and f"undo {again} OUT --plan CONVERTED" in said
     assert main(["convert", str(again), str(tmp_path / "twice"), "--no-audit"]) == 0
     assert "was converted before, then saved again or merged" in capsys.readouterr().err
     with pytest.raises(UserError, match="load it from the folder that convert wrote"):
