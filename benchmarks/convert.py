@@ -83,11 +83,7 @@ def copy(source: Path, out: Path) -> None:
 
 
 STOCK = "stock load and save"
-WAYS: dict[str, Callable[[Path, Path], None]] = {
-    "cp -r": copy,
-    "write_fp16": rewrite,
-    STOCK: load_and_save,
-}
+WAYS: dict[str, Callable[[Path, Path], None]] = {"cp -r": copy, "write_fp16": rewrite, STOCK: load_and_save}
 
 
 def clocks() -> tuple[float, float]:

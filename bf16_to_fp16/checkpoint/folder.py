@@ -120,8 +120,10 @@ def check_tokenizer(*folders: Path | None) -> None:
         raise UserError(f"{folders[0]}: no tokenizer files, and text needs them; put the original's tokenizer there")
 
 
-def converted_already(source: Path, says: str = "fp16_report.json") -> UserError:
+def converted_already(source: Path) -> UserError:
+    if source.is_file():
+        return UserError(f"{source} is converted already, as its metadata show; give the source that it was made from")
     return UserError(
-        f"{source} is converted already, as {says} shows; get its source with bf16-to-fp16 undo, check it"
-        " with verify, or train it with finetune"
+        f"{source} is converted already, as its report shows; get its source with bf16-to-fp16 undo, check it with"
+        " verify, or train it with finetune"
     )

@@ -252,7 +252,7 @@ def check_unconverted(checkpoint: Checkpoint) -> None:
     if file.is_relative_to(home) and is_converted(home):
         raise converted_already(home)
     if not file.is_relative_to(home) and summary_of(file) is not None:
-        raise converted_already(file, "its metadata")
+        raise converted_already(file)
 
 
 def write_report(work: Path, report: Report) -> Report:

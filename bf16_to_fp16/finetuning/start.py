@@ -99,13 +99,18 @@ def check_start(student: Any, recipe: Recipe, corpus: Corpus, accelerator: Any, 
     if penalised and before != wanted:
         broken = overflowing(student, given, before, device, progress)
     if broken is not None:
-        keys = {"rescale: true": not recipe.rescale, "penalty.form: smooth-max": not penalised and before != wanted}
-        keys["precision: fp32"] = wanted != "fp32"
-        how = listed([key for key, helps in keys.items() if helps], "or") or "another source"
         raise UserError(
-            f"{broken} is inf or NaN before the first step, and training cannot mend that; in the recipe, set {how}"
+            f"{broken} is inf or NaN before the first step, and training cannot mend that; in the recipe, set"
+            f" {what_helps(recipe.rescale, penalised, before, wanted)}"
         )
     return False
+
+
+def what_helps(rescaled: bool, penalised: bool, before: str, wanted: str) -> str:
+    """Return what can mend a start that overflows. before, wanted: the results of ``precisions_of``."""
+    helps = {"rescale: true": not rescaled, "penalty.form: smooth-max": not penalised and before != wanted}
+    helps["precision: fp32"] = wanted != "fp32" and (not penalised or before == wanted)
+    return listed([key for key, each in helps.items() if each], "or") or "another source"
 
 
 def overflowing(

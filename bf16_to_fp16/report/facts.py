@@ -197,7 +197,7 @@ def scaled_outputs(report: schema.Report) -> str:
     ]
     steps_back = [f"to get the source's, {', '.join(steps)}"] if steps else []
     if LAST in report.outputs and report.outputs[LAST].factor_log2 and (stock := giving_states(report)):
-        steps_back.append(f"or convert --as {stock}")
+        steps_back.append(f"{'or ' if steps_back else ''}convert --as {stock} for the source's")
     return "; ".join([*steps_back, *others])
 
 
@@ -226,7 +226,9 @@ def function_rows(report: schema.Report, most: int) -> list[tuple[str, str]]:
     other = f"made for {after} alone: {before} would give other values" if before and after and not scaled else ""
     rows = [("outputs", scaled_outputs(report)), ("class", other), ("centred", centred if keys else "")]
     for stream, room in report.for_proof.items():
-        rows.append(("for the proof", f"observed values need only --stream {room}; the proof shrinks {stream} more"))
+        rows.append(
+            ("for the proof", f"observed values need only --stream {room}, but a proof needs {stream} to be smaller")
+        )
     return [(what, words) for what, words in rows if words] + edit_rows(report, most)
 
 

@@ -35,13 +35,13 @@ def print_conversion(report: schema.Report, out: Path, notes: Sequence[str] = ()
     if report.signals:
         screen.print(source_line(report))
     screen.print(verdict_line(report, "output: "))
-    print_advice(screen, report)
+    print_advice(screen, report, in_folder=not out.is_file())
     for line in (*([runtimes_line(report)] if report.tiers else ()), *notes):
         screen.say(line)
     if (report.safe or report.short) and not out.is_file():
         screen.say(load_line(out))
     then = then or report.next
-    if report.safe and not then:
+    if report.safe and not then and not out.is_file():
         command = shlex.join(["bf16-to-fp16", "verify", str(out)])
         then = f"verify it on the target machine, if possible with your own text (--data): {command}"
     screen.rows(("next", then), ("written", out) if out.is_file() else ("report", out / schema.PAGE))
@@ -67,7 +67,8 @@ def print_pipeline(report: Mapping[str, Any], out: Path) -> None:
     screen.say(f'load: DiffusionPipeline.from_pretrained("{out}", torch_dtype={dtype})')
 
 
-def print_advice(screen: Screen, report: schema.Report) -> None:
+def print_advice(screen: Screen, report: schema.Report, *, in_folder: bool = True) -> None:
+    has_card = in_folder and report.safe and report.plan is not None
     held = f"{plan.eps:g}, fixed by the program that runs the output" if (plan := report.plan) and plan.eps_held else ""
     screen.rows(
         ("any input", coverage.headroom_by_proof(report)),
@@ -75,7 +76,7 @@ def print_advice(screen: Screen, report: schema.Report) -> None:
         ("function", facts.inexactness(report)),
         *facts.function_rows(report, MOST_EDITS),
         ("eps", held),
-        ("to train it", f"the folder's {schema.CARD}, “{uses.TITLE}”" if report.plan and report.safe else ""),
+        ("to train it", f"the folder's {schema.CARD}, “{uses.TITLE}”" if has_card else ""),
         ("older versions", "; ".join(report.older)),
         ("padding", coverage.padding_advice(report)),
         ("not covered", coverage.tower_advice(report)[1]),

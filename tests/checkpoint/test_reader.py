@@ -208,8 +208,6 @@ def test_pickles_in_other_containers_are_refused(folder: Path) -> None:
             open_checkpoint(folder)
 
 
-ENTRY = json.dumps({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}).encode()
-
 BAD_HEADERS: dict[str, tuple[object, int, str]] = {
     "no tensors": ({"__metadata__": {"format": "pt"}}, 0, "no tensors"),
     "nor metadata": ({"__metadata__": None}, 0, "no tensors"),

@@ -156,22 +156,20 @@ def test_columns_are_cut_where_rows_are_dear_and_columns_cost_less() -> None:
     """Also where rows alone cost too much for a proof, and where what was observed is worth any price."""
     rows = {("a", -3): 0.5 * BF16, ("b", -2): 0.05 * BF16}
     cheap, dear = {("a.columns", (0, -3)): 0.0}, {("a.columns", (0, -3)): 0.6 * BF16}
-    for needed in (
-        {"a": NeededExponents(-3, -3), "b": NeededExponents(-2, -2)},
-        {"a": NeededExponents(-3, None), "b": NeededExponents(-2, -2)},
-    ):
-        trial = Given(rows | cheap, cuts={"a.columns": [0, -3]})
-        edits = chosen(trial, needed)
+    cuts = {"a.columns": [0, -3]}
+    for observed in (-3, None):
+        needed = {"a": NeededExponents(-3, observed), "b": NeededExponents(-2, -2)}
+        edits = chosen(Given(rows | cheap, cuts=cuts), needed)
         assert exponents(edits) == {"a.columns": [0, -3], "b": -2}
         assert edits is not None and edits.predicted == {"a.columns": 0.0, "b": 0.05 * BF16}
-        assert exponents(chosen(Given(rows | dear, cuts={"a.columns": [0, -3]}), needed)) == {"a": -3, "b": -2}
+        assert exponents(chosen(Given(rows | dear, cuts=cuts), needed)) == {"a": -3, "b": -2}
     for_proof = {"a": NeededExponents(-3, None), "b": NeededExponents(-2, None)}
     little = rows | {("b", -2): BF16 / 200}
     assert chosen(Given(little), for_proof) is None
-    assert chosen(Given(rows | dear, cuts={"a.columns": [0, -3]}), {"a": NeededExponents(-3, None)}) is None
-    assert exponents(chosen(Given(little | cheap, cuts={"a.columns": [0, -3]}), for_proof)).keys() == {"a.columns", "b"}
+    assert chosen(Given(rows | dear, cuts=cuts), {"a": NeededExponents(-3, None)}) is None
+    assert exponents(chosen(Given(little | cheap, cuts=cuts), for_proof)) == {"a.columns": [0, -3], "b": -2}
     # Where rows are cheap no column is tried.
-    trial = Given({("a", -3): 0.09 * BF16}, cuts={"a.columns": [0, -3]})
+    trial = Given({("a", -3): 0.09 * BF16}, cuts=cuts)
     assert exponents(chosen(trial, {"a": NeededExponents(-3, -3)})) == {"a": -3} and len(trial.asked) == 1
 
 

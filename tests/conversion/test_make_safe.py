@@ -109,7 +109,7 @@ def test_a_model_is_made_safe_once_and_undone_once_and_not_in_fp16() -> None:
     first, now = make_fp16_safe(model), weights(model)
     assert make_fp16_safe(model) is first and same(now, weights(model))
     first.undo(model)
-    with pytest.raises(UserError, match="was not rescaled"):
+    with pytest.raises(UserError, match="T5EncoderModel was not rescaled"):
         first.undo(model)
     cast = make_fp16_safe(model)
     with pytest.raises(UserError, match="undo before half"):

@@ -140,7 +140,7 @@ def test_a_file_that_appears_in_the_old_folder_meanwhile_is_kept(here: Path) -> 
 
 def test_undo_replaces_what_convert_wrote_and_nothing_else(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(here)
-    assert "did not write" in refused(capsys, "undo", here / "converted", here / "back", "--force")
+    assert "which no report in it lists" in refused(capsys, "undo", here / "converted", here / "back", "--force")
     assert contents(here) == before
     convert(here / "source", here / "other", run_model=False)
     assert cli.main(["undo", str(here / "converted"), str(here / "other"), "--force"]) == 0
@@ -161,7 +161,7 @@ def test_what_is_converted_is_not_converted_again(here: Path, capsys: pytest.Cap
     for source in ("converted", "packed.safetensors"):
         for options in ((), ("--dry-run",), ("--plan", here / "converted")):
             said = refused(capsys, "convert", here / source, here / "again", "--no-audit", *options)
-            assert f"{source} is converted already" in said and "bf16-to-fp16 undo" in said
+            assert f"{source} is converted already" in said and ("undo" in said) == (source == "converted")
         assert not (here / "again").exists()
 
 

@@ -306,7 +306,7 @@ def test_a_stream_is_held_where_the_pipeline_may_read_it(encoder: str, kind: str
     assert (outputs["hidden_states"]["factor_log2"] == 0) == held
     moved = partial(convert_pipeline, folder, tmp_path / "out", stream=-4, run_model=False, dry_run=True)
     if held:
-        with pytest.raises(UserError, match="its results; leave out --stream, or convert it alone: "):
+        with pytest.raises(UserError, match="so --stream could change its results; leave out --stream, or "):
             moved()
     else:
         assert moved().encoders["text_encoder"].plan.residual_exponent == -4

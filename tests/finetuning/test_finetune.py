@@ -26,7 +26,7 @@ from bf16_to_fp16.conversion.verify import verify
 from bf16_to_fp16.errors import UserError
 from bf16_to_fp16.finetuning.recipe import parse_recipe, read_recipe
 from bf16_to_fp16.finetuning.run import Run, converted_alone, finetune, train
-from bf16_to_fp16.finetuning.start import written_trained
+from bf16_to_fp16.finetuning.start import what_helps, written_trained
 from bf16_to_fp16.finetuning.states import RunFolder
 from bf16_to_fp16.measuring.stock import load
 from bf16_to_fp16.progress import Progress
@@ -110,9 +110,11 @@ def test_the_unrescaled_start_is_the_source_and_one_that_overflows_is_refused(so
     model.encoder.block[0].layer[1].DenseReluDense.wo.weight.data.mul_(1e5)
     model.encoder.block[0].layer[1].DenseReluDense.wi_1.weight.data.mul_(1e3)
     recipe = written(source, tmp_path, source=str(rewritten(model, tmp_path / "model")), rescale=False)
-    with pytest.raises(UserError, match=r"Dense.wo is inf .* set rescale: true, penalty.form: smooth-max or precision"):
+    with pytest.raises(UserError, match=r"Dense.wo is inf or NaN before the first .* rescale: true, penalty"):
         finetune(recipe, overrides=("penalty.form=none",))
     assert not (tmp_path / "out").exists()
+    assert what_helps(True, False, "fp16", "fp16") == "precision: fp32"
+    assert what_helps(True, True, "bf16", "fp16") == what_helps(True, False, "fp32", "fp32") == "another source"
     start = load(tmp_path / "out.run" / "start", torch.float32)
     for name, tensor in load(tmp_path / "model", torch.float32).state_dict().items():
         assert torch.equal(tensor, start.state_dict()[name]), name
@@ -237,7 +239,7 @@ def test_only_a_fitting_start_begins_in_fp16(tmp_path: Path, source: Path, monke
     recipe = written(source, tmp_path / "second", source=str(loud))
     assert converted_alone(read_recipe(recipe), Progress()) is None
     assert {path.name for path in (tmp_path / "second").iterdir()} == {"loud", "recipe.yaml"}
-    with pytest.raises(UserError, match=r"SelfAttention:scores is inf .* set penalty\.form: smooth-max or precision"):
+    with pytest.raises(UserError, match=r"scores is inf .* set penalty\.form: smooth-max or precision: fp32"):
         train(read_recipe(recipe, ["penalty.form=none"]), open_checkpoint(loud))
     train(read_recipe(recipe, one), open_checkpoint(loud))
     assert [row["precision"] for row in rows_of(tmp_path / "second" / "out.run", "precision")] == ["bf16"]

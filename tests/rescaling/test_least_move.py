@@ -191,7 +191,7 @@ def test_a_fixed_stream_is_taken_and_told_what_it_proves(
 @pytest.mark.usefixtures("first_batch")
 def test_a_move_for_the_proof_alone_is_told(gated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(gated), str(tmp_path / "out")]) == 0
-    assert "proof: observed values need only --stream -3; the proof shrinks residual more" in capsys.readouterr().out
+    assert "proof: observed values need only --stream -3, but a proof needs residual to" in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "fp16_report.json").read_text())["for_proof"] == {"residual": -3}
 
 
