@@ -187,9 +187,7 @@ def test_frequencies_that_older_files_hold_are_dropped_as_stock_code_does(tmp_pa
     done = convert(source, tmp_path / "out", run_model=False)
     assert done.safe and done.report["source"]["dropped"] == dict.fromkeys(names, "transformers classes ignore it")
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == weights.keys()
-    (report := tmp_path / "out" / "fp16_report.json").write_text(
-        report.read_text().replace("ignore it", "do without it")
-    )
+    (file := tmp_path / "out" / "fp16_report.json").write_text(file.read_text().replace("ignore it", "leave it out"))
     assert verify(tmp_path / "out", original=source, run_model=False)["checks"]["replay"] == "passed"
     for name in ("model.layers.99.self_attn.rotary_emb.inv_freq", "other.rotary_emb.inv_freq"):
         save_file(weights | {name: torch.ones(4)}, source / "model.safetensors", {"format": "pt"})
