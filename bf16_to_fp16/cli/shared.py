@@ -39,7 +39,7 @@ json_file = click.option(
     help="Write the report as JSON; - for standard output.",
 )
 
-force = click.option("--force", is_flag=True, help="Replace OUT if this program wrote it and it holds nothing else.")
+force = click.option("--force", is_flag=True, help="Replace OUT if a report in it lists all that it holds.")
 
 endpoint = click.option(
     "--endpoint", metavar="URL", help="Address of the Hub; default: HF_ENDPOINT, else https://huggingface.co."

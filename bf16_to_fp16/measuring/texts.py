@@ -142,7 +142,8 @@ def local_file(path: str) -> Path | None:
         return None
     if not file.is_file():
         where = "" if file.is_absolute() else f" in {Path.cwd()}"
-        raise UserError(f"{path}: no such file{where}; give an existing .jsonl, .csv, .parquet or .txt")
+        problem = "is a folder" if file.is_dir() else f"no such file{where}"
+        raise UserError(f"{path}: {problem}; give an existing .jsonl, .csv, .parquet or .txt")
     if (ending := _ending(file)) not in KINDS:
         raise UserError(f"{path}: unknown kind of file {ending!r}; use .jsonl, .csv, .parquet or .txt (.gz too)")
     return file
