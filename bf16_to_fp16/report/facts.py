@@ -197,7 +197,7 @@ def scaled_outputs(report: schema.Report) -> str:
     ]
     steps_back = [f"to get the source's, {', '.join(steps)}"] if steps else []
     if LAST in report.outputs and report.outputs[LAST].factor_log2 and (stock := giving_states(report)):
-        steps_back.append(f"{'or ' if steps_back else ''}convert --as {stock} for the source's")
+        steps_back.append(f"or convert --as {stock}" if steps else f"to get the source's, convert --as {stock}")
     return "; ".join([*steps_back, *others])
 
 
