@@ -70,7 +70,7 @@ def print_table(pairs: Sequence[tuple[str, Report, Report]]) -> None:
         ("headroom: any input, by proof", [proven(report) for report in after]),
         ("residual stream's factor", [", ".join(f"2^{r}" for r in each) for each in streams]),
         ("KL to fp32, nats: original in bf16", [f"{each.kl_bf16 or 0:.1e}" for each in close]),
-        ("the same: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
+        ("KL to fp32, nats: converted in fp16", [f"{each.kl_fp16 or 0:.1e}" for each in close]),
         ("weights carried over bit for bit", [percent(each) for each in share]),
     ]
     columns = [Column("", 0), *(numbers(pair[0], i, str) for i, pair in enumerate(pairs, 1))]
