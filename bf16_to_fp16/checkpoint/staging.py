@@ -75,7 +75,7 @@ def check_ours(out: Path) -> None:
     listed = listed_files(out)
     if (strange := next((name for name in files_of(out) if name not in listed), None)) is not None:
         where = "give the output path last, or " if (out / "config.json").is_file() and not listed else ""
-        raise UserError(f"{out} exists and holds {strange}, which no report in it lists; {where}{ELSEWHERE}")
+        raise UserError(f"{out} exists and holds {strange}, which is not in a report there; {where}{ELSEWHERE}")
 
 
 def check_file(path: Path, mend: str) -> None:

@@ -167,7 +167,7 @@ class Options:
                 raise UserError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
         check_margin(self.margin_bits)
         if self.stream is not None and not -MOST_EXPONENT <= self.stream <= MOST_EXPONENT:
-            raise UserError(f"stream is {self.stream}; give an exponent of 2 from -{MOST_EXPONENT} to {MOST_EXPONENT}")
+            raise UserError(f"--stream is {self.stream}; give an exponent from -{MOST_EXPONENT} to {MOST_EXPONENT}")
         if self.max_kl is not None and not 0 < self.max_kl < math.inf:
             raise UserError(f"max_kl is {self.max_kl!r}; give a finite number over 0, such as 0.01")
         Arithmetic(self.max_length)  # raises for an unusable length

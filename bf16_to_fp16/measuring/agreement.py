@@ -82,7 +82,7 @@ def check_agreement(checkpoint: Checkpoint, layout: Layout) -> None:
     for name, *shapes in sorted(info["mismatched_keys"]):
         stored, wanted = (list(shape) for shape in shapes)
         raise UserError(
-            f"{checkpoint.source}: tensor {name} has shape {stored}, and transformers makes it {wanted}; {mend}"
+            f"{checkpoint.source}: tensor {name} has shape {stored}, and transformers wants {wanted}; {mend}"
         )
     check_modules(layout, model, where)
     with refusing(checkpoint, refused, asked):

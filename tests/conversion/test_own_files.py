@@ -140,7 +140,7 @@ def test_a_file_that_appears_in_the_old_folder_meanwhile_is_kept(here: Path) -> 
 
 def test_undo_replaces_what_convert_wrote_and_nothing_else(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = contents(here)
-    assert "which no report in it lists" in refused(capsys, "undo", here / "converted", here / "back", "--force")
+    assert "which is not in a report there" in refused(capsys, "undo", here / "converted", here / "back", "--force")
     assert contents(here) == before
     convert(here / "source", here / "other", run_model=False)
     assert cli.main(["undo", str(here / "converted"), str(here / "other"), "--force"]) == 0
